@@ -87,27 +87,6 @@ class TrialPlan:
         return (*out, *(Trial(f"v{n}", "verify", n) for n in self.ns))
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Timings of one test on one engine: `seconds` of each repeat, `tokens` processed in each."""
-
-    seconds: tuple[float, ...]
-    tokens: int
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """Tokens per second of each repeat."""
-        return tuple(self.tokens / s for s in self.seconds)
-
-    def to_dict(self) -> Json:
-        return {
-            "tokens": self.tokens,
-            "seconds": list(self.seconds),
-            "tokens_per_second": summary(self.rates),
-            "ms_per_token": 1e3 * statistics.median(self.seconds) / self.tokens,
-        }
-
-
 def summary(values: Sequence[float]) -> dict[str, float]:
     """Mean, sample deviation (0 for one value), median, least and largest."""
     return {
@@ -122,6 +101,16 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 def paired_ratio(top: Sequence[float], bottom: Sequence[float]) -> dict[str, float]:
     """`top / bottom` repeat by repeat: neighbours in time are compared, so that drift hits both."""
     return summary([a / b for a, b in zip(top, bottom, strict=True)])
+
+
+def timings(seconds: Sequence[float], tokens: int) -> Json:
+    """The seconds of each repeat of a test over so many tokens, with their summary, for a report."""
+    return {
+        "tokens": tokens,
+        "seconds": list(seconds),
+        "tokens_per_second": summary([tokens / s for s in seconds]),
+        "ms_per_token": 1e3 * statistics.median(seconds) / tokens,
+    }
 
 
 @dataclass
@@ -143,9 +132,9 @@ class MachinePeaks:
 
 @dataclass(frozen=True)
 class TrialResults:
-    """Samples by test name and side name, and what the machine reached meanwhile."""
+    """Seconds of each repeat by test name and side name, and what the machine reached meanwhile."""
 
-    samples: dict[str, dict[str, Samples]]
+    seconds: dict[str, dict[str, list[float]]]
     machine: MachinePeaks
 
 
@@ -170,8 +159,7 @@ def run(plan: TrialPlan, sides: Sequence[Side], done: Callable[[], None] = lambd
         {(test, side.name): partial(test.run, side) for test in tests for side in sides},
         repeats=plan.repeats, warm_up=0, order=order, before=lambda: machine.measure(buffer), done=done,
     )  # fmt: skip
-    samples = {t.name: {s.name: Samples(tuple(found[t, s.name]), t.n) for s in sides} for t in tests}
-    return TrialResults(samples, machine)
+    return TrialResults({t.name: {s.name: found[t, s.name] for s in sides} for t in tests}, machine)
 
 
 def token_ids(count: int, vocab_size: int, seed: int = 0) -> np.ndarray:
@@ -188,36 +176,11 @@ class Compiled:
     cached: bool
 
 
-@dataclass
-class CompileLog:
-    """What was compiled, and what of it the persistent cache held."""
-
-    entries: list[Compiled] = field(default_factory=list)
-
-    def timed(self, program: str, compile_it: Callable[[], float | None]) -> None:
-        """Runs `compile_it`; it may return the seconds of compilation alone."""
-        hits = 0
-
-        def listen(event: str, **_) -> None:
-            nonlocal hits
-            hits += event == "/jax/compilation_cache/cache_hits"
-
-        jax.monitoring.register_event_listener(listen)
-        start = time.perf_counter()
-        try:
-            spent = compile_it()
-        finally:
-            jax.monitoring.unregister_event_listener(listen)
-        taken = time.perf_counter() - start if spent is None else spent
-        if taken:
-            self.entries.append(Compiled(program, taken, hits > 0))
-
-
 class Ours:
     """specsparse: the programs that `generate` and the speculative loop run, on fixed random tokens.
 
     Attributes:
-        log: what was compiled; programs compile when a test first runs.
+        compiled: programs, in the order in which they were compiled, each when a test first needed it.
         forwards: forward passes of one `verify` timing, in one loop on the device.
     """
 
@@ -235,7 +198,7 @@ class Ours:
             forwards: see the class.
         """
         self.model, self.depth, self.rows, self.forwards = model, depth, rows, forwards
-        self.log = CompileLog()
+        self.compiled: list[Compiled] = []
         capacity = model.capacity_for(depth + room)
         self._params = model.params_for(capacity)
         self._cache = model.new_cache(1, capacity)
@@ -246,6 +209,24 @@ class Ours:
             self._feed(self._ids[:depth])
         self._length = jnp.asarray([depth], jnp.int32)
 
+    def _timed(self, program: str, compile_it: Callable[[], float | None]) -> None:
+        """Runs `compile_it`; it may return the seconds of compilation alone."""
+        hits = 0
+
+        def listen(event: str, **_) -> None:
+            nonlocal hits
+            hits += event == "/jax/compilation_cache/cache_hits"
+
+        jax.monitoring.register_event_listener(listen)
+        start = time.perf_counter()
+        try:
+            spent = compile_it()
+        finally:
+            jax.monitoring.unregister_event_listener(listen)
+        taken = time.perf_counter() - start if spent is None else spent
+        if taken:
+            self.compiled.append(Compiled(program, taken, hits > 0))
+
     def _program(self, name: str, function: Callable, *args) -> Callable:
         """`function` compiled for such arguments once; it takes over the memory of the fourth, the cache."""
 
@@ -253,7 +234,7 @@ class Ours:
             self._programs[name] = jax.jit(function, donate_argnums=3).lower(*args).compile()
 
         if name not in self._programs:
-            self.log.timed(name, compile_it)
+            self._timed(name, compile_it)
         return self._programs[name]
 
     def _feed(self, ids: np.ndarray) -> None:
@@ -312,8 +293,8 @@ class Ours:
             opened[0].advance(0)
             return opened[0].compile_s - before
 
-        self.log.timed("prompt of the decode loop", prefill)
-        self.log.timed("decode loop", compile_loop)
+        self._timed("prompt of the decode loop", prefill)
+        self._timed("decode loop", compile_loop)
         return opened[0]
 
     def verify(self, n: int) -> float:

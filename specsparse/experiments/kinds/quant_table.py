@@ -153,7 +153,7 @@ def _speed(cfg: QuantTableSettings, model: Model, name: str, console: Console) -
     with terminal.busy(console, f"timing {name}"):
         trials.warm_up(plan, side)
         found = trials.run(plan, [side])
-    rates = {test: sides[side.name].to_dict()["tokens_per_second"] for test, sides in found.samples.items()}
+    rates = {t.name: trials.timings(found.seconds[t.name][side.name], t.n)["tokens_per_second"] for t in plan.tests()}
     decode, read = rates.get(f"tg{spec.tg}"), found.machine.read
     taken = Conditions(
         statistics.median(read), conditions.deviation(read),

@@ -1,12 +1,11 @@
 """`specsparse bench`: this engine beside the machine and beside other engines; a sub-command each.
 
-speed      one_sequence.py      prompts, decoding and v(n), which vn_entries.py publishes
-batch      batch.py             several sequences at once
-draft      speculation.py       texts with drafts
-products   kernel_benches.py    products, a sparse FFN and look-up tables, on random weights
-ffn
-lut        (its kernels: lut_product.py)
-device     card/                an accelerator, in stages that fail alone
+    speed                 one_sequence.py     prompts, decoding and v(n), which vn_entries.py publishes
+    draft, batch          speculation.py      texts with drafts, one by one and several sequences at once
+    products, ffn, lut    kernel_benches.py   random weights; lut_product.py has the kernels of the last
+    device                card/               an accelerator, in stages that fail alone
+
+What a sub-command measures is a frozen dataclass, whose fields are its options; `command.py` makes it of the arguments.
 """
 
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Benchmark(Protocol):
-    """What a sub-command measures, with its options: a frozen dataclass."""
+    """One of them."""
 
     def check(self) -> None:
         """UserError if it cannot be run; before the machine is waited for and anything is loaded."""

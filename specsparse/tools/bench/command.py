@@ -14,6 +14,8 @@ interleaved with ours.
 """
 
 import argparse
+import dataclasses
+import importlib
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -39,30 +41,26 @@ from specsparse.tools.peers.process import PEERS
 
 MODEL = "smollm2-135m"
 _LONGEST = 2**31 - 1
-_COMMANDS = ("speed", "batch", "draft", "ffn", "products", "lut", "device")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A sub-command each, with its own options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(model=None, drafter=None, plot=None, publish=None)
-    kinds = parser.add_subparsers(dest="bench", required=True, metavar=" | ".join(_COMMANDS))
+    kinds = parser.add_subparsers(dest="bench", required=True, metavar=" | ".join(_BENCHES))
 
-    def sub(name: str, make: Callable, what: str, options: str, **defaults: Any) -> Callable[..., Any]:
+    def sub(name: str, what: str, options: str, **defaults: Any) -> Callable[..., Any]:
         made = kinds.add_parser(name, help=what, description=what, allow_abbrev=False)
         for option in options.split():
             made.add_argument(f"--{option}", **_OPTIONS[option])
         add_json(made.add_argument)
-        made.set_defaults(make=make, **defaults)
+        made.set_defaults(**defaults)
         return made.add_argument
 
-    running = "threads kv-dtype kernels peer"
-    add = sub("speed", _speed, "prompts, decoding and v(n) of one sequence", f"pp repeats {running}")
-    add(
-        "model", nargs="?", default=MODEL, metavar="MODEL", help="a known name or the path of a GGUF file (%(default)s)"
-    )
+    add = sub("speed", "prompts, decoding and v(n) of one sequence", f"pp repeats {_RUNNING}", ns=sizes("1..16"))
+    add("model", nargs="?", metavar="MODEL", **_OPTIONS["model"])
     add("--tg", type=count, default=128, metavar="N", help="tokens to decode, 0 for no such test (%(default)s)")
-    add("--widths", type=_widths, default=sizes("1..16"), metavar="LIST", help="v(n): 1..16, 1,4,8 or none (1..16)")
+    add("--widths", dest="ns", type=_widths, metavar="LIST", help="v(n): 1..16, 1,4,8 or none (1..16)")
     add("--depth", type=count, default=0, metavar="N", help="tokens in the cache before each test (%(default)s)")
     add("--rows", type=positive, metavar="N", help="v(n) in a program of N rows, n of them valid; default n rows")
     add("--quantise", metavar="TYPE", help="measure the same model re-quantised: Q4_0, Q8_0, F16 ...")
@@ -70,36 +68,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--machine", metavar="NAME", help="what --publish calls this machine (its processor)")
 
     what = "prompts, decoding and speculation by the number of sequences at once"
-    add = sub("batch", _batch, what, f"model pp repeats {running} plot")
+    add = sub("batch", what, f"model pp tg repeats {_RUNNING} plot", drafter="prompt_lookup", drafted=())
     add("sizes", type=sizes, metavar="LIST", help="sequences at once: 1,2,4,8")
-    add("--drafter", default="prompt_lookup", metavar="NAME", help="as of bench draft (%(default)s)")
-    add("--gamma", type=sizes, default=(), metavar="LIST", help="tokens of a draft: 2,4 (as many as pay)")
-    add("--tg", type=positive, default=128, metavar="N", help="tokens that each sequence writes (%(default)s)")
+    add("--drafter", metavar="NAME", help="as of bench draft (%(default)s)")
+    add("--gamma", dest="drafted", type=sizes, metavar="LIST", help="tokens of a draft: 2,4 (as many as pay)")
 
-    add = sub("draft", _draft, "texts plainly and with drafts", f"model repeats {running}", repeats=1)
+    add = sub("draft", "texts plainly and with drafts", f"model tg repeats {_RUNNING}", repeats=1, drafted=(2, 4))
     add("drafter", metavar="NAME", help="smollm2-draft, a GGUF file or a drafter")
-    add("--gamma", type=sizes, default=(2, 4), metavar="LIST", help="tokens of a draft (2,4)")
-    add("--tg", type=positive, default=128, metavar="N", help="tokens of each text (%(default)s)")
+    add("--gamma", dest="drafted", type=sizes, metavar="LIST", help="tokens of a draft (2,4)")
 
-    add = sub("ffn", _ffn, "one FFN, sparse and dense", "types repeats threads kernels plot", types=("F16", "Q4_0"))
+    add = sub("ffn", "one FFN, sparse and dense", "types repeats threads kernels plot", types=("F16", "Q4_0"))
     add("shape", type=_shape, metavar="DxF", help="its width and its neurons: 4096x11008")
-    add("--widths", type=sizes, default=(1, 2, 4, 8), metavar="LIST", help="tokens of a call (1,2,4,8)")
-    add("--active", type=_shares, default=(0.05, 0.1, 0.2, 0.5, 1.0), metavar="LIST",
-        help="shares of neurons kept (0.05,0.1,0.2,0.5,1)")  # fmt: skip
+    add("--widths", dest="ns", type=sizes, default=(1, 2, 4, 8), metavar="LIST", help="tokens of a call (1,2,4,8)")
+    shares = (0.05, 0.1, 0.2, 0.5, 1.0)
+    add("--active", type=_shares, default=shares, metavar="LIST", help="shares of neurons kept (0.05,0.1,0.2,0.5,1)")
 
-    add = sub("products", _products, "products by type of weights", "repeats threads", repeats=15)
+    add = sub("products", "products by type of weights", "repeats threads", repeats=15, ns=(1, 4, 8, 64, 256))
     add("types", type=_types, metavar="LIST", help="types of weights: Q4_0,Q8_0,Q6_K")
-    add("--widths", type=sizes, default=(1, 4, 8, 64, 256), metavar="LIST", help="rows of activations (1,4,8,64,256)")
+    add("--widths", dest="ns", type=sizes, metavar="LIST", help="rows of activations (1,4,8,64,256)")
     add("--shape", type=_shape, default=(1536, 1536), metavar="RxC", help="rows x columns (1536x1536)")
 
     what = "look-up tables beside integer products, four-bit weights"
-    add = sub("lut", _lut, what, "types repeats threads", types=("Q4_0", "Q4_1"))
-    add("--widths", type=sizes, default=(1, 4), metavar="LIST", help="tokens of a call (1,4)")
-    add("--shapes", type=_shapes, default=((2048, 2048), (4096, 11008)), metavar="LIST",
-        help="rows x columns (2048x2048,4096x11008)")  # fmt: skip
+    add = sub("lut", what, "types repeats threads", types=("Q4_0", "Q4_1"), shapes=((2048, 2048), (4096, 11008)))
+    add("--widths", dest="ns", type=sizes, default=(1, 4), metavar="LIST", help="tokens of a call (1,4)")
+    add("--shapes", type=_shapes, metavar="LIST", help="rows x columns (2048x2048,4096x11008)")
 
-    what = "stages on a device, models made from their shapes"
-    add = sub("device", _device, what, "kernels", json=STDOUT)
+    add = sub("device", "stages on a device, models made from their shapes", "kernels", json=STDOUT)
     add("device", choices=("gpu", "tpu", "cpu"), metavar="gpu | tpu | cpu")
     add("--all", action="store_true", help="every stage (under 8 minutes)")
     add("--stages", type=names, default=(), metavar="LIST", help="some of them: status,equality ...")
@@ -118,7 +112,12 @@ def main(args: argparse.Namespace) -> int:
     from specsparse.support import tables, terminal
 
     need_places([args.json, args.publish], [args.plot], args.model, args.drafter)
-    bench: Benchmark = args.make(args)
+    if args.publish:
+        _check_publish(args)
+    module, _, name = _BENCHES[args.bench].partition(":")
+    owner = getattr(importlib.import_module(f"specsparse.tools.bench.{module}"), name)
+    fields = (field.name for field in dataclasses.fields(owner))
+    bench: Benchmark = owner(**{name: getattr(args, name) for name in fields if hasattr(args, name)})
     bench.check()
     out = terminal.console()
     with lock.turn(lambda line: out.print(line, soft_wrap=True)):
@@ -136,22 +135,17 @@ def main(args: argparse.Namespace) -> int:
     return int(bool(report.get("failed")))
 
 
-def _speed(args: argparse.Namespace) -> Benchmark:
-    from specsparse.measure.trials import TrialPlan
+def _check_publish(args: argparse.Namespace) -> None:
+    """There will be entries, and they replace nothing else."""
     from specsparse.tools.bench import vn_entries
-    from specsparse.tools.bench.one_sequence import SequenceBench
 
-    if args.publish:
-        if max(args.widths, default=1) < 2:
-            raise UserError("--publish writes v(n): --widths must go beyond 1, for instance 1,2,4,8,16")
-        if Path(args.publish).exists():
-            try:
-                vn_entries.read_file(Path(args.publish))
-            except UserError as error:
-                raise UserError(f"--publish replaces files of entries alone; {error}") from None
-    ns = tuple(sorted({1, *args.widths})) if args.widths else ()
-    plan = TrialPlan(pp=args.pp, tg=args.tg, ns=ns, repeats=args.repeats)
-    return SequenceBench(args.model, plan, depth=args.depth, rows=args.rows, quantise=args.quantise, **_running(args))
+    if max(args.ns, default=1) < 2:
+        raise UserError("--publish writes v(n): --widths must go beyond 1, for instance 1,2,4,8,16")
+    if Path(args.publish).exists():
+        try:
+            vn_entries.read_file(Path(args.publish))
+        except UserError as error:
+            raise UserError(f"--publish replaces files of entries alone; {error}") from None
 
 
 def _publish(args: argparse.Namespace, report: Json) -> None:
@@ -159,67 +153,11 @@ def _publish(args: argparse.Namespace, report: Json) -> None:
     from specsparse.tools.bench import vn_entries
 
     quantised = f" --quantise {args.quantise}" if args.quantise else ""
-    peer = f" --peer {','.join(args.peer)}" if args.peer else ""
+    peers = f" --peer {','.join(args.peers)}" if args.peers else ""
     ns = ",".join(report["v"]["specsparse"])
-    command = f"python -m specsparse bench speed {args.model} --pp 0 --tg 0 --widths {ns}{quantised}{peer}"
+    command = f"python -m specsparse bench speed {args.model} --pp 0 --tg 0 --widths {ns}{quantised}{peers}"
     entries = vn_entries.from_report(report, machine=args.machine, source=f"`{command}`")
     vn_entries.write_file(Path(args.publish), entries)
-
-
-def _batch(args: argparse.Namespace) -> Benchmark:
-    from specsparse.tools.bench.batch import BatchBench
-
-    return BatchBench(
-        args.sizes, args.model, pp=args.pp, tg=args.tg, repeats=args.repeats, drafter=args.drafter, drafted=args.gamma,
-        **_running(args),
-    )  # fmt: skip
-
-
-def _draft(args: argparse.Namespace) -> Benchmark:
-    from specsparse.tools.bench.speculation import DraftBench
-
-    return DraftBench(args.drafter, args.model, drafted=args.gamma, tg=args.tg, repeats=args.repeats, **_running(args))
-
-
-def _running(args: argparse.Namespace) -> dict[str, Any]:
-    """How a model runs, and beside whom."""
-    return {"threads": args.threads, "kv_dtype": args.kv_dtype, "backend": args.kernels, "peers": args.peer}
-
-
-def _ffn(args: argparse.Namespace) -> Benchmark:
-    from specsparse.tools.bench.kernel_benches import FfnBench
-
-    width, neurons = args.shape
-    return FfnBench(
-        width=width, neurons=neurons, active=args.active, ns=args.widths, types=args.types, repeats=args.repeats,
-        threads=args.threads, backend=args.kernels,
-    )  # fmt: skip
-
-
-def _products(args: argparse.Namespace) -> Benchmark:
-    from specsparse.tools.bench.kernel_benches import ProductsBench
-
-    return ProductsBench(types=args.types, shape=args.shape, ns=args.widths, repeats=args.repeats, threads=args.threads)
-
-
-def _lut(args: argparse.Namespace) -> Benchmark:
-    from specsparse.tools.bench.kernel_benches import LutBench
-
-    return LutBench(types=args.types, shapes=args.shapes, ns=args.widths, repeats=args.repeats, threads=args.threads)
-
-
-def _device(args: argparse.Namespace) -> Benchmark:
-    from specsparse.tools.bench.card.card_stages import DeviceBench
-    from specsparse.tools.bench.card.random_models import CardPlan
-
-    if args.all == bool(args.stages):
-        raise UserError("give --all, or --stages status,equality")
-    chosen = {"tokens": 8, "repeats": 1} if args.tiny else {}
-    if args.repeats:
-        chosen["repeats"] = args.repeats
-    backend = args.kernels or ("xla" if args.device == "cpu" else None)
-    plan = CardPlan(args.device, tiny=args.tiny, layers=args.layers, backend=backend, **chosen)
-    return DeviceBench(plan, args.stages, apart=not args.tiny)
 
 
 def _types(text: str) -> tuple[str, ...]:
@@ -263,16 +201,30 @@ def _widths(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{error}; none leaves v(n) out") from None
 
 
+_BENCHES = {
+    "speed": "one_sequence:SequenceBench",
+    "batch": "speculation:BatchBench",
+    "draft": "speculation:DraftBench",
+    "ffn": "kernel_benches:FfnBench",
+    "products": "kernel_benches:ProductsBench",
+    "lut": "kernel_benches:LutBench",
+    "device": "card.card_stages:DeviceBench",
+}
+"""Sub-command -> the class whose fields are the destinations of its options."""
+_RUNNING = "threads kv-dtype kernels peer"
 _OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"default": MODEL, "help": "a known name or the path of a GGUF file (%(default)s)"},
     "pp": {"type": count, "default": 512, "metavar": "N", "help": "prompt tokens, 0 for no such test (%(default)s)"},
+    "tg": {"type": positive, "default": 128, "metavar": "N", "help": "tokens of each text (%(default)s)"},
     "types": {"type": _types, "metavar": "LIST", "help": "types of weights: Q4_0 ..  (%(default)s)"},
     "repeats": {"type": positive, "default": 5, "metavar": "N", "help": "timings of each test (%(default)s)"},
     "threads": {"type": positive, "metavar": "N", "help": "of every engine (all cores)"},
     "kv-dtype": {"metavar": "TYPE", "help": "f16 (default), bf16, f32 or q8_0 cache"},
-    "kernels": {"metavar": "NAME", "help": "native, reference, xla, packed or bf16 (the best there is)"},
+    "kernels": {
+        "dest": "backend", "metavar": "NAME", "help": "native, reference, xla, packed or bf16 (the best there is)",
+    },
     "peer": {
-        "type": names_among("peer", PEERS), "default": (), "metavar": "LIST",
+        "dest": "peers", "type": names_among("peer", PEERS), "default": (), "metavar": "LIST",
         "help": f"beside {', '.join(PEERS)}, by the interpreter SPECSPARSE_PEER_PYTHON",
     },
     "plot": {"type": Path, "metavar": "FILE.png", "help": "draw the table"},
@@ -299,7 +251,7 @@ _OLD_FLAGS = {
 
 def rewritten(argv: Sequence[str]) -> list[str]:
     """`speed` if no sub-command is named, and flags of the version before in the form of today, which is said."""
-    if argv and argv[0] in (*_COMMANDS, "-h", "--help"):
+    if argv and argv[0] in (*_BENCHES, "-h", "--help"):
         return list(argv)
     given = list(_pairs(argv))
     flags = [flag for flag, _ in given]

@@ -6,12 +6,12 @@ repeats. The products of a program add to one another, which keeps their order.
 """
 
 import abc
+import functools
 import itertools
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from math import prod
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -183,6 +183,9 @@ class KernelBench(abc.ABC):
         """What the line under the table ends with."""
         return ""
 
+    def plan(self) -> Json:
+        return asdict(self)
+
     def check(self) -> None:
         for name in self.types:
             if name not in self.known:
@@ -218,7 +221,7 @@ class KernelBench(abc.ABC):
         return {
             "bench": f"specsparse {self.title}",
             "backend": chosen.name,
-            "plan": asdict(self),
+            "plan": self.plan(),
             "rows": rows,
             "read_bytes_per_second": summary(reads),
             "manifest": manifest.build({}, None),
@@ -337,6 +340,8 @@ class ProductsBench(KernelBench):
 VARIANTS = ("ffn", "ffn+mlp", "ffn+signbit")
 """Which neurons are kept is given; predicted by a two-layer MLP; predicted from sign bits."""
 _EPS = 1e-5
+_SEEDS = itertools.count()
+"""Of activations and of the neurons that are kept: others in each call."""
 
 
 @dataclass(frozen=True)
@@ -358,15 +363,6 @@ class _FfnWeights:
 jax.tree_util.register_dataclass(_FfnWeights, list(_FfnWeights.__dataclass_fields__), [])
 
 
-@dataclass(frozen=True)
-class _FfnCopies:
-    """The copies, the programs that go through them by name, and a seed for each call of a case."""
-
-    copies: list[_FfnWeights]
-    programs: dict[str, Callable]
-    seeds: Counter[Hashable] = field(default_factory=Counter)
-
-
 @dataclass(frozen=True, kw_only=True)
 class FfnBench(KernelBench):
     """One FFN, sparse and dense, by the share of neurons that a token keeps.
@@ -376,7 +372,7 @@ class FfnBench(KernelBench):
 
     Attributes:
         types: the predictor's too.
-        width, neurons: of the FFN, D and F.
+        shape: width and neurons, D and F.
         active: shares of neurons that a token keeps, each in (0, 1].
         rank: of the MLP predictor.
         cold_bytes: least bytes of all copies of the weights together, as far as `bounded` lets them.
@@ -386,8 +382,7 @@ class FfnBench(KernelBench):
     known = tuple(sorted(kind.name for kind in SUPPORTED))
     shape_from = "bench ffn"
 
-    width: int
-    neurons: int
+    shape: tuple[int, int]
     active: tuple[float, ...] = (0.05, 0.1, 0.2, 0.5, 1.0)
     ns: tuple[int, ...] = (1, 2, 4, 8)
     types: tuple[str, ...] = ("F16", "Q4_0")
@@ -397,7 +392,10 @@ class FfnBench(KernelBench):
     backend: str | None = None
 
     def shapes_of(self) -> Sequence[tuple[int, int]]:
-        return ((self.width, self.neurons),)
+        return (self.shape,)
+
+    def plan(self) -> Json:
+        return {**asdict(self), "width": self.shape[0], "neurons": self.shape[1]}
 
     def whole_blocks(self, shape: tuple[int, int]) -> Sequence[int]:
         return (*shape, self.rank)
@@ -409,7 +407,7 @@ class FfnBench(KernelBench):
         each = 5 * rows + packed_bytes(kind, D, F) + predictor + 10 * max(self.ns) * F  # of a copy, with its masks
         return MADE_BYTES * max(D * F, self.rank * max(D, F)) + bounded(self.cold_bytes, 3 * rows) * each
 
-    def make(self, kind: str, shape: tuple[int, int]) -> _FfnCopies:
+    def make(self, kind: str, shape: tuple[int, int]) -> list[_FfnWeights]:
         D, F = shape
         gate_raw, up_raw = (random_raw(kind, (F, D), seed) for seed in range(2))
         gate, up = (pack_neurons(raw, GGML[kind], (F, D)) for raw in (gate_raw, up_raw))
@@ -425,32 +423,29 @@ class FfnBench(KernelBench):
             fc2=random_packed(kind, (F, self.rank), 4),
             signs=pack_signs(np.random.default_rng(5).normal(size=(F, D)).astype(np.float32)),
         )
-        copies = copies_of(weights, bounded(self.cold_bytes, 3 * gate.nbytes))
-        return _FfnCopies(copies, _ffn_programs(kernels.get(self.backend)))
+        return copies_of(weights, bounded(self.cold_bytes, 3 * gate.nbytes))
 
     def cases(self) -> list[tuple[int, float, str]]:
         """(tokens, share, program); the dense one has share 1."""
         sparse = list(itertools.product(self.active, VARIANTS))
         return [(n, share, program) for n in self.ns for share, program in [(1.0, "dense"), *sparse]]
 
-    def once(self, chosen: Kernels, weights: _FfnCopies, case: tuple[int, float, str]) -> tuple[float, float]:
+    def once(self, chosen: Kernels, weights: list[_FfnWeights], case: tuple[int, float, str]) -> tuple[float, float]:
         """Seconds of an FFN, and the neurons that a copy read on average."""
-        n, share, name = case
-        copies, seed = weights.copies, weights.seeds[case]
-        weights.seeds[case] += 1
-        x, n_valid = random_rows(n, self.width, [seed, n])
-        kept = np.random.default_rng([seed, n, 1]).random((len(copies), n, self.neurons)) < share
+        (n, share, name), seed = case, next(_SEEDS)
+        x, n_valid = random_rows(n, self.shape[0], [seed, n])
+        kept = np.random.default_rng([seed, n, 1]).random((len(weights), n, self.shape[1])) < share
         keep = jax.block_until_ready(jnp.asarray(kept.astype(np.uint8)))
         start = time.perf_counter()
-        read = jax.block_until_ready(weights.programs[name](copies, x, keep, n_valid))[1]
+        read = jax.block_until_ready(_ffn_programs(chosen)[name](weights, x, keep, n_valid))[1]
         spent = time.perf_counter() - start
-        return spent / len(copies), self.neurons if name == "dense" else float(np.mean(read))
+        return spent / len(weights), self.shape[1] if name == "dense" else float(np.mean(read))
 
     def row(
-        self, weights: _FfnCopies, case: tuple[int, float, str], taken: Mapping[Any, list[tuple[float, float]]],
+        self, weights: list[_FfnWeights], case: tuple[int, float, str], taken: Mapping[Any, list[tuple[float, float]]],
         machine: MachinePeaks,
     ) -> Json:  # fmt: skip
-        (n, share, name), w = case, weights.copies[0]
+        (n, share, name), w = case, weights[0]
         times, dense = ([s for s, _ in taken[key]] for key in (case, (n, 1.0, "dense")))
         neurons, ms = float(np.mean([read for _, read in taken[case]])), summary([1e3 * s for s in times])
         if name == "dense":
@@ -498,9 +493,10 @@ class FfnBench(KernelBench):
         return made
 
     def about(self) -> str:
-        return f"; {self.width}x{self.neurons}, predictor rank {self.rank}"
+        return f"; {self.shape[0]}x{self.shape[1]}, predictor rank {self.rank}"
 
 
+@functools.cache
 def _ffn_programs(chosen: Kernels) -> dict[str, Callable]:
     """By name, (copies, x_RD, keep_CRF, n_valid) -> (x_RD, neurons read by each copy)."""
 

@@ -25,7 +25,17 @@ from specsparse.errors import UserError
 from specsparse.measure import conditions, trials
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs.roofline import kv_bytes
-from specsparse.measure.trials import OURS, Ours, Side, TrialPlan, TrialResults, paired_ratio, requantised, summary
+from specsparse.measure.trials import (
+    OURS,
+    Ours,
+    Side,
+    TrialPlan,
+    TrialResults,
+    paired_ratio,
+    requantised,
+    summary,
+    timings,
+)
 from specsparse.models import catalogue
 from specsparse.runtime import manifest
 from specsparse.runtime.load import load
@@ -41,11 +51,12 @@ _METHODS = {"prompt": "prompts", "decode": "decoding", "verify": "v(n)"}
 
 @dataclass(frozen=True)
 class SequenceBench:
-    """The tests of `plan` on one sequence; v(n) is relative to n = 1, which the plan has.
+    """Prompts, decoding and v(n) of one sequence; 0 or () leaves a test out.
 
     Attributes:
         model: a name or a file.
-        plan: what is timed.
+        pp, tg, repeats: as in `TrialPlan`.
+        ns: of v(n), which is relative to n = 1: that is timed too.
         depth: tokens in the cache before each test.
         rows: of the program of v(n), n of them valid; None for one of n rows.
         threads, kv_dtype, backend: as in `load`.
@@ -54,7 +65,10 @@ class SequenceBench:
     """
 
     model: str
-    plan: TrialPlan
+    pp: int = 512
+    tg: int = 128
+    ns: tuple[int, ...] = ()
+    repeats: int = 5
     depth: int = 0
     rows: int | None = None
     threads: int | None = None
@@ -63,8 +77,12 @@ class SequenceBench:
     peers: tuple[str, ...] = ()
     quantise: str | None = None
 
+    def plan(self) -> TrialPlan:
+        ns = tuple(sorted({1, *self.ns})) if self.ns else ()
+        return TrialPlan(pp=self.pp, tg=self.tg, ns=ns, repeats=self.repeats)
+
     def check(self) -> None:
-        plan = self.plan
+        plan = self.plan()
         if not plan.tests():
             raise UserError("nothing to measure: give --pp, --tg or --widths")
         if self.rows is not None and self.rows < max(plan.ns, default=0):
@@ -77,7 +95,7 @@ class SequenceBench:
         Raises:
             UserError: anything wrong with the model, the options or a peer.
         """
-        plan, notes = self.plan, []
+        plan, notes = self.plan(), []
         room = max(plan.pp, plan.tg + 1, self.rows or 0, *plan.ns, 1)  # most tokens that a test adds to the cache
         with ExitStack() as stack:
             peers = [stack.enter_context(Peer(name)) for name in self.peers]  # first: a missing package costs no time
@@ -120,9 +138,9 @@ class SequenceBench:
         return {**found, "notes": [*notes, *_notes(found, model)]}
 
     def shown(self, report: Json) -> Iterator[Table | Text | str]:
-        if self.plan.pp or self.plan.tg:
+        if self.pp or self.tg:
             yield _results_table(report)
-        if self.plan.ns:
+        if self.ns:
             yield _verify_table(report)
         yield from _lines(report)
 
@@ -169,25 +187,21 @@ def _report(
     rows = []
     for test in plan.tests():
         work = work_of(model, test.method, test.n, ours.depth, test.n if test.method == "decode" else 1)
-        for side, samples in results.samples[test.name].items():
-            s, each = statistics.median(samples.seconds), samples.seconds
+        for side, each in results.seconds[test.name].items():
+            s = statistics.median(each)
             share = paired_ratio([work.file_bytes / x for x in each], machine.read)["median"]
             of_peak = paired_ratio([work.macs / x for x in each], peak)["median"] if peak else None
             rows.append({
-                "test": test.name, "engine": side, "n": test.n, "depth": ours.depth, **samples.to_dict(),
+                "test": test.name, "engine": side, "n": test.n, "depth": ours.depth, **timings(each, test.n),
                 "bytes_per_second": work.file_bytes / s, "moved_bytes_per_second": work.moved_bytes / s,
                 "share_of_read_bandwidth": share, "macs_per_second": work.macs / s, "share_of_compute_peak": of_peak,
             })  # fmt: skip
     v: dict[str, dict[str, Json]] = {}
     for n in plan.ns:
-        for side, samples in results.samples[f"v{n}"].items():
-            one = results.samples["v1"][side]
-            v.setdefault(side, {})[str(n)] = paired_ratio(samples.seconds, one.seconds)
+        for side, each in results.seconds[f"v{n}"].items():
+            v.setdefault(side, {})[str(n)] = paired_ratio(each, results.seconds["v1"][side])
     ratios = {
-        peer["name"]: {
-            test: paired_ratio(sides[peer["name"]].seconds, sides[OURS].seconds)
-            for test, sides in results.samples.items()
-        }
+        peer["name"]: {test: paired_ratio(sides[peer["name"]], sides[OURS]) for test, sides in results.seconds.items()}
         for peer in peers
     }
     about = manifest.build({}, model.path)
@@ -208,7 +222,7 @@ def _report(
         "kv_dtype": model.kv_dtype,
         "plan": {**asdict(plan), "depth": ours.depth, "verify_rows": ours.rows, "verify_forwards": ours.forwards},
         "load_s": model.load_s,
-        "compiled": [asdict(c) for c in ours.log.entries],
+        "compiled": [asdict(c) for c in ours.compiled],
         "peak_memory_bytes": dict(memory),
         "machine": {
             "read_bytes_per_second": summary(machine.read),

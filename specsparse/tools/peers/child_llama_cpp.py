@@ -41,7 +41,6 @@ class LlamaCpp:
         self.c, self.version = llama_cpp, f"llama-cpp-python {llama_cpp.__version__}"
 
     def info(self) -> bytes:
-        """Instruction sets."""
         return self.c.llama_print_system_info()
 
     def set_flash(self, params, on: bool) -> None:
@@ -58,7 +57,6 @@ class LlamaCpp:
         return True
 
     def wait(self, context) -> None:
-        """For the computation to end."""
         self.c.llama_synchronize(context)
 
 
@@ -82,11 +80,9 @@ class IkLlamaCpp:
         self._wait.restype, self._wait.argtypes = None, [ctypes.c_void_p]
 
     def set_flash(self, params, on: bool) -> None:
-        """Flash attention or not."""
         params.flash_attn = on
 
     def keep(self, context, count: int, sequence: int = -1) -> None:
-        """Drops the tokens from `count` on, of one sequence or of every one."""
         self._remove(context, sequence, count, -1)
 
     def copy(self, context, source: int, target: int) -> bool:
@@ -94,7 +90,6 @@ class IkLlamaCpp:
         return False
 
     def wait(self, context) -> None:
-        """For the computation to end."""
         self._wait(context)
 
 
@@ -104,7 +99,6 @@ def library():
 
 
 def hello() -> dict:
-    """Version and instruction sets."""
     lib = library()
     return {"version": lib.version, "system_info": lib.info().decode().strip()}
 
@@ -146,7 +140,6 @@ class Context:
         self.lib.keep(self.context, count, sequence)
 
     def close(self) -> None:
-        """Gives its memory back."""
         self.lib.c.llama_batch_free(self.batch)
         self.lib.c.llama_free(self.context)
 
@@ -210,7 +203,6 @@ class Counted:
         self.draft, self.calls = draft, 0
 
     def __call__(self, input_ids, **options):
-        """What it says."""
         self.calls += 1
         return self.draft(input_ids, **options)
 
@@ -284,14 +276,12 @@ class Engine:
         self.context.filled, self.context.prefix = True, None
 
     def prompt(self, n: int) -> float:
-        """Seconds of n prompt tokens."""
         self.rewind()
         start = time.perf_counter()
         self.feed(self.depth, n, every=False)
         return time.perf_counter() - start
 
     def decode(self, n: int) -> float:
-        """Seconds of n single tokens."""
         self.rewind()
         start = time.perf_counter()
         for i in range(n):

@@ -13,7 +13,6 @@ _FORWARDS = 2
 
 
 def hello() -> dict:
-    """Versions and instruction sets."""
     import accelerate  # noqa: F401 - reading a GGUF file needs both: missed now and not when a model is opened
     import gguf  # noqa: F401
     import torch
@@ -64,7 +63,6 @@ class Engine:
         return time.perf_counter() - start
 
     def prompt(self, n: int) -> float:
-        """Seconds of n prompt tokens."""
         return self.forward(n, 1)
 
     def decode(self, n: int) -> float:

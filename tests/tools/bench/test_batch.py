@@ -12,8 +12,8 @@ from specsparse.cli.main import main
 from specsparse.report.figures.batches import batches as figure_of
 from specsparse.speculative.gamma import SHORT_GAMMA
 from specsparse.testing import write_tiny_gguf
-from specsparse.tools.bench import batch, speculation
-from specsparse.tools.bench.batch import BatchBench
+from specsparse.tools.bench import speculation
+from specsparse.tools.bench.speculation import BatchBench
 from specsparse.tools.peers import process, timed
 
 PACKAGES = {"llama.cpp": "llama_cpp", "ik_llama.cpp": "ik_llama_cpp"}
@@ -42,14 +42,14 @@ def bench(capsys, path, *args):
 def test_every_size_decodes_the_same_mix_of_texts():
     texts = [np.full(3, i, np.int32) for i in range(4)]
     for size, count in ((1, 4), (2, 2), (3, 4), (4, 1), (6, 2), (8, 1), (32, 1)):
-        found = batch.batches_of(texts, size)
+        found = speculation.batches_of(texts, size)
         assert [len(b) for b in found] == [size] * count
         assert len(set(np.bincount([ids[0] for b in found for ids in b]))) == 1
 
 
 def test_drafts_are_as_long_as_is_said_or_as_pays(model):
-    assert BatchBench((1,), "m", drafter="suffix").methods() == {"suffix": None}
-    assert BatchBench((1,), "m", drafted=(2, 7)).methods() == {"prompt_lookup 2": 2, "prompt_lookup 7": 7}
+    assert BatchBench(sizes=(1,), model="m", drafter="suffix").methods() == {"suffix": None}
+    assert BatchBench(sizes=(1,), model="m", drafted=(2, 7)).methods() == {"prompt_lookup 2": 2, "prompt_lookup 7": 7}
     assert speculation.method_of(model, "prompt_lookup", 7).max_nodes == 7
     assert speculation.method_of(model, "prompt_lookup", None).max_nodes == SHORT_GAMMA
 
@@ -94,9 +94,9 @@ def test_table_report_and_figure_beside_a_peer(path, capsys, tmp_path, scripted_
 )
 def test_where_speculation_stops_paying(speedups, at):
     rows = [{"batch": n, "speculative": {"x": {"speedup": {"value": s}}}} for n, s in speedups.items()]
-    found = batch.break_even(rows, "x")
+    found = speculation.break_even(rows, "x")
     assert found == (None if at is None else pytest.approx(at))
-    line = batch._said("x", found, rows)
+    line = speculation._said("x", found, rows)
     first, last = speedups[min(speedups)], speedups[max(speedups)]
     if at is not None:
         assert line == f"x stops paying at about {at:.0f} sequences"

@@ -14,7 +14,7 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.kernels import peaks
 from specsparse.measure import trials
-from specsparse.measure.trials import Ours, Samples, TrialPlan, paired_ratio
+from specsparse.measure.trials import Ours, TrialPlan, paired_ratio, timings
 from specsparse.runtime.load import load
 from specsparse.testing import write_tiny_gguf
 from specsparse.tools.bench import command, one_sequence
@@ -277,12 +277,11 @@ def test_sides_take_turns():
     results = trials.run(TrialPlan(pp=7, tg=5, ns=(1, 2), repeats=2), [Counting("a", calls), Counting("b", calls)])
     assert calls[:4] == [("a", 7), ("b", 7), ("a", 5), ("b", 5)]
     assert calls[8:12] == [("a", 2), ("b", 2), ("a", 1), ("b", 1)]  # the second repeat runs backwards
-    assert results.samples["tg5"]["b"].rates == (5.0, 5.0)
+    assert results.seconds["tg5"]["b"] == [1.0, 1.0]
 
 
-def test_samples():
-    s = Samples((0.5, 0.25, 1.0), tokens=2)
-    found = s.to_dict()
+def test_timings():
+    found = timings((0.5, 0.25, 1.0), tokens=2)
     assert found["tokens_per_second"] | {"sd": 0} == {"mean": 14 / 3, "sd": 0, "median": 4.0, "min": 2.0, "max": 8.0}
     assert found["ms_per_token"] == 250.0
     assert paired_ratio([2.0, 9.0], [1.0, 3.0])["median"] == 2.5

@@ -1,7 +1,7 @@
 """`bench ffn`, `bench products` and `bench lut` on tiny shapes: what they print and refuse, never how fast it was."""
 
+import dataclasses
 import json
-from functools import partial
 
 import pytest
 from rich.console import Console
@@ -25,9 +25,15 @@ def bench(capsys, *args):
     return code, found.out, found.err
 
 
+def smaller(owner, **sizes):
+    """The class with other defaults of fields that no option sets."""
+    fields = [(name, int, size) for name, size in sizes.items()]
+    return dataclasses.make_dataclass("Small", fields, bases=(owner,), frozen=True, kw_only=True)
+
+
 @pytest.fixture(scope="module")
 def of_ffn():
-    small = FfnBench(width=64, neurons=128, active=(0.25, 1.0), ns=(1, 2), repeats=1, rank=32, cold_bytes=1 << 17)
+    small = FfnBench(shape=(64, 128), active=(0.25, 1.0), ns=(1, 2), repeats=1, rank=32, cold_bytes=1 << 17)
     return small.run(Console(quiet=True))
 
 
@@ -48,8 +54,9 @@ def test_ffn_has_a_table_a_report_and_a_figure(capsys, tmp_path, monkeypatch, of
 
 @native
 def test_products(capsys, monkeypatch):
-    small = partial(ProductsBench, memory_bytes=1 << 17, cache_bytes=1 << 16)
-    monkeypatch.setattr(kernel_benches, "ProductsBench", small)
+    monkeypatch.setattr(
+        kernel_benches, "ProductsBench", smaller(ProductsBench, memory_bytes=1 << 17, cache_bytes=1 << 16)
+    )
     args = ("q4_0,Q6_K", "--shape", "80x256", "--widths", "1,3,20", "--repeats", "2", "--json")
     code, out, err = bench(capsys, "products", *args)
     assert (code, err) == (0, "")
@@ -69,7 +76,7 @@ def test_products(capsys, monkeypatch):
 
 @native
 def test_look_up_tables(capsys, monkeypatch):
-    monkeypatch.setattr(kernel_benches, "LutBench", partial(LutBench, cold_bytes=1 << 15))
+    monkeypatch.setattr(kernel_benches, "LutBench", smaller(LutBench, cold_bytes=1 << 15))
     args = ("--shapes", "80x256", "--widths", "1,3", "--types", "q4_0", "--repeats", 2, "--json")
     code, out, err = bench(capsys, "lut", *args)
     assert (code, err) == (0, "")

@@ -50,7 +50,7 @@ def test_every_side_writes_every_text_in_turn_and_is_compared_with_its_own_plain
     found = speculation.measure(writers, JOBS, repeats=2)
     assert peer.asked[:6] == [(3, None), (3, "d.gguf"), (0, None), (0, None), (3, "d.gguf"), (3, None)]
     assert {len(texts) for row in found.values() for texts in row.values()} == {2}
-    got = speculation.summary(found, 15)
+    got = speculation.summary_of(found, 15)
     assert got["tokens_per_pass"]["all"]["ours 3"] == pytest.approx(4.0)
     assert got["tok_s"]["all"]["peer 3"] == pytest.approx(4.0)
     assert got["differing"] == {**{name: [] for name in writers}, "peer 3": ["chat", "code"]}
@@ -86,7 +86,7 @@ def test_llama_cpp_drafts_with_the_same_file(files, model):
     with timed.Peer("llama.cpp") as peer:
         peer.open(files[0], model.config, threads=1, room=128, depth=0)
         writers = speculation.writers_of(model, peer, str(files[1]), drafted=(3,), tg=24)
-        found = speculation.summary(speculation.measure(writers, JOBS, repeats=1), 24)
+        found = speculation.summary_of(speculation.measure(writers, JOBS, repeats=1), 24)
     assert not any(found["differing"].values())
     assert found["tokens_per_pass"]["all"]["peer 3"] > 3.5 and found["tokens_per_pass"]["all"]["peer plain"] == 1.0
     assert json.dumps(found)

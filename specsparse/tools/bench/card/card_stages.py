@@ -85,18 +85,35 @@ class StageReport:
 
 @dataclass(frozen=True)
 class DeviceBench:
-    """Some stages, all if `names` is empty; `apart` is each in a process of its own, within `TOTAL_S` in all."""
+    """All stages, or some; each in a process of its own, within `TOTAL_S` in all, but `tiny` ones in this.
 
-    plan: CardPlan
-    names: tuple[str, ...] = ()
-    apart: bool = True
+    Attributes:
+        device, tiny, layers, backend: as in `CardPlan`.
+        all, stages: every stage, or names of some.
+        repeats: timings of each figure; None is as many as usual.
+    """
+
+    device: str
+    all: bool = False
+    stages: tuple[str, ...] = ()
+    tiny: bool = False
+    layers: int | None = None
+    repeats: int | None = None
+    backend: str | None = None
+
+    def plan(self) -> CardPlan:
+        backend = self.backend or ("xla" if self.device == "cpu" else None)
+        repeats = self.repeats or (1 if self.tiny else 3)
+        return CardPlan(self.device, self.tiny, self.layers, 8 if self.tiny else 64, repeats, backend)
 
     def check(self) -> None:
-        for name in self.names:
+        if self.all == bool(self.stages):
+            raise UserError("give --all, or --stages status,equality")
+        for name in self.stages:
             if name not in STAGES:
                 raise UserError(f"stage {name!r} does not exist{nearest(name, STAGES)}; there are {', '.join(STAGES)}")
-        if not self.apart:
-            check_device(self.plan)
+        if self.tiny:
+            check_device(self.plan())
 
     def run(self, out: Console) -> Json:
         """The report; nothing that a stage does ends the others.
@@ -105,7 +122,7 @@ class DeviceBench:
             UserError: there is no such device.
         """
         say = partial(out.print, soft_wrap=True, highlight=False, markup=False)  # a name in brackets is no style
-        return run(self.plan, self.names, say, apart=self.apart)
+        return run(self.plan(), self.stages, say, apart=not self.tiny)
 
     def shown(self, report: Json) -> Iterator[str]:
         """What failed, and how long it took."""
@@ -125,7 +142,7 @@ def check_device(plan: CardPlan) -> None:
 
 
 def run(plan: CardPlan, names: Sequence[str], say: Say, *, apart: bool = True) -> Json:
-    """The report of `DeviceBench`; `say` takes lines as they come."""
+    """The report of some stages, all if `names` is empty; `say` takes lines as they come."""
     begun, done = time.monotonic(), list[StageReport]()
     for stage in [STAGES[name] for name in names or STAGES]:
         left = TOTAL_S - (time.monotonic() - begun)
