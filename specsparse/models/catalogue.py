@@ -161,11 +161,7 @@ def own_folder() -> Path:
 
 
 def entries() -> Mapping[str, Entry]:
-    """All entries by name, in the order of their names; the user's own replace ours of the same name.
-
-    Raises:
-        UserError: a file that is no entry.
-    """
+    """All entries by name, in the order of their names; the user's own replace ours of the same name."""
     return _entries(own_folder())
 
 

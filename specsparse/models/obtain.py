@@ -56,11 +56,7 @@ class DownloadPlan:
 
 
 def path_of(spec: str | os.PathLike[str], download: Download = "ask") -> Path:
-    """The file of a model as `catalogue.resolve` finds it, downloaded where it is a name of the Hub.
-
-    Raises:
-        UserError: as `catalogue.resolve` and `obtain`.
-    """
+    """The file of a model as `catalogue.resolve` finds it, downloaded if it is a name of the Hub; raises as both do."""
     if download not in typing.get_args(Download):
         raise UserError(f"download={download!r} must be one of {', '.join(typing.get_args(Download))}")
     try:
@@ -71,11 +67,7 @@ def path_of(spec: str | os.PathLike[str], download: Download = "ask") -> Path:
 
 
 def published(spec: str | os.PathLike[str], download: Download = "ask") -> Path:
-    """The folder or file of a drafter: a path, a name of the catalogue, hf://owner/repo or a GGUF file of one.
-
-    Raises:
-        UserError: as `path_of` and `hub.download_checkpoint`.
-    """
+    """The folder or file of a drafter: a path, a name of the catalogue, hf://owner/repo or a GGUF file of one."""
     text = os.fspath(spec)
     if text.startswith(hub.SCHEME) and hub.Reference.parse(text).file is None:
         return hub.download_checkpoint(text)

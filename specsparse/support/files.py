@@ -116,11 +116,7 @@ def need_memory(what: str, nbytes: int, instead: str) -> None:
 
 
 def need_folder(path: str | os.PathLike[str]) -> None:
-    """Refuses a file whose folder is not there: a mistyped folder is not made.
-
-    Raises:
-        UserError: the folder of `path` is not there.
-    """
+    """UserError if the folder of `path` is not there: a mistyped folder is not made."""
     folder = Path(path).parent
     if not folder.is_dir():
         raise UserError(f"{path}: there is no folder {folder} to write it in")
@@ -184,11 +180,7 @@ def atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def append_line(path: str | os.PathLike[str], line: str) -> None:
-    """Adds a line to a file. On a full disk none of it is written, and a file without lines is not left behind.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Adds a line to a file, or UserError. On a full disk none of it is written, and no empty file is left behind."""
     path = Path(path)
     try:
         with path.open("ab", buffering=0) as file:
@@ -210,12 +202,9 @@ def _unwritten(path: Path, error: OSError) -> UserError:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a text; a reader (or a killed run) sees the old content or the new one, never half of it.
+    """Writes a text, or UserError; a reader (or a killed run) sees the old content or the new one, never half of it.
 
     Half a surrogate pair, as a file name that is no UTF-8 has, is written as a question mark.
-
-    Raises:
-        UserError: it cannot be written.
     """
     with atomically(path) as file:
         file.write(text.encode(errors="replace"))
@@ -269,11 +258,7 @@ def _plain(value: object) -> object:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, "np.ndarray"], meta: Mapping[str, object]) -> None:
-    """Writes arrays by name as safetensors, and `meta` as JSON in the header.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Writes arrays by name as safetensors, and `meta` as JSON in the header."""
     import numpy as np
     from safetensors.numpy import save
 
@@ -283,11 +268,7 @@ def write_tensors(path: Path, tensors: Mapping[str, "np.ndarray"], meta: Mapping
 
 
 def read_tensors(path: Path) -> tuple[dict[str, "np.ndarray"], dict[str, Any]]:
-    """The arrays and the `meta` of `write_tensors`.
-
-    Raises:
-        UserError: no such file, or a damaged one.
-    """
+    """The arrays and the `meta` of `write_tensors`; UserError for no such file, or a damaged one."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -300,11 +281,7 @@ def read_tensors(path: Path) -> tuple[dict[str, "np.ndarray"], dict[str, Any]]:
 
 
 def read_npz(path: Path) -> dict[str, "np.ndarray"]:
-    """The arrays of a numpy archive, all of them read; Python objects are refused.
-
-    Raises:
-        UserError: no such file, or a damaged one.
-    """
+    """The arrays of a numpy archive, all of them read; UserError for no such file, a damaged one, or Python objects."""
     import numpy as np
 
     try:
@@ -334,11 +311,7 @@ def save_state(path: Path, state: object, meta: Mapping[str, object]) -> None:
 
 
 def load_state(path: Path, like: T) -> tuple[T, dict[str, Any]]:
-    """The pytree of `save_state`, in the structure of `like`, and its `meta`.
-
-    Raises:
-        UserError: a damaged file, or one of other shapes.
-    """
+    """The pytree of `save_state`, in the structure of `like`, and its `meta`; UserError for one of other shapes."""
     import jax
     import jax.numpy as jnp
 

@@ -18,6 +18,7 @@ from specsparse.engine.model import Model
 from specsparse.engine.rope import model_tables
 from specsparse.engine.text.tokenizer import Tokenizer
 
+_DAMAGES = ("flip", "flip", "cut", "overwrite", "overwrite", "overwrite a count", "swap", "repeat", "remove")
 _NASTY = (0, 1, 2, 7, 8, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**60, 2**63 - 1, 2**63, 2**64 - 1)
 
 
@@ -34,50 +35,36 @@ def mutate(blob: bytes, seed: int, *, header: int | None = None) -> bytes:
     end = min(header or len(blob) // 3, len(blob))
     for _ in range(1 + (seed % 3 == 0)):
         region = end if rng.random() < 0.9 else len(data)
-        _DAMAGES[rng.integers(len(_DAMAGES))](data, rng, max(min(region, len(data)), 1))
+        _damage(data, rng, max(min(region, len(data)), 1))
     return bytes(data)
 
 
-def _flip(data: bytearray, rng: np.random.Generator, end: int) -> None:
-    for at in rng.integers(0, end, rng.integers(1, 5)):
-        if at < len(data):
-            data[at] ^= 1 << int(rng.integers(8))
-
-
-def _cut(data: bytearray, rng: np.random.Generator, end: int) -> None:
-    del data[int(rng.integers(0, end)) :]
-
-
-def _overwrite(data: bytearray, rng: np.random.Generator, end: int) -> None:
-    """A nasty number over four or eight bytes, as a count, length, type or offset in a hostile file."""
-    size = int(rng.choice([4, 8]))
-    at = int(rng.integers(0, end))
-    value = _NASTY[rng.integers(len(_NASTY))] & (2 ** (8 * size) - 1)
-    data[at : at + size] = struct.pack("<Q", value)[:size]
-
-
-def _overwrite_counts(data: bytearray, rng: np.random.Generator, end: int) -> None:
-    at = 8 + 8 * int(rng.integers(2))
-    data[at : at + 8] = struct.pack("<Q", _NASTY[rng.integers(len(_NASTY))])
-
-
-def _swap(data: bytearray, rng: np.random.Generator, end: int) -> None:
-    size = int(rng.choice([4, 8]))
-    a, b = (int(x) for x in rng.integers(0, end, 2))
-    data[a : a + size], data[b : b + size] = data[b : b + size], data[a : a + size]
-
-
-def _repeat(data: bytearray, rng: np.random.Generator, end: int) -> None:
-    at, size = int(rng.integers(0, end)), int(rng.integers(1, 64))
-    data[at:at] = data[at : at + size]
-
-
-def _remove(data: bytearray, rng: np.random.Generator, end: int) -> None:
-    at = int(rng.integers(0, end))
-    del data[at : at + int(rng.integers(1, 64))]
-
-
-_DAMAGES = (_flip, _flip, _cut, _overwrite, _overwrite, _overwrite_counts, _swap, _repeat, _remove)
+def _damage(data: bytearray, rng: np.random.Generator, end: int) -> None:
+    """One damage before `end`; counts, lengths, types and offsets become nasty numbers."""
+    match _DAMAGES[rng.integers(len(_DAMAGES))]:
+        case "flip":
+            for at in rng.integers(0, end, rng.integers(1, 5)):
+                if at < len(data):
+                    data[at] ^= 1 << int(rng.integers(8))
+        case "cut":
+            del data[int(rng.integers(0, end)) :]
+        case "overwrite":
+            size, at = int(rng.choice([4, 8])), int(rng.integers(0, end))
+            value = _NASTY[rng.integers(len(_NASTY))] & (2 ** (8 * size) - 1)
+            data[at : at + size] = struct.pack("<Q", value)[:size]
+        case "overwrite a count":
+            at = 8 + 8 * int(rng.integers(2))
+            data[at : at + 8] = struct.pack("<Q", _NASTY[rng.integers(len(_NASTY))])
+        case "swap":
+            size = int(rng.choice([4, 8]))
+            a, b = (int(x) for x in rng.integers(0, end, 2))
+            data[a : a + size], data[b : b + size] = data[b : b + size], data[a : a + size]
+        case "repeat":
+            at, size = int(rng.integers(0, end)), int(rng.integers(1, 64))
+            data[at:at] = data[at : at + size]
+        case "remove":
+            at = int(rng.integers(0, end))
+            del data[at : at + int(rng.integers(1, 64))]
 
 
 def load_everything(path: str | Path, *, then: Callable[[GGUFFile, ModelConfig], None] | None = None) -> ModelConfig:

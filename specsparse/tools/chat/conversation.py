@@ -156,9 +156,6 @@ class Chat:
         how: the method.
         out: where the answers go.
         typed: whether somebody types, who sees a prompt and can correct a mistake; else a mistake ends the chat.
-
-    Raises:
-        UserError: a method that does not fit the model.
     """
 
     def __init__(self, talk: Conversation, how: ChatMethod, out: Console, *, typed: bool):
@@ -169,11 +166,7 @@ class Chat:
         self._use(how)
 
     def run(self) -> None:
-        """Answers until the input ends.
-
-        Raises:
-            UserError, KeyboardInterrupt: see `take`.
-        """
+        """Answers until the input ends; raises as `take` does."""
         if self._talk.method:
             for kind in KINDS:
                 self._note(f"{kind}: {KINDS[kind]}", style=STYLES[kind])
@@ -200,12 +193,7 @@ class Chat:
             self._note("stopped")
 
     def answer(self, message: str) -> None:
-        """One answer and its figures.
-
-        Raises:
-            UserError: see `Conversation.say`.
-            KeyboardInterrupt: the answer was interrupted.
-        """
+        """One answer and its figures; KeyboardInterrupt if it was interrupted."""
         found = self._talk.say(message, self._show)
         self._show("\n", PLAIN)
         if found is None:

@@ -201,21 +201,20 @@ class AccessControl:
         self._app, self._key, self._local = app, key, local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._refused(scope) if scope["type"] == "http" else None
-        await (self._app if error is None else refusal(error))(scope, receive, send)
-
-    def _refused(self, scope: Scope) -> HttpError | None:
-        headers = Headers(scope=scope)
-        host = headers.get("host", "")
-        name = host if host.endswith("]") or ":" not in host else host.rpartition(":")[0]
-        if self._local and name not in LOCAL_NAMES:
-            return HttpError(403, f"the server answers to localhost, not to {name[:60]!r}", code="wrong_host")
-        if self._key is None or scope["path"] in OPEN_PATHS:
-            return None
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._key.encode()):
-            return None
-        return HttpError(401, "the API key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key")
+        answer = self._app
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            host, (scheme, _, given) = headers.get("host", ""), headers.get("authorization", "").partition(" ")
+            name = host if host.endswith("]") or ":" not in host else host.rpartition(":")[0]
+            key = given.strip().encode() if scheme.lower() == "bearer" else b""
+            needed = None if scope["path"] in OPEN_PATHS else self._key
+            if self._local and name not in LOCAL_NAMES:
+                message = f"the server answers to localhost, not to {name[:60]!r}"
+                answer = refusal(HttpError(403, message, code="wrong_host"))
+            elif needed is not None and not hmac.compare_digest(key, needed.encode()):
+                message = "the API key is missing or wrong: send Authorization: Bearer KEY"
+                answer = refusal(HttpError(401, message, code="invalid_api_key"))
+        await answer(scope, receive, send)
 
 
 class BodyReader:
@@ -226,11 +225,8 @@ class BodyReader:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="specsparse-read")
 
     async def read(self, request: Request, parse: Callable[[Json], T]) -> T:
-        """`parse` of the JSON object of a request.
-
-        Raises:
-            HttpError: too many at once, another type, too large, too slow, or no object of JSON; as `parse` does.
-        """
+        """`parse` of the JSON object of a request; HttpError for too many at once, too large or slow a body, or no
+        object of JSON."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise HttpError(415, f"send Content-Type: application/json, not {kind[:60] or 'none'}")
@@ -245,9 +241,17 @@ class BodyReader:
                     data += part
                     if len(data) > MAX_BYTES:
                         raise HttpError(413, f"the request is larger than {MAX_BYTES // 2**20} MiB")
-            return await asyncio.get_running_loop().run_in_executor(
-                self._threads, lambda: parse(_json_object(bytes(data)))
-            )
+
+            def parsed() -> T:
+                try:
+                    body = json.loads(bytes(data))
+                except (ValueError, RecursionError) as error:
+                    raise HttpError(400, f"the request is no JSON ({str(error)[:100]})") from None
+                if not isinstance(body, dict):
+                    raise HttpError(400, "the request must be an object of JSON")
+                return parse(body)
+
+            return await asyncio.get_running_loop().run_in_executor(self._threads, parsed)
         except TimeoutError:
             raise HttpError(408, f"the request did not come within {PATIENCE_S:g} seconds") from None
         finally:
@@ -255,16 +259,6 @@ class BodyReader:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _json_object(data: bytes) -> Json:
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise HttpError(400, f"the request is no JSON ({str(error)[:100]})") from None
-    if not isinstance(body, dict):
-        raise HttpError(400, "the request must be an object of JSON")
-    return body
 
 
 class EventStream(StreamingResponse):
@@ -295,12 +289,8 @@ def _giving_up(handle: RequestHandle) -> Iterator[None]:
 
 
 async def _events(request: Request, handle: RequestHandle, events: Events) -> AsyncIterator[StreamEvent]:
-    """The events of a request until all its completions have ended.
-
-    Raises:
-        HttpError: the worker could not decode it.
-        ClientDisconnect: the client has left; the decoding ends.
-    """
+    """The events of a request until all its completions have ended; HttpError if the worker could not decode it,
+    ClientDisconnect if the client has left."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":

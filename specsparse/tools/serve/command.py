@@ -48,25 +48,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Load, listen, and answer until Ctrl-C."""
     key = args.api_key if args.api_key is not None else os.environ.get(KEY)
-    _check(args, key)
-    with _listen(args.host, args.port, key) as listening:
-        _run(args, key, listening)
-    return 0
-
-
-def _check(args: argparse.Namespace, key: str | None) -> None:
-    """Finds mistakes before anything is loaded."""
     if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
         raise UserError("the API key must be ASCII letters, digits and signs: a header of HTTP carries nothing else")
     try:
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
+        import uvicorn
     except ImportError as error:
         install = f"{sys.executable} -m pip install starlette uvicorn prometheus_client"
         raise UserError(f"{error.name} is not installed: {install}") from None
-    defaults = arguments.sampling_params(args)
-    method_options.spec_of(args, defaults).arguments()
+    method_options.spec_of(args, arguments.sampling_params(args)).arguments()
+    with _listen(args.host, args.port, key) as listening:
+        from specsparse import api
+        from specsparse.tools.serve.app import uvicorn_config
+
+        with terminal.loading(terminal.console(), f"loading {args.model}") as progress:
+            context = {} if args.context is None else {"context_length": args.context}
+            model = api.load(args.model, progress=progress, **context)
+        service = _service(args, model)
+        if args.warm_up is not None:
+            with terminal.busy(terminal.console(), "compiling what requests need"):
+                service.warm_up(args.warm_up)
+        address, port = listening.getsockname()[:2]
+        config = uvicorn_config(service.app(key=key, local=key is None), grace_s=_GRACE_S)
+        shown = f"[{address}]" if ":" in address else address
+        method = "plain decoding" if args.drafter == "none" else f"drafter {args.drafter}"
+        print(f"{service.name} at http://{shown}:{port}/v1 ({method}); Ctrl-C ends", file=sys.stderr, flush=True)
+        uvicorn.Server(config).run(sockets=[listening])
+    return 0
 
 
 def _listen(host: str, port: int, key: str | None) -> socket.socket:
@@ -89,27 +98,6 @@ def _listen(host: str, port: int, key: str | None) -> socket.socket:
         free = "; --port 0 takes a free one" if port else ""
         raise UserError(f"cannot listen on {host}, port {port}: {error.strerror or error}{free}") from None
     return listening
-
-
-def _run(args: argparse.Namespace, key: str | None, listening: socket.socket) -> None:
-    import uvicorn
-
-    from specsparse import api
-    from specsparse.tools.serve.app import uvicorn_config
-
-    with terminal.loading(terminal.console(), f"loading {args.model}") as progress:
-        context = {} if args.context is None else {"context_length": args.context}
-        model = api.load(args.model, progress=progress, **context)
-    service = _service(args, model)
-    if args.warm_up is not None:
-        with terminal.busy(terminal.console(), "compiling what requests need"):
-            service.warm_up(args.warm_up)
-    address, port = listening.getsockname()[:2]
-    config = uvicorn_config(service.app(key=key, local=key is None), grace_s=_GRACE_S)
-    shown = f"[{address}]" if ":" in address else address
-    method = "plain decoding" if args.drafter == "none" else f"drafter {args.drafter}"
-    print(f"{service.name} at http://{shown}:{port}/v1 ({method}); Ctrl-C ends", file=sys.stderr, flush=True)
-    uvicorn.Server(config).run(sockets=[listening])
 
 
 def _service(args: argparse.Namespace, model: "Model") -> "Service":

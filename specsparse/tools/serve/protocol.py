@@ -44,6 +44,7 @@ HARMLESS: Mapping[str, tuple[object, ...]] = {
 """Values of unsupported fields that clients send and that change nothing."""
 _TEXT = ("prompt", "logprobs", "echo", "stream", "stream_options")
 _CHAT = ("messages", "logprobs", "top_logprobs", "max_completion_tokens", "response_format", "stream", "stream_options")
+_USAGE = ("include_usage", "continuous_usage_stats")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _NO_LOGPROB = -9999.0
 """OpenAI's number for the log probability of an impossible token."""
@@ -107,35 +108,15 @@ class CompletionRequest:
 
 
 def parse_request(body: Mapping[str, object], defaults: Mapping[str, object], *, chat: bool) -> CompletionRequest:
-    """A request's body, checked.
+    """A request's body, checked; HttpError with status 400 and the field.
 
     Args:
         body: as JSON gives it; null is an absent field.
         defaults: sampling parameters for fields that the request leaves out.
         chat: whether it came to `/v1/chat/completions`.
-
-    Raises:
-        HttpError: 400, with the field.
     """
     given = {name: value for name, value in body.items() if value is not None}
-    _check_names(given, (*(_CHAT if chat else _TEXT), *SAMPLING, *WITHOUT_EFFECT))
-    stream, echo = _flag(given, "stream"), _flag(given, "echo")
-    include_usage, continuous_usage = _stream_options(given, stream)
-    if chat and given.get("response_format", {"type": "text"}) != {"type": "text"}:
-        raise refused("response_format is not supported: the answer is free text", "response_format")
-    params = _params(given, defaults, chat=chat, echo=echo)
-    if stream and echo and params.logprobs is not None:
-        raise refused("echo with logprobs is not supported in a stream: leave one of the three out", "echo")
-    if stream and params.num_sequences > params.n:
-        raise refused("best_of is chosen at the end: it must be n where stream is true", "best_of")
-    prompts = [_messages(given.get("messages"))] if chat else _prompts(given.get("prompt"))
-    if len(prompts) * params.num_sequences > MAX_SEQUENCES:
-        asked = f"{len(prompts)} prompts of {params.num_sequences} completions"
-        raise refused(f"{asked} are more than {MAX_SEQUENCES}")
-    return CompletionRequest(chat, prompts, params, stream, include_usage, continuous_usage, echo)
-
-
-def _check_names(given: Mapping[str, object], known: Sequence[str]) -> None:
+    known = (*(_CHAT if chat else _TEXT), *SAMPLING, *WITHOUT_EFFECT)
     for name in given:
         if name in known or given[name] in HARMLESS.get(name, ()):
             continue
@@ -143,6 +124,31 @@ def _check_names(given: Mapping[str, object], known: Sequence[str]) -> None:
         hint = f": {ELSEWHERE[name]}" if name in ELSEWHERE else f"; did you mean {near[0]!r}?" if near else ""
         message = f"the field {name[:60]!r} is not supported{hint}"
         raise HttpError(400, message, code="unsupported_parameter", param=name[:60])
+    stream, echo = _flag(given, "stream"), _flag(given, "echo")
+    options = given.get("stream_options", {})
+    if not isinstance(options, dict) or not options.keys() <= {*_USAGE, "include_obfuscation"}:
+        raise refused(f"stream_options holds {' and '.join(_USAGE)}", "stream_options")
+    if options and not stream:
+        raise refused("stream_options is for stream=true", "stream_options")
+    usage, continuous_usage = (_flag(options, name) for name in _USAGE)
+    if chat and given.get("response_format", {"type": "text"}) != {"type": "text"}:
+        raise refused("response_format is not supported: the answer is free text", "response_format")
+    params = _params(given, defaults, chat=chat, echo=echo)
+    if stream and echo and params.logprobs is not None:
+        raise refused("echo with logprobs is not supported in a stream: leave one of the three out", "echo")
+    if stream and params.num_sequences > params.n:
+        raise refused("best_of is chosen at the end: it must be n where stream is true", "best_of")
+    if chat:
+        messages = given.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise refused('messages must be a list of {"role", "content"}, one at least', "messages")
+        prompts = [[_message(message, f"messages[{i}]") for i, message in enumerate(messages)]]
+    else:
+        prompts = _prompts(given.get("prompt"))
+    if len(prompts) * params.num_sequences > MAX_SEQUENCES:
+        asked = f"{len(prompts)} prompts of {params.num_sequences} completions"
+        raise refused(f"{asked} are more than {MAX_SEQUENCES}")
+    return CompletionRequest(chat, prompts, params, stream, usage or continuous_usage, continuous_usage, echo)
 
 
 def _flag(given: Mapping[str, object], name: str) -> bool:
@@ -150,18 +156,6 @@ def _flag(given: Mapping[str, object], name: str) -> bool:
     if not isinstance(value, bool):
         raise refused(f"{name} must be true or false", name)
     return value
-
-
-def _stream_options(given: Mapping[str, object], stream: bool) -> tuple[bool, bool]:
-    """`include_usage` and `continuous_usage_stats`."""
-    options = given.get("stream_options", {})
-    names = ("include_usage", "continuous_usage_stats")
-    if not isinstance(options, dict) or not options.keys() <= {*names, "include_obfuscation"}:
-        raise refused(f"stream_options holds {' and '.join(names)}", "stream_options")
-    if options and not stream:
-        raise refused("stream_options is for stream=true", "stream_options")
-    usage, continuous = (_flag(options, name) for name in names)
-    return usage or continuous, continuous
 
 
 def _params(
@@ -217,14 +211,8 @@ def _prompts(prompt: object) -> list[PromptLike]:
     raise refused("prompt must be a text, a list of token ids, or a list of texts or of such lists", "prompt")
 
 
-def _messages(messages: object) -> list[dict[str, str]]:
-    """Messages of text alone, for a chat template."""
-    if not isinstance(messages, list) or not messages:
-        raise refused('messages must be a list of {"role", "content"}, one at least', "messages")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
 def _message(message: object, where: str) -> dict[str, str]:
+    """A message of text alone, for a chat template."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise refused(f'{where} must be an object with "role" and "content"', "messages")
     for name, value in message.items():

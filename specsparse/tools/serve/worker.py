@@ -129,11 +129,7 @@ class Worker:
         self._thread.start()
 
     def submit(self, handle: RequestHandle) -> None:
-        """Puts a request into the queue.
-
-        Raises:
-            Busy: it is full, or the worker was closed.
-        """
+        """Puts a request into the queue, or raises Busy: it is full, or the worker was closed."""
         with self._changed:
             self._forget_gone()
             if self._closed or len(self._waiting) >= self._room:
