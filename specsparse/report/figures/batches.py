@@ -15,7 +15,7 @@ def batches(report: Json) -> Figure:
     """Left all sides' tokens a second, right what speculation makes of ours.
 
     Args:
-        report: of `tools.bench.batch.run`.
+        report: of `tools.bench.speculation.BatchBench`.
     """
     rows = [row for measured in report["rows"] for row in _rows(measured)]
     caption = (

@@ -35,7 +35,6 @@ def _asked(report: Json) -> list[int]:
 
 
 def _least(groups: list[Json]) -> str:
-    """The least width of some groups."""
     return str(min(min(group["widths"]) for group in groups)) if groups else "-"
 
 

@@ -126,7 +126,6 @@ def _show(found: Json, args: argparse.Namespace, out: Console) -> None:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    """Where two runs' texts fork."""
     from specsparse.support import tables, terminal
     from specsparse.tools.audit import texts
 
@@ -150,7 +149,6 @@ def _positives(text: str) -> tuple[int, ...]:
 
 
 def _switches(text: str) -> tuple[bool, ...]:
-    """on, off, or both."""
     words = names(text)
     if not set(words) <= {"on", "off"}:
         raise argparse.ArgumentTypeError(f"{text!r}: on, off or on,off")

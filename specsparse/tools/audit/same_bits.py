@@ -309,7 +309,6 @@ def _case(
     plan: AuditPlan, name: str, model: Model, cut: Sequence[AuditWindow], real: Sequence[int], threads: int | None,
     flash: bool | None, out: Console,
 ) -> Json:  # fmt: skip
-    """One engine in one setting on one file."""
     if threads is not None:
         kernels.set_threads(threads)
     count = threads or int(kernels.status()["threads"] or 1)

@@ -165,12 +165,10 @@ def _types(text: str) -> tuple[str, ...]:
 
 
 def _shapes(text: str) -> tuple[tuple[int, int], ...]:
-    """Shapes of matrices: 2048x2048,4096x11008."""
     return tuple(_shape(part) for part in text.split(","))
 
 
 def _shape(text: str) -> tuple[int, int]:
-    """Two lengths: 4096x11008."""
     width, cross, neurons = text.partition("x")
     if not cross:
         raise argparse.ArgumentTypeError(f"{text!r}: two lengths, for instance 4096x11008")
@@ -181,7 +179,6 @@ def _shape(text: str) -> tuple[int, int]:
 
 
 def _shares(text: str) -> tuple[float, ...]:
-    """Shares in (0, 1], as 0.05,0.1,1."""
     try:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -192,7 +189,6 @@ def _shares(text: str) -> tuple[float, ...]:
 
 
 def _widths(text: str) -> tuple[int, ...]:
-    """The n of v(n): `1..16`, `1,4,8`, or `none`."""
     if text == "none":
         return ()
     try:

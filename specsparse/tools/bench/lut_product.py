@@ -120,7 +120,7 @@ def reference_linear(
 
 
 def _scales(w: BitPlanes) -> tuple[jax.Array, jax.Array]:
-    """d and m (zeros where there is none) f32[groups, blocks, 16]."""
+    """d and m (zeros if there is none) f32[groups, blocks, 16]."""
     blocks = w.data.reshape(len(w.data), w.shape[1] // BLOCK, -1)
     d, m = (
         jax.lax.bitcast_convert_type(blocks[..., at : at + 2 * ROWS].reshape(*blocks.shape[:2], ROWS, 2), jnp.float16)

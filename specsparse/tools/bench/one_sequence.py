@@ -285,7 +285,6 @@ def _results_table(report: Json) -> Table:
 
 
 def _verify_table(report: Json) -> Table:
-    """v(n) of every engine."""
     sides, ratios = report["v"], report["ratios"]
     columns = [c for side in sides for c in (f"{side}, ms", "v(n)", "±")]
     table = tables.new("n", *columns, *(f"over {name}" for name in ratios), close=True)

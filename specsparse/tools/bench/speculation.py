@@ -468,7 +468,6 @@ def break_even(rows: Sequence[Json], method: str) -> float | None:
 
 
 def _said(name: str, at: float | None, rows: Sequence[Json]) -> str:
-    """Where a method stops paying, in words."""
     speedups = {row["batch"]: row["speculative"][name]["speedup"]["value"] for row in rows}
     (least, first), (most, last) = min(speedups.items()), max(speedups.items())
     if at is not None:

@@ -104,7 +104,6 @@ def hello() -> dict:
 
 
 def load(lib, path: str):
-    """A model of the C functions."""
     lib.c.llama_backend_init()
     params = lib.c.llama_model_default_params()
     params.n_gpu_layers = 0
@@ -240,7 +239,7 @@ class Engine:
                     if draft is None
                     else ModelDraft(Context(self.lib, load(self.lib, draft), self.threads, self.room, flash), drafted)
                 )
-            # With a draft it keeps all logits, and makes room for them only where it is told to.
+            # With a draft it keeps all logits, and makes room for them only if it is told to.
             made = self.lib.c.Llama(
                 **self.writer_options, n_threads_batch=self.threads, draft_model=counted, logits_all=bool(counted),
                 flash_attn=flash,
@@ -269,7 +268,7 @@ class Engine:
         self.context.feed(tokens, start, every=every)
 
     def rewind(self) -> None:
-        """Back to `depth` tokens; they are fed where the cache holds others."""
+        """Back to `depth` tokens; they are fed if the cache holds others."""
         self.context.keep(self.depth if self.context.filled else 0)
         if self.depth and not self.context.filled:
             self.feed(0, self.depth, every=False)
@@ -326,7 +325,7 @@ class Engine:
         context.feed_rows([(tokens[(i + s) % len(tokens)], len(p) + i, s, True) for s, p in enumerate(prompts)])
 
     def begin(self, prompt: list, pieces: int) -> None:
-        """A cache of the prompt alone; fed anew where it is another than before, else what came behind is dropped."""
+        """A cache of the prompt alone; fed anew if it is another than before, else what came behind is dropped."""
         if prompt == self.context.prefix:
             self.context.keep(len(prompt))
             return

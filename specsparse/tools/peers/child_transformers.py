@@ -85,7 +85,7 @@ class Engine:
         return self.model(ids, past_key_values=self.cache, use_cache=True).logits[0].float().numpy()
 
     def begin(self, prompt: list, pieces: int) -> None:
-        """A cache of the prompt alone; fed anew where it is another than before, else what came behind is dropped."""
+        """A cache of the prompt alone; fed anew if it is another than before, else what came behind is dropped."""
         if prompt == self.prefix and prompt:
             extra = self.cache.get_seq_length() - len(prompt)
             if extra > 0:

@@ -39,7 +39,7 @@ _HOT = 0.25
 """Share of the neurons on the card."""
 _DEVIATIONS, _COLDER, _ALIKE = 0.84, 0.4, 0.55
 """A token keeps the neurons whose score is so many deviations of a hot one's: a fifth of these. The scores of cold ones
-are so much smaller, and a fiftieth of them is kept; where a layer lies on one side, as many of all its neurons."""
+are so much smaller, and a fiftieth of them is kept; if a layer lies on one side, as many of all its neurons."""
 _CAPACITY = 256
 
 
@@ -68,7 +68,7 @@ def hybrid(plan: CardPlan) -> Iterator[Json]:
     hot, size, std = round(_HOT * config.d_ff), (config.d_ff, config.d_model), config.d_model**-0.5
     raws = (random_quantised("Q4_0", *size, seed, std=std, edges=False) for seed in range(3))
     rows = _Rows(tuple(raws), config.d_model)
-    ffn, dense = sum(raw.nbytes for raw in rows.raw), _dense_bytes(config)
+    ffn, dense = sum(raw.nbytes for raw in rows.raw), _attention_bytes(config)
     whole = count * round(dense + _HOT * ffn) // (dense + ffn)  # layers of as many bytes
     splits = {
         "hybrid": (DevicePair(card, host), [hot] * count, frozenset[int]()),
@@ -119,12 +119,10 @@ class _Tokens:
         self.params = self.params._replace(layers=tuple(layers))
 
     def run(self, want: Want) -> ForwardOut:
-        """One token."""
         out, self._cache = self.two.forward(self.params, np.array([[3]], np.int32), self._cache, want=want)
         return out
 
     def seconds(self) -> float:
-        """Of a step with logits."""
         return seconds(lambda: jax.block_until_ready(self.run(Want()).logits))
 
     def sides(self) -> Json:
@@ -139,15 +137,14 @@ class _Tokens:
         return {"kept": kept, "crossed_bytes": crossed, "waits_s": waiting(spans)}
 
 
-def _dense_bytes(config: ModelConfig) -> int:
-    """Of a layer's attention."""
+def _attention_bytes(config: ModelConfig) -> int:
     sizes = dict(config.tensor_shapes())
     names = ("attn_q", "attn_k", "attn_v", "attn_output")
     return sum(int(np.prod(sizes[f"blk.0.{n}.weight"])) for n in names) * 18 // 32
 
 
 def _placed(config: ModelConfig, rows: _Rows, hots: list[int], two: TwoDevices) -> Params:
-    """Random weights with so many hot neurons a layer, where `two` wants them."""
+    """Random weights with so many hot neurons a layer, as `two` places them."""
     params, _ = random_params(config, "Q4_0")
     fc1 = random_matrix(0, "Q4_0", (min(RANK, config.d_model), config.d_model))
     rank, layers = fc1.shape[0], []

@@ -58,12 +58,10 @@ class CardPlan:
 
     @property
     def small(self) -> str:
-        """The smaller of the two shapes."""
         return "tiny" if self.tiny else "smollm2-135m"
 
     @property
     def large(self) -> str:
-        """The larger one."""
         return "tiny" if self.tiny else "llama-2-7b"
 
 
