@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from specsparse.engine.sampling.params import SamplingParams
-    from specsparse.report.figure import Figure
+    from specsparse.report.plots import Figure
 
 STDOUT = "-"
 """The file of --json without one."""

@@ -24,7 +24,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError("a run's folder is empty: name it, such as runs/NAME, or . for the current folder")
     if args.title and not is_unicode(args.title):
         raise UserError("--title is no UTF-8 text: write it in UTF-8")
-    from specsparse.report import page, runs  # after the arguments: matplotlib takes a second
+    from specsparse.report import pages, runs  # after the arguments: matplotlib takes a second
 
     if args.runs[0] == "diff":
         return _diff(args)
@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
     common = folders[0] if len(folders) == 1 else Path(os.path.commonpath([f.resolve() for f in folders]))
     out = args.out or common / "report"
     try:
-        written = page.write(found, out, title=title)
+        written = pages.write(found, out, title=title)
     except OSError as error:
         raise UserError(f"{out}: cannot be written: {error.strerror or error}; give --out DIR") from None
     for figure in written.made:
@@ -45,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
     for run in runs.stopped(paths):
         print(f"left out {run.directory}: stopped after {run.record.get('passes') or 0} passes")
     print(f"page: {written.page}")
-    print(f"figures and CSV: {written.page.parent / page.FIGURES}")
+    print(f"figures and CSV: {written.page.parent / pages.FIGURES}")
     return 0
 
 

@@ -64,7 +64,7 @@ class Lab:
 
 
 class Written(Protocol):
-    """A `report.figure.Figure` or `report.rows.Rows`: numbers that become files."""
+    """A `report.plots.Figure` or `report.plots.Rows`: numbers that become files."""
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from specsparse.experiments.kinds.sparse import sparsity_report
 from specsparse.measure import conditions
 from specsparse.measure.conditions import Rank
 from specsparse.measure.intervals import LEAST_PROMPTS, Interval
-from specsparse.report import measurements, varied
+from specsparse.report import methods, runs
 from specsparse.report.record import PLAIN, RECORD_FILE, SPECULATIVE, STOPPED
 from specsparse.runtime import metrics
 from specsparse.support import tables
@@ -29,14 +29,14 @@ _RESULTS = (
 def records(directory: Path) -> list[dict[str, Any]]:
     """The records of a sweep's finished jobs, in their order, a measurement once."""
     jobs = sorted((d for d in directory.iterdir() if d.name.isdecimal()), key=lambda d: int(d.name))
-    once = measurements.once([d for d in jobs if (d / RECORD_FILE).is_file()])
+    once = runs.once([d for d in jobs if (d / RECORD_FILE).is_file()])
     found = [json.loads((d / RECORD_FILE).read_text(encoding="utf-8")) for d in once]
     return [record for record in found if record.get("state") != STOPPED]
 
 
 def table(found: list[dict[str, Any]]) -> Table:
     """A row a run: what was swept, then what came of it; the best speed-up, and what ties with it, is bold."""
-    swept = varied.settings([r["config"] for r in found])
+    swept = methods.differing_settings([r["config"] for r in found])
     note = metrics.lengths_note(per_pass="tokens/pass", length="accept. length")
     out = tables.new(*(Text(setting.name) for setting in swept), *_RESULTS, left=(), close=True, note=note)
     for i, (r, rank) in enumerate(zip(found, ranks(found), strict=True)):
@@ -64,7 +64,7 @@ def lines(found: list[dict[str, Any]]) -> list[str]:
     measured = [_interval(_speedup(r)) for r in found]
     out = conditions.rank_lines(measured)
     out += apart(found)
-    swept = varied.settings([r["config"] for r in found])
+    swept = methods.differing_settings([r["config"] for r in found])
     names = [", ".join(f"{setting.name} {setting.values[i]}" for setting in swept) for i in range(len(found))]
     bounds = []
     for name, r in zip(names, found, strict=True):
@@ -86,7 +86,7 @@ def show(directory: Path, out: Console) -> None:
     everything = records(directory)
     points = [r for r in everything if r.get("kind") == SPARSITY]
     if len(points) > 1:
-        swept = varied.settings([r["config"] for r in points])
+        swept = methods.differing_settings([r["config"] for r in points])
         tables.show(out, sparsity_report.sweep_table(points, swept), names=len(swept))
         _say(apart(points), out)
         _say_where(directory, out)
@@ -96,7 +96,7 @@ def show(directory: Path, out: Console) -> None:
         _say(apart(placed), out)
     found = [r for r in everything if "summary" in r and PLAIN in r["summary"]]
     if len(found) > 1:
-        tables.show(out, table(found), names=len(varied.settings([r["config"] for r in found])))
+        tables.show(out, table(found), names=len(methods.differing_settings([r["config"] for r in found])))
         _say(lines(found), out)
         _say_where(directory, out)
 

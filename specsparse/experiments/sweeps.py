@@ -17,8 +17,8 @@ from specsparse.errors import UserError
 from specsparse.experiments.settings import RunConfig
 from specsparse.kernels.processor import cpu_info
 from specsparse.models import catalogue
-from specsparse.report.measurements import CELL_FILE, measurement, record_hash
 from specsparse.report.record import RECORD_FILE
+from specsparse.report.runs import CELL_FILE, measurement, record_hash
 from specsparse.runtime.manifest import sha256_of
 from specsparse.support.files import kept, to_json, write_atomically
 from specsparse.support.registry import source_of

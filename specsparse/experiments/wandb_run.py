@@ -16,8 +16,8 @@ import numpy as np
 from specsparse.data import prompts
 from specsparse.errors import UserError
 from specsparse.report import figures, methods, runs
-from specsparse.report.figure import Figure
 from specsparse.report.methods import ReportedMethod
+from specsparse.report.plots import Figure
 from specsparse.report.runs import Run
 
 _BINS = 12
@@ -53,7 +53,7 @@ def publish(directory: Path, options: Mapping[str, object]) -> str:
         settings=wandb.Settings(silent=True, console="off"),
     )  # fmt: skip
     client.define_metric(f"{PASSES}/*", summary="none")  # or the last prompt's numbers would stand for the run's
-    found = methods.of([run])
+    found = methods.from_runs([run])
     made, _ = figures.make([run], found)
     for step in _steps(run.rows):
         client.log(step)

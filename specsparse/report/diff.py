@@ -1,4 +1,4 @@
-"""Two runs side by side: what was set otherwise, what came out otherwise, and how sure that is."""
+"""Two runs side by side: the settings that differ, the results, and whether the results differ for sure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from rich.table import Table
 from specsparse.errors import UserError
 from specsparse.measure import intervals
 from specsparse.measure.intervals import Interval
-from specsparse.report import methods, page, varied
+from specsparse.report import methods, pages
 from specsparse.report.methods import ReportedMethod, Sample
 from specsparse.report.record import PLAIN
 from specsparse.report.runs import Run, conditions_apart, disagreements
@@ -31,10 +31,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Difference:
-    """What `diff` found.
+    """Two runs beside each other.
 
     Attributes:
-        names: of the two.
         settings: (key, of A, of B) where the configs, or what they ran on, differ.
         lines: measures over all common prompts, then the speed-up of each task.
         texts: (prompts that both decoded, those whose tokens differ) plainly and with the method.
@@ -67,16 +66,12 @@ def diff(a: Run, b: Run) -> Difference:
         own = [name for name in common if here[name].task == task]
         lines.append(_line(f"speed-up, {task}", ours, theirs, own, *_MEASURES["speed-up"]))
     texts = {"plain": _texts(a, b, PLAIN, PLAIN), "method": _texts(a, b, ours.side, theirs.side)}
-    return Difference(
-        names=_names(a, b), settings=tuple(_settings(a, b)), lines=tuple(lines), texts=texts, common=len(common),
-        warnings=_warnings(a, b),
-    )  # fmt: skip
-
-
-def _warnings(a: Run, b: Run) -> tuple[str, ...]:
     apart = conditions_apart([a, b])
     shared = [f"not one {line}: compare ratios, not seconds" for line in disagreements([a, b])]
-    return (*shared, *([apart] if apart else []))
+    return Difference(
+        names=_names(a, b), settings=tuple(_settings(a, b)), lines=tuple(lines), texts=texts, common=len(common),
+        warnings=(*shared, *([apart] if apart else [])),
+    )  # fmt: skip
 
 
 Term = Callable[[Sample], float]
@@ -100,7 +95,7 @@ def _line(name: str, a: ReportedMethod, b: ReportedMethod, prompts: Sequence[str
 
 
 def _only_method(run: Run) -> ReportedMethod:
-    found = methods.of([run])
+    found = methods.from_runs([run])
     if len(found) != 1:
         what = "several methods" if found else "no method that was decoded beside plain decoding"
         raise UserError(f"{run.directory}: has {what}; diff compares two runs of one method each")
@@ -119,11 +114,11 @@ def _names(a: Run, b: Run) -> tuple[str, str]:
 
 def _settings(a: Run, b: Run) -> list[tuple[str, str, str]]:
     """The config's keys that differ, then commit, machine, kernels and packages."""
-    flat = [dict(varied.flat(run.config)) for run in (a, b)]
+    flat = [dict(methods.flat(run.config)) for run in (a, b)]
     keys = [key for key in dict.fromkeys([*flat[0], *flat[1]]) if key not in _NO_CONFIG]
     found = [(key, *(str(f.get(key, "-")) for f in flat)) for key in keys if flat[0].get(key) != flat[1].get(key)]
     for part in ("git", "cpu", "kernels", "model", "packages"):
-        sides = [dict(varied.flat(run.manifest.get(part) or {})) for run in (a, b)]
+        sides = [dict(methods.flat(run.manifest.get(part) or {})) for run in (a, b)]
         for key in dict.fromkeys([*sides[0], *sides[1]]):
             if sides[0].get(key) != sides[1].get(key):
                 found.append((f"{part} {key}", *(str(s.get(key, "-")) for s in sides)))
@@ -140,28 +135,31 @@ def _texts(a: Run, b: Run, side_a: str, side_b: str) -> tuple[int, tuple[str, ..
 
 
 def tables(found: Difference) -> list[Table]:
-    """For the terminal: what was set otherwise, and what came out."""
+    """For the terminal: settings that differ, and results."""
     a, b = found.names
     settings = new("set otherwise", a, b, left=(0, 1, 2), wrap=(0, 1, 2))
     for row in found.settings:
         settings.add_row(*(cell if len(cell) < 60 else f"{cell[:56]} ..." for cell in row))
     out = new("", f"A: {a}", f"B: {b}", "B / A", "95 % interval", "", left=(0, 5))
     for line in found.lines:
-        out.add_row(line.name, _cell(line.a), _cell(line.b), _cell(line.ratio), _range(line.ratio), verdict(line))
+        values = ["-" if one is None else f"{one.value:.3g}" for one in (line.a, line.b, line.ratio)]
+        out.add_row(line.name, *values, "-" if line.ratio is None else line.ratio.ends(), verdict(line))
     return [settings, out] if found.settings else [out]
 
 
 def verdict(line: Line) -> str:
-    """Whether the interval of the ratio leaves room for no difference."""
-    if line.ratio is None or line.ratio.low is None or line.ratio.high is None:
-        return "" if line.ratio is None else line.ratio.sentence()
+    """Whether the interval of the ratio excludes 1, in words."""
+    if line.ratio is None:
+        return ""
+    if line.ratio.low is None or line.ratio.high is None:
+        return line.ratio.sentence()
     if line.ratio.low > 1:
         return "higher"
     return "lower" if line.ratio.high < 1 else "no clear difference"
 
 
 def lines(found: Difference) -> list[str]:
-    """The texts, and what to beware of."""
+    """Whether the texts are the same, and warnings."""
     out = [f"all columns are over the {found.common} prompts that both decoded"]
     for side, (both, differing) in found.texts.items():
         where = f": {', '.join(differing[:8])}{' ..' if len(differing) > 8 else ''}" if differing else ""
@@ -169,24 +167,12 @@ def lines(found: Difference) -> list[str]:
     return out + [f"beware: {warning}" for warning in found.warnings]
 
 
-def _cell(found: Interval | None) -> str:
-    return "-" if found is None else f"{found.value:.3g}"
-
-
-def _range(found: Interval | None) -> str:
-    return "-" if found is None else found.ends()
-
-
 def write(found: Difference, directory: Path) -> Path:
-    """The same as a page; returns its file.
-
-    Raises:
-        UserError: the directory cannot be written.
-    """
+    """The same as a page; returns its file, UserError if it cannot be written."""
     rows: list[Json] = [
         {"name": n.name, "a": n.a, "b": n.b, "ratio": n.ratio, "verdict": verdict(n)} for n in found.lines
     ]
     title = f"{found.names[0]} against {found.names[1]}"
-    text = page.render("diff.html", title=title, found=found, rows=rows, lines=lines(found))
-    write_atomically(directory / page.PAGE, text)
-    return directory / page.PAGE
+    text = pages.render("diff.html", title=title, found=found, rows=rows, lines=lines(found))
+    write_atomically(directory / pages.PAGE, text)
+    return directory / pages.PAGE

@@ -1,4 +1,4 @@
-"""What a run shows in the terminal: progress, the text as it comes, one table, llama.cpp's timing lines."""
+"""The output of a run in the terminal: the text as it comes, one table, llama.cpp's timing lines."""
 
 from collections.abc import Sequence
 
@@ -34,46 +34,30 @@ def show_prompt(out: Console, index: int, count: int, task: str, text: str) -> N
 
 def report(record: RunRecord) -> list[RenderableType]:
     """The table, the verdict on the text, and the timing lines."""
-    method = record.method
+    method, title = record.method, f"{record.name}: plain decoding"
+    if SPECULATIVE in record.groups["all"].sides:
+        how = f"{method['drafter']} x {method['verifier']} ({method['label']})"
+        title = f"{record.name}: {how}, gamma {method['gamma']}"
     ffn = [Text(f"ffn {method['ffn']}; {method['ffn_label']}")] if "ffn" in method else []
     lines = (*verdict_lines(record), *map(Text, record.notes), *timing_lines(record))
-    many = [by_task(record)] if len(_tasks(record)) > _MAX_TASK_COLUMNS else []
-    return [Text(title(record), style="bold"), *ffn, table(record), *many, *lines]
+    return [Text(title, style="bold"), *ffn, *_tables(record), *lines]
 
 
-def title(record: RunRecord) -> str:
-    """The experiment, the method and what it promises, in one line."""
-    method = record.method
-    if SPECULATIVE not in record.groups["all"].sides:
-        return f"{record.name}: plain decoding"
-    return f"{record.name}: {method['drafter']} x {method['verifier']} ({method['label']}), gamma {method['gamma']}"
-
-
-def table(record: RunRecord) -> Table:
-    """Measures as rows, tasks as columns; a footnote where two of them are easily taken for one."""
-    names = _tasks(record)
-    if len(names) > _MAX_TASK_COLUMNS or len(names) == 1:
-        names = []
-    columns = [*names, "all"]
+def _tables(record: RunRecord) -> list[Table]:
+    """Measures as rows, tasks as columns; many tasks have a table of their own, as its rows."""
+    names = [name for name in record.groups if name != "all"]
+    few = names if 1 < len(names) <= _MAX_TASK_COLUMNS else []
     note = metrics.lengths_note() if SPECULATIVE in record.groups["all"].sides else None
-    out = tables.new("", *columns, note=note)
-    for label, cells in rows([record.groups[name] for name in columns]):
+    out = tables.new("", *few, "all", note=note)
+    for label, cells in rows([record.groups[name] for name in (*few, "all")]):
         out.add_row(label, *cells)
-    return out
-
-
-def by_task(record: RunRecord) -> Table:
-    """Tasks as rows, the chief measures as columns."""
-    names = _tasks(record)
-    wanted = [(label, cells) for label, cells in rows([record.groups[n] for n in names]) if label in _BY_TASK]
-    out = tables.new("task", *(_BY_TASK[label] for label, _ in wanted))
+    if len(names) <= _MAX_TASK_COLUMNS:
+        return [out]
+    chief = [(label, cells) for label, cells in rows([record.groups[n] for n in names]) if label in _BY_TASK]
+    by_task = tables.new("task", *(_BY_TASK[label] for label, _ in chief))
     for i, name in enumerate(names):
-        out.add_row(name, *(cells[i] for _, cells in wanted))
-    return out
-
-
-def _tasks(record: RunRecord) -> list[str]:
-    return [name for name in record.groups if name != "all"]
+        by_task.add_row(name, *(cells[i] for _, cells in chief))
+    return [out, by_task]
 
 
 def rows(groups: list[Group]) -> list[tuple[str, list[str]]]:
@@ -128,14 +112,13 @@ def _number(value: float | None, scale: float, spec: str, unit: str = "") -> str
 
 
 def verdict_lines(record: RunRecord) -> list[Text]:
-    """Is it the same text, and is it faster: one line each."""
+    """Whether the text is the same, and whether it is faster."""
     lines = []
     found = record.identity
     if found is not None:
         if found.differing == 0:
-            lines.append(
-                Text(f"same text: all {found.tokens} tokens equal plain decoding ({found.counted})", style="green")
-            )
+            text = f"same text: all {found.tokens} tokens equal plain decoding ({found.counted})"
+            lines.append(Text(text, style="green"))
         elif found.promised:
             where = ", ".join(found.prompts_differing)
             text = f"NOT the same text: {found.differing} of {found.tokens} tokens differ from plain decoding ({where})"
@@ -143,7 +126,7 @@ def verdict_lines(record: RunRecord) -> list[Text]:
         else:
             text = f"{found.differing} of {found.tokens} tokens differ from plain decoding ({found.counted})"
             label = record.method["label"]
-            keeps = "this verifier keeps the law only" if "lossless" in label else label
+            keeps = "this verifier keeps the distribution only" if "lossless" in label else label
             lines.append(Text(f"{text}; {keeps}"))
     faster = record.groups["all"].speedup
     if faster is not None:
@@ -157,9 +140,9 @@ def verdict_lines(record: RunRecord) -> list[Text]:
 def condition_lines(
     taken: Conditions | None, repeats: Repeats | None = None, warnings: Sequence[str] | None = None
 ) -> list[Text]:
-    """What a timing was taken at, why it was not repeated more often, and what makes it doubtful.
+    """The conditions of a timing, why it was not repeated more often, and doubts of it.
 
-    Without `warnings` they are what the conditions alone say; `taken` None: nothing was timed.
+    Without `warnings` the doubts are those of the conditions alone; `taken` None: nothing was timed.
     """
     if taken is None:
         return []
@@ -169,7 +152,7 @@ def condition_lines(
 
 
 def _speedup_lines(faster: Speedup) -> list[str]:
-    """Each quantity beside its own interval."""
+    """Each quantity with its own interval."""
     pairs = f", {faster.pairs} pairs" if faster.pairs > faster.prompts else ""
     what = "plain / speculative decode time in total, same prompts and tokens, interleaved"
     lines = [f"speed-up {faster.ratio_of_totals:.2f} ({faster.interval.sentence()}{pairs}): {what}"]

@@ -1,28 +1,34 @@
-"""What was decoded how: the methods of all runs under names that tell them apart, prompt by prompt."""
+"""The methods of all runs, prompt by prompt, under names that tell them apart: by the settings that differ."""
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from specsparse.measure import intervals
 from specsparse.measure.intervals import Interval
-from specsparse.report import varied
 from specsparse.report.record import HOST, PLAIN, SPECULATIVE
 from specsparse.report.runs import Run
 from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Counters
+from specsparse.support.files import Json
 
 GAMMA, TEMPERATURE = "policy.gamma", "sampling.temperature"
 NEITHER = "others"
-"""The group of the methods that have no such setting."""
+"""The group of the methods without the setting that groups the others."""
+NOTHING = "-"
+"""The value of a setting that a config does not have."""
 _PAIR = ("drafter.name", "verifier.name")
 _CONSTANTS = (GAMMA, TEMPERATURE, "max_tokens")
 _NOT_A_METHOD = (
     "tracker.", "data.", "compare.", "certify.", "roofline.", "train.", "kind", "stream", "warmup",
     "seed", "repeats", "time_split", "debug", "trace", "record_laws", "loop", "sampling.ignore_eos",
 )  # fmt: skip
+_IGNORED = frozenset({"name", "download"})
+_CHOICES = {"model": "model.path", "data": "data.source"}
+"""The setting of a group that its other settings come with; GROUP.name in the other groups."""
+_WORDS = {"policy.gamma": "gamma", "sampling.temperature": "T"}
 
 
 class Sample(NamedTuple):
@@ -41,11 +47,9 @@ class ReportedMethod:
     """One method of one run.
 
     Attributes:
-        run: where it was run.
         side: its name in the rows.
         parts: drafter and verifier, or the one name of a side of a comparison.
-        names: what tells it from the others: words by key of the config.
-        samples: its prompts.
+        names: words that tell it from the others, by key of the config.
     """
 
     run: Run
@@ -56,7 +60,6 @@ class ReportedMethod:
 
     @property
     def pair(self) -> str:
-        """Drafter x verifier."""
         return " x ".join(self.parts)
 
     @property
@@ -65,7 +68,7 @@ class ReportedMethod:
         return self.without("")
 
     def without(self, key: str) -> str:
-        """The label with one key of the config left out: what a line over that key is called."""
+        """The label without one key of the config: the name of a line over that key."""
         return ", ".join(word for name, word in self.names.items() if name != key) or self.pair
 
     @property
@@ -73,7 +76,7 @@ class ReportedMethod:
         """In order of appearance."""
         return list(dict.fromkeys(s.task for s in self.samples))
 
-    def of(self, task: str) -> "ReportedMethod":
+    def of_task(self, task: str) -> "ReportedMethod":
         """The same on the prompts of one task."""
         return replace(self, samples=tuple(s for s in self.samples if s.task == task))
 
@@ -87,7 +90,7 @@ class ReportedMethod:
         return intervals.ratio([numerator(s) for s in self.samples], [denominator(s) for s in self.samples])
 
     def share(self, part: Callable[[Sample], float], whole: Callable[[Sample], float]) -> Interval | None:
-        """The same where the value lies between 0 and 1."""
+        """The same of a value between 0 and 1."""
         return intervals.share([part(s) for s in self.samples], [whole(s) for s in self.samples])
 
     def speedup(self) -> Interval | None:
@@ -126,24 +129,24 @@ class ReportedMethod:
         return self.share(accepted, lambda s: s.method.num_drafts)
 
 
-def of(runs: Sequence[Run]) -> list[ReportedMethod]:
-    """The methods of all runs that decoded plainly beside them, in order; plain decoding alone is none."""
+def from_runs(runs: Sequence[Run]) -> list[ReportedMethod]:
+    """The methods of all runs that decoded plainly beside them, in order."""
     sides = [(run, dict.fromkeys(str(row["side"]) for row in run.passes)) for run in runs]
     found = [(run, side) for run, named in sides for side in named if side not in (PLAIN, HOST)]
-    settings = varied.settings([run.config for run, _ in found])
+    settings = differing_settings([run.config for run, _ in found])
     differing = [s for s in settings if s.key not in _PAIR and not s.key.startswith(_NOT_A_METHOD)]
     pairs = [_pair(run, side) for run, side in found]
     words = _differing_parts(pairs)
     out = []
     for i, (run, side) in enumerate(found):
         names = {"pair": words[i]} if words[i] else {}
-        names |= {s.key: f"{s.name} {s.values[i]}" for s in differing if s.values[i] != varied.NOTHING}
+        names |= {s.key: f"{s.name} {s.values[i]}" for s in differing if s.values[i] != NOTHING}
         out.append(ReportedMethod(run, side, pairs[i], names, _samples(run, side)))
     return _told_apart([m for m in out if m.samples])
 
 
 def constants(methods: Sequence[ReportedMethod]) -> list[str]:
-    """What all methods share, in the words of their labels, which leave it out."""
+    """Words for what all methods share, which their labels leave out."""
     out = []
     if len({len(m.parts) for m in methods}) == 1:
         columns = [set(column) for column in zip(*(m.parts for m in methods), strict=True)]
@@ -151,14 +154,14 @@ def constants(methods: Sequence[ReportedMethod]) -> list[str]:
         words = [f"{what} {one}" for what, one in zip(("drafter", "verifier"), same, strict=False) if one]
         out = words if len(words) < len(columns) else [" x ".join(map(str, same))]
     for key in _CONSTANTS:
-        values = {varied.word(m.run.setting(key)) for m in methods} - {varied.NOTHING}
+        values = {word(m.run.setting(key)) for m in methods} - {NOTHING}
         if len(values) == 1:
-            out.append(f"{varied.name(key, _CONSTANTS)} {values.pop()}")
+            out.append(f"{setting_name(key, _CONSTANTS)} {values.pop()}")
     return out
 
 
 def fastest(methods: Sequence[ReportedMethod], most: int) -> list[ReportedMethod]:
-    """Those with the highest speed-up, in their own order."""
+    """Those with the highest speed-up, in the given order."""
     kept = ranked(methods)[:most]
     return [m for m in methods if m in kept]
 
@@ -228,10 +231,83 @@ def _samples(run: Run, side: str) -> tuple[Sample, ...]:
         if not (ours.num_emitted_tokens and theirs.num_emitted_tokens and row["decode_s"] and other["decode_s"]):
             continue
         seconds = row["decode_s"] * theirs.num_emitted_tokens / ours.num_emitted_tokens
-        one = Sample(row["prompt_id"], row["task"], other["decode_s"], seconds, theirs, ours)
-        sums[one.prompt] = _add(sums[one.prompt], one) if one.prompt in sums else one
+        terms = other["decode_s"], seconds, theirs, ours
+        if row["prompt_id"] in sums:
+            terms = (a + b for a, b in zip(sums[row["prompt_id"]][2:], terms, strict=True))
+        sums[row["prompt_id"]] = Sample(row["prompt_id"], row["task"], *terms)
     return tuple(sums.values())
 
 
-def _add(a: Sample, b: Sample) -> Sample:
-    return Sample(a.prompt, a.task, *(x + y for x, y in zip(a[2:], b[2:], strict=True)))
+class Setting(NamedTuple):
+    """One setting that differs: its dotted key, its name for a column or a label, and a word for each config."""
+
+    key: str
+    name: str
+    values: tuple[str, ...]
+
+
+def differing_settings(configs: Sequence[Json]) -> list[Setting]:
+    """The settings that differ between the configs.
+
+    A choice brings the other settings of its group along: they are left out if the choice alone decides them.
+    """
+    flats = [dict(flat(config)) for config in configs]
+    keys = dict.fromkeys(key for one in flats for key in one)
+    differing = [k for k in keys if k not in _IGNORED and len({_same(one.get(k)) for one in flats}) > 1]
+    kept = [k for k in differing if not _brought_along(k, differing, flats)]
+    out = []
+    for key in kept:
+        values = [one.get(key) for one in flats]
+        words = tuple(map(word, values))
+        if len(set(words)) != len(set(map(_same, values))):  # short words would look the same
+            words = tuple(NOTHING if value is None else str(value) for value in values)
+        out.append(Setting(key, setting_name(key, keys), words))
+    return out
+
+
+def setting_name(key: str, keys: Iterable[str]) -> str:
+    """The shortest name of a key that no other of the keys could be meant by."""
+    if key in _WORDS:
+        return _WORDS[key]
+    group, _, last = key.rpartition(".")
+    if group and key == _CHOICES.get(group, f"{group}.name"):
+        return group
+    groups = {other.partition(".")[0] for other in keys if "." in other}
+    ends = Counter(other.rpartition(".")[2] for other in keys)
+    return last if ends[last] <= 1 and last not in groups else key
+
+
+def word(value: object) -> str:
+    """A value as it is set; the last part of a path."""
+    if value is None:
+        return NOTHING
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(str, value))}]"
+    return str(value).rstrip("/").rsplit("/", 1)[-1]
+
+
+def flat(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """A config by dotted keys."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _brought_along(key: str, differing: Sequence[str], flats: Sequence[Json]) -> bool:
+    group, dot, _ = key.partition(".")
+    choice = _CHOICES.get(group, f"{group}.name")
+    if not dot or key == choice or choice not in differing:
+        return False
+    decided = {(_same(one.get(choice)), _same(one.get(key))) for one in flats}
+    return len(decided) == len({chosen for chosen, _ in decided})
+
+
+def _same(value: object) -> str:
+    """0 and 0.0 are one setting, 1 and true are two."""
+    return repr(float(value)) if isinstance(value, int) and not isinstance(value, bool) else repr(value)

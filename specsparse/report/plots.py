@@ -1,18 +1,155 @@
-"""Bars, lines and points with their intervals, drawn from rows."""
+"""The kit of figures: rows of numbers and their CSV, a figure made of them, bars and lines to draw it with."""
 
+import base64
+import csv
+import io
 import itertools
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from specsparse.report.figure import COLOURS, INK, Row
+from specsparse.support.files import Json, atomically, write_atomically
 
+Row = Json
+"""Values by the names of their columns."""
 Draw = Callable[[Canvas, Sequence[Row]], None]
+
+# Okabe and Ito's colours, told apart by colour-blind readers too; yellow is left out, it vanishes on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#4D4D4D", "#8C510A")
+INK, FAINT = "#222222", "#8a8a8a"
+MOST = len(COLOURS)
+"""Series in one figure; more cannot be told apart."""
+
+_STYLE = {
+    "figure.facecolor": "white",
+    "axes.prop_cycle": matplotlib.cycler(color=COLOURS),
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.8,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "font.size": 10,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5,
+}
 _CAP = 2.5
 _LETTERS_AN_INCH = 10
 """Of a legend's text, so that a line of the widest letters and its key fit."""
+
+
+def columns(rows: Sequence[Row]) -> list[str]:
+    """Every key of the rows, in order of appearance."""
+    return list(dict.fromkeys(key for row in rows for key in row))
+
+
+def csv_text(rows: Sequence[Row]) -> str:
+    """The rows under a heading; missing values are empty."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, columns(rows), restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Numbers that are not drawn; `name` is the stem of their file."""
+
+    name: str
+    rows: Sequence[Row]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (f"{self.name}.csv",)
+
+    def write(self, directory: Path) -> None:
+        """NAME.csv; UserError if it cannot be written."""
+        write_atomically(directory / f"{self.name}.csv", csv_text(self.rows))
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure that the records have numbers for.
+
+    Attributes:
+        name: stem of its files.
+        title: what it shows.
+        caption: how to read it, with the definition of what is plotted.
+        rows: its numbers, all with the same columns.
+        size: inches.
+    """
+
+    name: str
+    title: str
+    caption: str
+    rows: tuple[Row, ...]
+    draw: Draw
+    size: tuple[float, float] = (8.0, 4.0)
+
+    def columns(self) -> list[str]:
+        return columns(self.rows)
+
+    def csv(self) -> str:
+        return csv_text(self.rows)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return f"{self.name}.csv", f"{self.name}.png"
+
+    def canvas(self) -> Canvas:
+        with matplotlib.rc_context(_STYLE):
+            canvas = Canvas(figsize=self.size, layout="constrained")
+            self.draw(canvas, self.rows)
+        return canvas
+
+    def _image(self, kind: str) -> bytes:
+        out = io.BytesIO()
+        # The salt makes the file the same for the same numbers; text as outlines looks the same in every browser.
+        with matplotlib.rc_context({**_STYLE, "svg.hashsalt": self.name, "svg.fonttype": "path"}):
+            metadata = {"Date": None} if kind == "svg" else None
+            self.canvas().savefig(out, format=kind, dpi=150, metadata=metadata)
+        return out.getvalue()
+
+    def png(self) -> bytes:
+        return self._image("png")
+
+    def data_uri(self) -> str:
+        """The drawing as SVG, for a page of one file."""
+        return "data:image/svg+xml;base64," + base64.b64encode(self._image("svg")).decode()
+
+    def csv_uri(self) -> str:
+        """The CSV, for a page of one file."""
+        return "data:text/csv;base64," + base64.b64encode(self.csv().encode()).decode()
+
+    def write(self, directory: Path) -> None:
+        """NAME.png and NAME.csv; UserError if they cannot be written."""
+        with atomically(directory / f"{self.name}.png") as file:
+            file.write(self.png())
+        write_atomically(directory / f"{self.name}.csv", self.csv())
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A figure that is left out, and why."""
+
+    name: str
+    title: str
+    why: str
 
 
 def distinct(rows: Sequence[Row], key: str) -> list[object]:
@@ -21,34 +158,42 @@ def distinct(rows: Sequence[Row], key: str) -> list[object]:
 
 
 def whiskers(row: Row) -> tuple[float, float]:
-    """Lengths below and above the value; zero where there is no interval."""
+    """Lengths below and above the value; zeros without an interval."""
     value, low, high = row["value"], row.get("low"), row.get("high")
     return (max(value - low, 0), max(high - value, 0)) if low is not None and high is not None else (0, 0)
 
 
-def grouped_bars(axes: Axes, rows: Sequence[Row], *, group: str, series: str) -> None:
-    """A group of bars for each value of `group`, a colour for each of `series`."""
-    groups, names = distinct(rows, group), distinct(rows, series)
-    width = 0.8 / len(names)
-    for i, name in enumerate(names):
-        own = [row for row in rows if row[series] == name and row["value"] is not None]
-        at = [groups.index(row[group]) + (i - (len(names) - 1) / 2) * width for row in own]
-        low, high = zip(*map(whiskers, own)) if own else ((), ())
-        heights = [row["value"] for row in own]
-        axes.bar(at, heights, width * 0.92, color=COLOURS[i], label=str(name))
-        drawn = [j for j in range(len(own)) if low[j] or high[j]]
-        if drawn:
-            spread = [[low[j] for j in drawn], [high[j] for j in drawn]]
-            where, tops = [at[j] for j in drawn], [heights[j] for j in drawn]
-            axes.errorbar(where, tops, spread, fmt="none", ecolor=INK, elinewidth=1, capsize=_CAP)
-    axes.set_xticks(range(len(groups)), [str(g) for g in groups])
-    axes.grid(axis="x", visible=False)
+def bars(group: str, series: str, *, ylabel: str, finish: Callable[[Axes], None], xlabel: str = "") -> Draw:
+    """Draws a group of bars for each value of `group`, a colour for each of `series`.
+
+    `finish` is for the axis of values, such as `share`.
+    """
+
+    def draw(canvas: Canvas, rows: Sequence[Row]) -> None:
+        axes, groups, names = canvas.subplots(), distinct(rows, group), distinct(rows, series)
+        width = 0.8 / len(names)
+        for i, name in enumerate(names):
+            own = [row for row in rows if row[series] == name and row["value"] is not None]
+            at = [groups.index(row[group]) + (i - (len(names) - 1) / 2) * width for row in own]
+            heights = [row["value"] for row in own]
+            axes.bar(at, heights, width * 0.92, color=COLOURS[i], label=str(name))
+            spread = [(x, y, whiskers(row)) for x, y, row in zip(at, heights, own, strict=True) if any(whiskers(row))]
+            if spread:
+                x, y, ends = zip(*spread, strict=True)
+                axes.errorbar(x, y, list(zip(*ends)), fmt="none", ecolor=INK, elinewidth=1, capsize=_CAP)
+        axes.set_xticks(range(len(groups)), [str(g) for g in groups])
+        axes.grid(axis="x", visible=False)
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        finish(axes)
+        legend_below(axes)
+
+    return draw
 
 
 def lines(axes: Axes, rows: Sequence[Row], *, x: str, series: str, names: Sequence[object] | None = None) -> None:
     """A line for each of `series` over `x`, nudged apart so that whiskers do not hide each other.
 
-    `names` are what `series` may be, a colour each, where other axes have more of them than these rows.
+    `names` are the values of `series`, a colour each, if other axes have more of them than these rows.
     """
     names, places = distinct(rows, series) if names is None else names, sorted(distinct(rows, x))
     gap = min((b - a for a, b in itertools.pairwise(places)), default=1.0)
@@ -62,33 +207,6 @@ def lines(axes: Axes, rows: Sequence[Row], *, x: str, series: str, names: Sequen
             spread = list(zip(*map(whiskers, own)))
             axes.errorbar(at, heights, spread, fmt="none", ecolor=colour, elinewidth=1, capsize=_CAP, alpha=0.7)
     axes.set_xticks(places, [f"{p:g}" for p in places])
-
-
-def bars_of_methods(group: str, ylabel: str, finish: Callable[[Axes], None], *, xlabel: str = "") -> Draw:
-    """Draws `grouped_bars`, a colour a method; `finish` is for the axis of values, such as `share`."""
-
-    def draw(canvas: Canvas, rows: Sequence[Row]) -> None:
-        axes = canvas.subplots()
-        grouped_bars(axes, rows, group=group, series="method")
-        axes.set(xlabel=xlabel, ylabel=ylabel)
-        finish(axes)
-        legend_below(axes)
-
-    return draw
-
-
-def lines_of_methods(x: str, ylabel: str, finish: Callable[[Axes], None], *, xlabel: str) -> Draw:
-    """Draws `lines` from 0 on, a colour a method."""
-
-    def draw(canvas: Canvas, rows: Sequence[Row]) -> None:
-        axes = canvas.subplots()
-        lines(axes, rows, x=x, series="method")
-        axes.set(xlabel=xlabel, ylabel=ylabel)
-        axes.set_ylim(bottom=0)
-        finish(axes)
-        legend_below(axes)
-
-    return draw
 
 
 def legend_below(axes: Axes, *, columns: int = 4) -> None:
@@ -116,7 +234,7 @@ def without_shared(labels: Sequence[str]) -> list[str]:
 
 
 def share(axes: Axes, which: str = "y") -> None:
-    """Ticks in percent, from nothing to all."""
+    """Ticks in percent."""
     axis = axes.yaxis if which == "y" else axes.xaxis
     axis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
 

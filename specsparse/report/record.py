@@ -27,8 +27,7 @@ PLAIN = "plain"
 SPECULATIVE = "speculative"
 
 SAME_TEXT_VERIFIERS = frozenset(filter(same_text, BUILTIN))
-"""Verifiers that promise plain decoding's tokens, bit for bit; others are lossless in law only, or lossy."""
-
+"""Verifiers that promise plain decoding's tokens, bit for bit; others are lossless in distribution only, or lossy."""
 
 DEFINITIONS = {**metrics.DEFINITIONS, **conditions.DEFINITIONS}
 """Of the numbers of runs that time passes."""
@@ -56,7 +55,7 @@ class Pass:
     seed: int = 0
 
     @classmethod
-    def of(cls, prompt_id: str, task: str, side: str, repeat: int, generation: Any) -> "Pass":
+    def from_generation(cls, prompt_id: str, task: str, side: str, repeat: int, generation: Any) -> "Pass":
         """From what `specsparse.generate` returns."""
         stats = generation.stats
         times = dataclasses.replace(stats.counters.times, prefill=stats.prefill_s, total=stats.decode_s)
@@ -77,7 +76,7 @@ class Pass:
         )
 
     def row(self) -> Json:
-        """As a line of prompts.jsonl."""
+        """A line of prompts.jsonl."""
         return {
             **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "counters"},
             "tokens": len(self.token_ids),
@@ -104,7 +103,6 @@ class Identity:
 
     @property
     def counted(self) -> str:
-        """What `tokens` counts, in words."""
         return f"over {self.passes} passes, untimed ones and repeats included, each beside its prompt's first plain one"
 
 
@@ -125,14 +123,14 @@ class SidePasses:
 
 @dataclass(frozen=True)
 class Group:
-    """The passes of one task, or of all: both sides and what they say together."""
+    """The passes of one task, or of all."""
 
     sides: dict[str, SidePasses]
     speedup: Speedup | None
 
     @property
     def impossible(self) -> str | None:
-        """One line where the speed-up is above the tokens per target pass, else None."""
+        """One line if the speed-up is above the tokens per target pass, else None."""
         if self.speedup is None:
             return None
         rates = self.sides[SPECULATIVE].rates
@@ -144,18 +142,15 @@ class RunRecord:
     """What a run found.
 
     Attributes:
-        name: of the experiment.
         method: drafter, verifier, policy, gamma, and what the verifier promises.
         groups: a `Group` per task, and "all".
         identity: None for plain decoding alone.
         load_s, compile_s: seconds.
-        first_text_s: from the start of the run to the first text; None where none was streamed.
+        first_text_s: from the start of the run to the first text; None if none was streamed.
         read_bandwidth: bytes per second that this machine read while the passes were timed.
         bytes_per_pass: bytes of the model file that one target pass reads.
         findings: what else was measured, by name, as plain values.
         notes: the same in a sentence each, for the terminal.
-        conditions: what the passes were taken at.
-        repeats: how often they were repeated; None where that is not known.
     """
 
     name: str
@@ -179,7 +174,7 @@ class RunRecord:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What makes the times doubtful, a busy machine or speed-ups that no method can have, and the text."""
+        """Doubts of the text and of the times: a busy machine, speed-ups that no method can have."""
         tasks = self.groups if len(self.groups) > 2 else {"all": self.groups["all"]}
         lines = {"" if task == "all" else task: group.impossible for task, group in tasks.items()}
         skewed = conditions.all_skewed((task, g.speedup and g.speedup.interval) for task, g in tasks.items())
@@ -193,15 +188,20 @@ class RunRecord:
         return sides.get(SPECULATIVE, sides[PLAIN]).rates["tokens_per_second"]
 
     def _repr_html_(self) -> str:
-        """A small table for notebooks: each task and all of them, rates and speed-up."""
+        """A small table for notebooks: rates and speed-up of each task and of all."""
+
+        def row(label: str, sides: Sequence[SidePasses | None], rate: str) -> list[str]:
+            values = [side.rates[rate] if side else None for side in sides]
+            return [label, *("-" if value is None else f"{value:.2f}" for value in values)]
+
         groups = list(self.groups.values())
         sides = {name: [g.sides.get(name) for g in groups] for name in (PLAIN, SPECULATIVE)}
-        rows = [_html_row(f"{name}, tok/s", some, "tokens_per_second") for name, some in sides.items() if any(some)]
+        rows = [row(f"{name}, tok/s", some, "tokens_per_second") for name, some in sides.items() if any(some)]
         if any(faster := [g.speedup for g in groups]):
             rows += [
                 ["speed-up", *(f"{s.ratio_of_totals:.2f}" if s else "-" for s in faster)],
                 ["95 % interval", *(s.interval.ends() if s else "-" for s in faster)],
-                _html_row("tokens per target pass", sides[SPECULATIVE], "tokens_per_target_pass"),
+                row("tokens per target pass", sides[SPECULATIVE], "tokens_per_target_pass"),
             ]
         if self.identity is not None:
             rows.append(["tokens that differ from plain", f"{self.identity.differing} of {self.identity.tokens}"])
@@ -210,7 +210,13 @@ class RunRecord:
 
     def to_dict(self) -> Json:
         """As plain values: method, summary and tasks of its record."""
-        groups = {name: _group_dict(group) for name, group in self.groups.items()}
+        groups = {
+            name: {
+                **{side: dataclasses.asdict(passes) for side, passes in group.sides.items()},
+                "speedup": None if group.speedup is None else group.speedup.to_dict(),
+            }
+            for name, group in self.groups.items()
+        }
         return {
             "method": self.method,
             "summary": {
@@ -230,27 +236,15 @@ class RunRecord:
         }
 
 
-def _html_row(label: str, sides: Sequence[SidePasses | None], rate: str) -> list[str]:
-    values = [side.rates[rate] if side else None for side in sides]
-    return [label, *("-" if value is None else f"{value:.2f}" for value in values)]
-
-
-def _group_dict(group: Group) -> Json:
-    sides = {name: dataclasses.asdict(side) for name, side in group.sides.items()}
-    return {**sides, "speedup": None if group.speedup is None else group.speedup.to_dict()}
-
-
 def groups(passes: Sequence[Pass], *, bytes_per_pass: int, read_bandwidth: float | None) -> dict[str, Group]:
     """A `Group` for each task in order of appearance, and "all" last."""
-    tasks = list(dict.fromkeys(p.task for p in passes))
-    out = {task: _group([p for p in passes if p.task == task], bytes_per_pass, read_bandwidth) for task in tasks}
-    return {**out, "all": _group(passes, bytes_per_pass, read_bandwidth)}
-
-
-def _group(passes: Sequence[Pass], bytes_per_pass: int, read_bandwidth: float | None) -> Group:
-    by_side = {side: [p for p in passes if p.side == side] for side in (PLAIN, SPECULATIVE)}
-    sides = {name: _side(some, bytes_per_pass, read_bandwidth) for name, some in by_side.items() if some}
-    return Group(sides, speedup_of(passes) if len(sides) == 2 else None)
+    by_task = {task: [p for p in passes if p.task == task] for task in dict.fromkeys(p.task for p in passes)}
+    out = {}
+    for task, some in {**by_task, "all": passes}.items():
+        by_side = {side: [p for p in some if p.side == side] for side in (PLAIN, SPECULATIVE)}
+        sides = {name: _side(own, bytes_per_pass, read_bandwidth) for name, own in by_side.items() if own}
+        out[task] = Group(sides, speedup_of(some) if len(sides) == 2 else None)
+    return out
 
 
 def _side(passes: Sequence[Pass], bytes_per_pass: int, read_bandwidth: float | None) -> SidePasses:
@@ -271,20 +265,17 @@ def _side(passes: Sequence[Pass], bytes_per_pass: int, read_bandwidth: float | N
     )
 
 
-def _pairs(passes: Sequence[Pass], side: str, over: str) -> list[tuple[Pass, Pass]]:
-    """Plain and speculative pass of the same prompt and repeat."""
-    plain = {(p.prompt_id, p.repeat): p for p in passes if p.side == over}
-    other = [p for p in passes if p.side == side]
-    return [(plain[key], p) for p in other if (key := (p.prompt_id, p.repeat)) in plain]
-
-
 def speedup_of(passes: Sequence[Pass], side: str = SPECULATIVE, *, over: str = PLAIN) -> Speedup | None:
-    """Plain over speculative time of the paired passes; None where nothing was decoded after the first token.
+    """Plain over speculative time of the passes of one prompt and repeat; None if none decoded a second token.
 
-    Where the two wrote different numbers of tokens, the speculative time is scaled to the plain count.
+    If the two wrote different numbers of tokens, the speculative time is scaled to the plain count.
     """
+    beside = {(p.prompt_id, p.repeat): p for p in passes if p.side == over}
     plain_s, method_s, prompts = [], [], []
-    for plain, method in _pairs(passes, side, over):
+    for method in passes:
+        plain = beside.get((method.prompt_id, method.repeat))
+        if method.side != side or plain is None:
+            continue
         counts = plain.counters.num_emitted_tokens, method.counters.num_emitted_tokens
         if all(counts) and plain.decode_s > 0 and method.decode_s > 0:
             plain_s.append(plain.decode_s)

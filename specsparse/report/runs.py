@@ -1,19 +1,23 @@
-"""Runs on disk: record.json and prompts.jsonl of every directory below the given ones."""
+"""Runs on disk: record.json and prompts.jsonl of every folder below the given ones, checked where they are read.
 
+A finished cell of a sweep may lie in several folders; it is one measurement.
+"""
+
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 from specsparse.errors import UserError
 from specsparse.measure import conditions
 from specsparse.measure.conditions import Conditions
-from specsparse.report import measurements, schema
 from specsparse.report.record import RECORD_FILE, ROWS_FILE, STOPPED
-from specsparse.support import notebook
-from specsparse.support.files import Json
+from specsparse.support import notebook, options
+from specsparse.support.files import Json, kept
 
+CELL_FILE = "cell.json"
 _PASS = frozenset({"prompt_id", "task", "side", "repeat", "counters", "decode_s"})
 
 
@@ -22,9 +26,7 @@ class Run:
     """One finished run.
 
     Attributes:
-        directory: where it lies.
-        record: its record.json.
-        rows: the lines of its prompts.jsonl, one a timed pass.
+        rows: the lines of its prompts.jsonl.
         also: other directories that hold the same measurement, taken over by sweeps.
     """
 
@@ -35,7 +37,6 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of the experiment."""
         return str(self.record.get("name") or self.directory.name)
 
     @property
@@ -45,22 +46,19 @@ class Run:
 
     @property
     def summary(self) -> Json:
-        """What the run found."""
         return self.record.get("summary") or {}
 
     @property
     def passes(self) -> list[Json]:
-        """The rows that are timed passes; kinds of run may log others."""
+        """The rows that are timed passes; kinds of run may log others too."""
         return [row for row in self.rows if row.keys() >= _PASS]
 
     @property
     def conditions(self) -> Conditions:
-        """What its timings were taken at."""
         return conditions.of_record(self.record).conditions
 
     @property
     def config(self) -> Json:
-        """The whole composed config, nested."""
         return self.record.get("config") or {}
 
     @property
@@ -68,14 +66,27 @@ class Run:
         """See `specsparse.runtime.manifest`."""
         return self.record.get("manifest") or {}
 
+    @property
+    def origin(self) -> dict[str, object]:
+        """What timings depend on beside the config: machine, kernels, model file and commit, None if unknown."""
+        found = self.manifest
+        kernels = found.get("kernels") or {}
+        return {
+            "machine": (found.get("cpu") or {}).get("model"),
+            "kernels": " ".join(str(kernels[key]) for key in ("kernels", "isa") if kernels.get(key)) or None,
+            "model file": (found.get("model") or {}).get("file"),
+            "commit": ((found.get("git") or {}).get("commit") or "")[:10] or None,
+        }
+
     def _repr_html_(self) -> str:
-        """What it is and on what it ran, then the plain numbers of its summary."""
+        """Kind and origin, then the plain numbers of its summary."""
+        origin = self.origin
         about = {
             "kind": self.kind,
             "date": self.manifest.get("date"),
-            "commit": ((self.manifest.get("git") or {}).get("commit") or "")[:10],
-            "model": (self.manifest.get("model") or {}).get("file"),
-            "kernels": _kernels(self.manifest.get("kernels") or {}),
+            "commit": origin["commit"],
+            "model": origin["model file"],
+            "kernels": origin["kernels"],
             "directory": str(self.directory),
         }
         found = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in self.summary.items()}
@@ -88,7 +99,7 @@ class Run:
         return self.record.get("state") == STOPPED
 
     def setting(self, key: str) -> object:
-        """A value of the config by its dotted key; None where there is none."""
+        """A value of the config by its dotted key, or None."""
         value: object = self.config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -98,8 +109,7 @@ class Run:
 def find(paths: Iterable[Path]) -> list[Run]:
     """Every finished run at or below the paths, in the order of the paths, jobs of a sweep by their number.
 
-    A cell that a sweep took over from another is the same measurement, and no second run. Runs that were stopped are
-    left out, see `stopped`.
+    A measurement that several sweeps hold is one run. Stopped runs are left out, see `stopped`.
 
     Raises:
         UserError: a path that is not there, one without a finished run, or a record that cannot be read.
@@ -109,7 +119,7 @@ def find(paths: Iterable[Path]) -> list[Run]:
     if not found:
         directories = ", ".join(str(run.directory) for run in everything)
         raise UserError(f"{directories}: stopped before it had a result; there is no finished run")
-    return [replace(found[first], also=others) for first, others in measurements.once(found).items()]
+    return [replace(found[first], also=others) for first, others in once(found).items()]
 
 
 def stopped(paths: Iterable[Path]) -> list[Run]:
@@ -122,7 +132,6 @@ def stopped(paths: Iterable[Path]) -> list[Run]:
 
 
 def _all(paths: Iterable[Path]) -> list[Run]:
-    """Every run at or below the paths."""
     found: dict[Path, Path] = {}
     for path in paths:
         if not path.exists():
@@ -141,20 +150,20 @@ def read(directory: Path) -> Run:
     """The run of one directory.
 
     Raises:
-        UserError: no record, or one that is not ours.
+        UserError: no record, or one that no run writes.
     """
     file = directory / RECORD_FILE
     record = _json(_text(file), str(file))
     if not isinstance(record, dict) or not isinstance(record.get("summary"), dict):
         raise UserError(f"{file}: not the record of a run (it has no summary)")
-    schema.check(schema.Record, record, file)
+    _check(_Record, record, file)
     rows = directory / ROWS_FILE
     lines = _text(rows).splitlines() if rows.is_file() else []
     parsed = {f"{rows}:{i}": _json(line, f"{rows}:{i}") for i, line in enumerate(lines, 1) if line.strip()}
     found = {where: row for where, row in parsed.items() if isinstance(row, dict)}
     for where, row in found.items():
         if row.keys() >= _PASS:
-            schema.check(schema.PassRow, row, where)
+            _check(_PassRow, row, where)
     return Run(directory, record, tuple(found.values()))
 
 
@@ -179,27 +188,164 @@ def _order(file: Path) -> tuple[tuple[int, int | str], ...]:
     return tuple((0, int(p)) if p.isdecimal() else (1, p) for p in file.parts)
 
 
+class Measurement(NamedTuple):
+    """A finished cell of a sweep: its key, and the sha256 of the record that its run wrote."""
+
+    key: str
+    record: str
+
+
+def measurement(directory: Path) -> Measurement | None:
+    """The same for a cell as for the one that it was taken over from; None for other directories."""
+    mark = kept(directory / CELL_FILE)
+    key, record = mark.get("key"), mark.get("record")
+    return Measurement(key, record) if key and record and record == record_hash(directory) else None
+
+
+def once(directories: Iterable[Path]) -> dict[Path, tuple[Path, ...]]:
+    """The first directory of each measurement, with the later ones that hold it too."""
+    places: dict[Measurement | Path, list[Path]] = {}
+    for directory in directories:
+        places.setdefault(measurement(directory) or directory, []).append(directory)
+    return {first: tuple(others) for first, *others in places.values()}
+
+
+def record_hash(directory: Path) -> str:
+    """sha256 of the record; empty without one. The mark of a cell beside another record than its own is no mark."""
+    try:
+        return hashlib.sha256((directory / RECORD_FILE).read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
 def disagreements(runs: Sequence[Run]) -> list[str]:
     """What a reader must know before comparing these runs: another machine, commit, model file or kernels."""
-    places = {
-        "machine": lambda m: (m.get("cpu") or {}).get("model"),
-        "kernels": lambda m: _kernels(m.get("kernels") or {}),
-        "model file": lambda m: (m.get("model") or {}).get("file"),
-        "commit": lambda m: ((m.get("git") or {}).get("commit") or "")[:10] or None,
-    }
-    out = []
-    for what, get in places.items():
-        values = list(dict.fromkeys(str(v) for run in runs if (v := get(run.manifest)) is not None))
+    origins, out = [run.origin for run in runs], []
+    for what in ("machine", "kernels", "model file", "commit"):
+        values = list(dict.fromkeys(str(origin[what]) for origin in origins if origin[what] is not None))
         if len(values) > 1:
             out.append(f"{what}: {', '.join(values)}")
     return out
 
 
 def conditions_apart(runs: Sequence[Run]) -> str | None:
-    """One line where the runs were timed under conditions too far apart to be compared."""
+    """One line if the runs were timed under conditions too far apart to be compared."""
     return conditions.differ([conditions.of_record(run.record) for run in runs])
 
 
-def _kernels(status: Json) -> str | None:
-    parts = [str(status[key]) for key in ("kernels", "isa") if status.get(key)]
-    return " ".join(parts) or None
+# The types of a record.json and of a timed pass in prompts.jsonl, as far as reports read them.
+
+_Group = dict | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Open:
+    """Other keys may hold anything."""
+
+    others: Annotated[dict, options.Rest()] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Policy(_Open):
+    gamma: float | str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sampling(_Open):
+    temperature: float | str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Config(_Open):
+    policy: _Policy = _Policy()
+    sampling: _Sampling = _Sampling()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Git(_Open):
+    commit: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Manifest(_Open):
+    cpu: _Group = None
+    git: _Git = _Git()
+    kernels: _Group = None
+    model: _Group = None
+    packages: _Group = None
+    command: tuple[Any, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Conditions(_Open):
+    read_bandwidth: float | None = None
+    read_deviation: float | None = None
+    plain_tokens_per_second: float | None = None
+    plain_deviation: float | None = None
+    other_load: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Times(_Open):
+    draft: float | None = None
+    verify: float | None = None
+    sample: float | None = None
+    commit: float | None = None
+    host: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Counters(_Open):
+    times: _Times = _Times()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Side(_Open):
+    counters: _Counters = _Counters()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task(_Open):
+    speculative: _Side = _Side()
+
+
+def _tasks(found: object) -> object:
+    """The groups of a run by task."""
+    for name, task in found.items() if isinstance(found, dict) else ():
+        if not isinstance(task, dict):
+            raise TypeError
+        options.read(_Task, task, group=f"tasks.{name}")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Summary(_Open):
+    conditions: _Conditions = _Conditions()
+    identity: _Group = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Record(_Open):
+    summary: _Summary
+    config: _Config = _Config()
+    manifest: _Manifest = _Manifest()
+    method: _Group = None
+    tasks: Annotated[object | None, options.Read(_tasks, "a group of values by task")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PassRow(_Open):
+    prompt_id: str
+    task: str | None
+    side: str
+    repeat: int
+    counters: dict[str, Any]
+    decode_s: float | None
+
+
+def _check(kind: type, found: Json, where: object) -> None:
+    """UserError with the file and the first value that no run writes."""
+    try:
+        options.read(kind, found, group="")
+    except UserError as error:
+        raise UserError(f"{where}: not as a run writes it: {error}") from None

@@ -12,8 +12,7 @@ from tests.experiments.playing import play, replaced, run_config
 MINE = '''
 from specsparse.errors import UserError
 from specsparse.experiments.kind import Found, Kind
-from specsparse.report.figure import Figure
-from specsparse.report.rows import Rows
+from specsparse.report.plots import Figure, Rows
 
 
 class Dice(Kind):

@@ -178,7 +178,7 @@ def test_a_sweep_of_a_pair_draws_acceptance_and_speed_up(files, tmp_path, monkey
     assert run.main(["-m", "+experiment=sweep_pairs", *few, *pair, *data]) == 0
     found = runs.find([tmp_path / "runs"])
     assert {r.config["tracker"]["group"] for r in found} == {"sweep_pairs"} and len(found) == 4
-    made = {figure.name for figure in figures.make(found, methods.of(found))[0]}
+    made = {figure.name for figure in figures.make(found, methods.from_runs(found))[0]}
     ways = {f"{what}_by_{over}" for what in ("acceptance", "speedup") for over in ("gamma", "temperature")}
     assert ways <= made
 

@@ -17,7 +17,7 @@ from specsparse import run
 from specsparse.errors import UserError
 from specsparse.experiments import runner, sweep_table, sweeps, trackers
 from specsparse.measure import lock as timing_lock
-from specsparse.report import measurements, runs
+from specsparse.report import runs
 from specsparse.support import files
 from tests.experiments.playing import run_config
 
@@ -95,11 +95,11 @@ def test_what_is_taken_over_is_the_same_measurement(tmp_path):
     finished(anew, cell, '{"date": 2}')
     here.mkdir(parents=True)
     sweeps.reuse(there, here)
-    assert measurements.once([there, here, anew]) == {there: (here,), anew: ()}
+    assert runs.once([there, here, anew]) == {there: (here,), anew: ()}
     (here / "record.json").write_text('{"date": 3}')  # no longer what the mark is of
-    assert list(measurements.once([there, here, anew])) == [there, here, anew]
+    assert list(runs.once([there, here, anew])) == [there, here, anew]
     (there / "cell.json").unlink()
-    assert measurements.measurement(there) is None and measurements.measurement(anew).key == "k"
+    assert runs.measurement(there) is None and runs.measurement(anew).key == "k"
 
 
 class Done:
@@ -161,7 +161,7 @@ def test_a_broken_promise_is_not_finished(tmp_path, cells, monkeypatch):
     monkeypatch.setattr(Done, "as_promised", False)
     with pytest.raises(SystemExit):
         run.main([*SWEEP, "policy.gamma=1", "hydra.sweep.dir=runs/s/0"])
-    assert not list((tmp_path / "runs").rglob(measurements.CELL_FILE))
+    assert not list((tmp_path / "runs").rglob(runs.CELL_FILE))
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from specsparse.experiments.kinds import compare
 from specsparse.experiments.methods import findings
 from specsparse.measure import conditions
 from specsparse.measure.conditions import Conditions
-from specsparse.report import figures, methods, page, plots, record, runs
-from specsparse.report.figure import MOST
+from specsparse.report import figures, methods, pages, plots, record, runs
+from specsparse.report.plots import MOST
 from specsparse.report.record import HOST, PLAIN, SPECULATIVE
 from specsparse.speculative.verify import get_verifier
 from tests.report import making
@@ -46,7 +46,7 @@ def sweep(tmp_path_factory):
 
 def made(directory):
     found = runs.find([directory])
-    return {f.name: f for f in figures.make(found, methods.of(found))[0]}
+    return {f.name: f for f in figures.make(found, methods.from_runs(found))[0]}
 
 
 def rows_of(figure):
@@ -59,14 +59,14 @@ def test_repeats_of_a_prompt_are_one_sample(tmp_path):
         for repeat, times in enumerate([(2.0, 1.0), (4.0, 1.0)])
         for side, seconds in zip(("plain", "speculative"), times, strict=True)
     ]
-    (method,) = methods.of(runs.find([making.speed_run(tmp_path / "run", done)]))
+    (method,) = methods.from_runs(runs.find([making.speed_run(tmp_path / "run", done)]))
     assert method.speedup()[:4] == (3.0, None, None, 1)
     assert method.acceptance().value == 0.5 and method.accepted_at(1).value == 0.4
     assert method.tokens_per_second().value == 20.0
 
 
 def test_a_sweep_names_its_methods_by_what_varied(sweep):
-    found = methods.of(runs.find([sweep]))
+    found = methods.from_runs(runs.find([sweep]))
     assert [m.label for m in found] == ["gamma 2, T 0", "gamma 2, T 0.8", "gamma 4, T 0", "gamma 4, T 0.8"]
     assert methods.constants(found) == ["prompt_lookup x greedy"]
     assert found[0].without(methods.GAMMA) == "T 0"
@@ -75,7 +75,7 @@ def test_a_sweep_names_its_methods_by_what_varied(sweep):
 def test_two_runs_of_one_config_are_told_apart_by_their_directories(tmp_path):
     for name in ("one", "two"):
         making.speed_run(tmp_path / name, making.passes(TIMES))
-    labels = [m.label for m in methods.of(runs.find([tmp_path]))]
+    labels = [m.label for m in methods.from_runs(runs.find([tmp_path]))]
     assert len(set(labels)) == 2 and all(label.endswith(n) for label, n in zip(labels, ("one", "two"), strict=True))
 
 
@@ -161,14 +161,14 @@ def test_unions_of_kept_neurons(tmp_path):
 
 
 def test_the_pareto_front():
-    from specsparse.report.figures.quality import front
+    from specsparse.report.figures import front
 
     assert front([(1.0, 0.0), (2.0, 0.1), (1.5, 0.2), (3.0, 0.1), (0.5, 0.0)]) == {0, 3}
     assert front([(1.0, 0.1), (1.0, 0.1)]) == {0, 1}  # equals do not beat each other
 
 
 def test_the_page_needs_nothing_beside_it(sweep, tmp_path):
-    written = page.write(runs.find([sweep]), tmp_path / "out", title="a <b> & c")
+    written = pages.write(runs.find([sweep]), tmp_path / "out", title="a <b> & c")
     text = written.page.read_text()
     assert "a &lt;b&gt; &amp; c" in text and "<script" not in text
     links = re.findall(r"(?:src|href)=\"([^\"]{1,60})", text)
@@ -198,7 +198,7 @@ def test_a_broken_promise_and_different_machines_come_first(tmp_path):
     done[1] = making.one(*CHAT, "speculative", 1.0, ids=(7,) * 20)
     making.speed_run(tmp_path / "a", done, kernels={"kernels": "native", "isa": "avx2", "native": True})
     making.speed_run(tmp_path / "b", done, kernels={"kernels": "reference", "native": False}, policy__gamma=3)
-    lines = page.warnings(runs.find([tmp_path]))
+    lines = pages.warnings(runs.find([tmp_path]))
     assert sum("against the promise" in line for line in lines) == 2
     assert any("kernels: native avx2, reference" in line for line in lines)
     assert any("slow reference kernels" in line for line in lines)
@@ -211,9 +211,9 @@ def test_runs_of_a_busy_hour_are_not_ranked_without_a_word(tmp_path):
         making.speed_run(tmp_path / name, making.passes(TIMES), taken=taken, policy__gamma=gamma)
     found = runs.find([tmp_path])
     line = "taken more than 10% apart: read bandwidth 18.1 to 28.4 GB/s, plain decoding 102.0 to 160.0 tok/s"
-    assert [said for said in page.warnings(found) if said.startswith(line)]
-    assert not [said for said in page.warnings(found[:1]) if "apart" in said]
-    text = page.write(found, tmp_path / "out", title="t").page.read_text()
+    assert [said for said in pages.warnings(found) if said.startswith(line)]
+    assert not [said for said in pages.warnings(found[:1]) if "apart" in said]
+    text = pages.write(found, tmp_path / "out", title="t").page.read_text()
     assert line in text
     for cell in ("28.4 GB/s, plain decoding 160.0 tok/s, other", "18.1 GB/s, plain decoding 102.0 tok/s, other"):
         assert f'<td class="text">read bandwidth {cell}' in text
@@ -224,7 +224,7 @@ def test_a_clear_winner_is_no_tie(tmp_path):
     for gamma, slower in ((2, 1.0), (4, 9.0)):
         times = {(f"p{i}", "chat"): (2.0, slower * (1 + i / 50)) for i in range(4)}
         making.speed_run(tmp_path / str(gamma), making.passes(times), policy__gamma=gamma)
-    text = page.write(runs.find([tmp_path]), tmp_path / "out", title="t").page.read_text()
+    text = pages.write(runs.find([tmp_path]), tmp_path / "out", title="t").page.read_text()
     assert "<td>1</td>" in text and "<td>2</td>" in text and conditions.TIED not in text
     assert text.count('class="best"') == 1
 
@@ -234,9 +234,9 @@ def test_one_prompt_is_not_ranked_beside_six_on_the_page(tmp_path):
     for gamma, prompts, slower in ((2, 6, 1.0), (4, 6, 9.0), (8, 1, 0.1)):
         times = {(f"p{i}", "chat"): (2.0, slower * (1 + i / 50)) for i in range(prompts)}
         making.speed_run(tmp_path / str(gamma), making.passes(times), policy__gamma=gamma)
-    found = methods.of(runs.find([tmp_path]))
+    found = methods.from_runs(runs.find([tmp_path]))
     assert [m.label for m in methods.ranked(found)] == ["gamma 2", "gamma 4", "gamma 8"]
-    text = page.write(runs.find([tmp_path]), tmp_path / "out", title="t").page.read_text()
+    text = pages.write(runs.find([tmp_path]), tmp_path / "out", title="t").page.read_text()
     assert "<td>gamma 8</td><td>–</td>" in text and "no rank for 1 of 3" in text
 
 
@@ -244,7 +244,7 @@ def test_methods_of_a_comparison_leave_out_what_all_share(tmp_path):
     """Its sides are named drafter x verifier, and are told apart as those of runs are."""
     done = [making.one("a", "chat", PLAIN, 2.0)]
     done += [making.one("a", "chat", f"prompt_lookup x {v}", took) for v, took in (("greedy", 1.0), ("match", 1.5))]
-    found = methods.of([runs.read(making.speed_run(tmp_path / "run", done))])
+    found = methods.from_runs([runs.read(making.speed_run(tmp_path / "run", done))])
     assert [m.label for m in found] == ["greedy", "match"]
     assert methods.constants(found)[0] == "drafter prompt_lookup"
 
@@ -259,9 +259,9 @@ def test_a_machine_that_changed_between_the_sides_is_named(tmp_path):
     """Twenty tokens in ten passes are two a pass; four times as fast is not the method's doing."""
     making.speed_run(tmp_path / "run", making.passes({CHAT: (4.0, 1.0)}), taken=Conditions(20e9, 0.2))
     found = runs.find([tmp_path])
-    assert page.doubts(methods.of(found))[0].endswith(conditions.impossible(4.0, 2.0))
-    assert any("the machine was busy" in line for line in page.warnings(found))
-    assert "is impossible with 2.00 tokens" in page.write(found, tmp_path / "out", title="t").page.read_text()
+    assert pages.doubts(methods.from_runs(found))[0].endswith(conditions.impossible(4.0, 2.0))
+    assert any("the machine was busy" in line for line in pages.warnings(found))
+    assert "is impossible with 2.00 tokens" in pages.write(found, tmp_path / "out", title="t").page.read_text()
 
 
 def test_a_report_is_not_fooled_by_draws_that_are_not_from_q(tmp_path):
@@ -269,9 +269,9 @@ def test_a_report_is_not_fooled_by_draws_that_are_not_from_q(tmp_path):
     for gamma, alpha in ((2, 0.9), (4, 0.6)):  # 10 of 16 tested tokens stay
         making.speed_run(tmp_path / str(gamma), making.alphas(making.passes(times), alpha), policy__gamma=gamma)
     found = runs.find([tmp_path])
-    said = [line for line in page.doubts(methods.of(found)) if "alpha_z" in line]
+    said = [line for line in pages.doubts(methods.from_runs(found)) if "alpha_z" in line]
     assert len(said) == 1 and said[0].startswith("gamma 2: alpha_z is -7.3, beyond 4: tokens are accepted less often")
-    assert said[0] in html.unescape(page.write(found, tmp_path / "out", title="t").page.read_text())
+    assert said[0] in html.unescape(pages.write(found, tmp_path / "out", title="t").page.read_text())
 
 
 def test_the_command(tmp_path, capsys):
@@ -312,7 +312,7 @@ def forty(tmp_path_factory):
         manifest = {"model": {"file": f"model-{job}.gguf"}}
         making.write(directory / f"r{job}", {"name": "r", "summary": {"forwards": forwards}, "manifest": manifest})
     found = runs.find([directory])
-    return found, methods.of(found)
+    return found, methods.from_runs(found)
 
 
 @pytest.fixture(scope="module")
@@ -383,7 +383,7 @@ def page_of_forty(forty, tmp_path_factory):
     """Its tables; the figures have tests of their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "make", lambda *_: ([], []))
-        return page.write(forty[0], tmp_path_factory.mktemp("page"), title="forty").page.read_text()
+        return pages.write(forty[0], tmp_path_factory.mktemp("page"), title="forty").page.read_text()
 
 
 def test_the_page_says_once_what_all_runs_share(page_of_forty):
@@ -397,7 +397,7 @@ def test_options_that_come_with_a_drafter_are_no_names(tmp_path):
     options = {"prompt_lookup": {"drafter__ngram_max": 3}, "suffix": {"drafter__longest": 64, "drafter__factor": 1.0}}
     for name, own in options.items():
         making.speed_run(tmp_path / name, making.passes(TIMES), drafter__name=name, **own)
-    found = methods.of(runs.find([tmp_path]))
+    found = methods.from_runs(runs.find([tmp_path]))
     assert [m.label for m in found] == ["prompt_lookup", "suffix"]
     assert methods.constants(found) == ["verifier greedy", "gamma 2", "T 0"]
 
@@ -415,15 +415,15 @@ def test_a_cell_taken_over_is_one_run(tmp_path):
     assert [(r.directory, r.also) for r in found] == [
         (old / n, (new / n, newest / n)) for n in ("0", "1")
     ]  # fmt: skip
-    assert [m.label for m in methods.of(found)] == ["gamma 2", "gamma 4"]
-    text = page.write(found, tmp_path / "out", title="once").page.read_text()
+    assert [m.label for m in methods.from_runs(found)] == ["gamma 2", "gamma 4"]
+    text = pages.write(found, tmp_path / "out", title="once").page.read_text()
     assert "2 runs (4 more folders hold measurements that were taken over from them)" in text
     assert main_tables(text)[1].count("<tr>") == 3 and "2/0, 3/0" in text
     slower = making.speed_run(anew / "0", making.passes({CHAT: (2.0, 1.5)}), policy__gamma=2)
     sweeps.Cell("key 2", "made").mark(slower, 2.0)
     both = runs.find([tmp_path])
-    assert [m.label for m in methods.of(both)] == ["gamma 2, 1", "gamma 4, 1", "gamma 2, 4"]
-    lines = {f.name: f for f in figures.make(both, methods.of(both))[0]}["speedup_by_gamma"]
+    assert [m.label for m in methods.from_runs(both)] == ["gamma 2, 1", "gamma 4, 1", "gamma 2, 4"]
+    lines = {f.name: f for f in figures.make(both, methods.from_runs(both))[0]}["speedup_by_gamma"]
     assert {r["method"] for r in rows_of(lines)} == {"1"}
 
 
@@ -520,7 +520,7 @@ def test_record_comparison_and_page_give_one_interval(tmp_path):
         for side, took in zip((PLAIN, SPECULATIVE), sides, strict=True)
     ]
     making.speed_run(tmp_path / "run", done)
-    (method,) = methods.of(runs.find([tmp_path / "run"]))
+    (method,) = methods.from_runs(runs.find([tmp_path / "run"]))
     found = method.run.summary["speedup"]
     assert tuple(found[k] for k in ("ratio_of_totals", "low", "high", "prompts")) == pytest.approx(method.speedup()[:4])
     assert (found["prompts"], found["pairs"], found["interval_of"]) == (3, 6, "ratio_of_totals")
@@ -535,7 +535,7 @@ def test_record_comparison_and_page_give_one_interval(tmp_path):
     for table in (compare.table(comparison), sweep_table.table([dict(method.run.record)] * 2)):
         assert ends in terminal(table) and note in " ".join(terminal(table).split())
     assert any("over 9 passes" in line for line in compare.lines(comparison))  # 12 less 3 to stand beside
-    page_text = page.write(runs.find([tmp_path / "run"]), tmp_path / "page", title="t").page.read_text()
+    page_text = pages.write(runs.find([tmp_path / "run"]), tmp_path / "page", title="t").page.read_text()
     assert ends.replace("-", " to ") in page_text and note in page_text and "180 tokens over 9 passes" in page_text
 
 

@@ -283,7 +283,7 @@ class Passes:
         return stream.generation, at
 
     def _keep(self, job: PreparedPrompt, side: str, repeat: int, generation: Generation) -> None:
-        done = Pass.of(job.prompt.id, job.prompt.task, side, repeat, generation)
+        done = Pass.from_generation(job.prompt.id, job.prompt.task, side, repeat, generation)
         self.compile_s += done.compile_s
         self.warm_up.append(done)
 
@@ -304,7 +304,7 @@ class Passes:
                 names, repeats=self._enough, order=self._order, before=self._meter.sample
             ):
                 generation = self.generate(job, side)
-                done = Pass.of(job.prompt.id, job.prompt.task, side, repeat, generation)
+                done = Pass.from_generation(job.prompt.id, job.prompt.task, side, repeat, generation)
                 self.compile_s += done.compile_s
                 if generation.stats.policy is not None:
                     self.policies.append(generation.stats.policy)

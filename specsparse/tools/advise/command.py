@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json not in (None, STDOUT):
         write_atomically(Path(args.json), to_json(report) + "\n")
     if args.plot is not None:
-        from specsparse.report.figures.advised import advised
+        from specsparse.tools.advise.advised_figure import advised
 
         draw(args.plot, advised, report, out)
     return 0

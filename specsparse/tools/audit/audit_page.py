@@ -4,11 +4,11 @@ from pathlib import Path
 
 from rich.table import Table
 
-from specsparse.report import page
-from specsparse.report.figures.widths import case_name, state, widths
+from specsparse.report import pages
 from specsparse.support import tables
 from specsparse.support.files import Json, write_atomically
 from specsparse.tools.audit.same_bits import FAILED, WRONG, Rate
+from specsparse.tools.audit.widths_figure import case_name, state, widths
 
 _MOST_GROUPS = 6
 HEADS = ("engine", "weights", "threads", "flash", "verdict", "groups of widths", "other bits from", "forks from",
@@ -130,7 +130,7 @@ def write_page(report: Json, path: Path) -> None:
     engines = dict.fromkeys(f"{case['engine']} ({case['version']})" for case in report["cases"])
     facts = {"model": report["plan"]["model"], "machine": cpu.get("model"), "date": report["manifest"].get("date"),
              "commit": str(git.get("commit") or "")[:10], "engines": ", ".join(engines)}  # fmt: skip
-    text = page.render(
+    text = pages.render(
         "audit.html", title="Does a verification of n rows give the bits of one row?",
         facts=[(key, str(value)) for key, value in facts.items() if value], heads=HEADS,
         rows=[cells(case, _asked(report)) for case in report["cases"]], group_heads=GROUP_HEADS,

@@ -109,9 +109,9 @@ def _bits(args: argparse.Namespace) -> int:
 
 def _show(found: Json, args: argparse.Namespace, out: Console) -> None:
     """Tables, lines, and the files that were asked for."""
-    from specsparse.report.figures.widths import widths
     from specsparse.support import tables
     from specsparse.tools.audit import audit_page
+    from specsparse.tools.audit.widths_figure import widths
 
     tables.show(out, audit_page.cases_table(found), names=4)
     if (groups := audit_page.groups_table(found)) is not None:

@@ -107,9 +107,8 @@ def main(args: argparse.Namespace) -> int:
     from rich.text import Text
 
     from specsparse.measure import lock  # after the arguments: JAX takes a second
-    from specsparse.report.figures.active_share import active_share
-    from specsparse.report.figures.batches import batches
     from specsparse.support import tables, terminal
+    from specsparse.tools.bench.bench_figures import active_share, batches
 
     need_places([args.json, args.publish], [args.plot], args.model, args.drafter)
     if args.publish:

@@ -9,10 +9,10 @@ import pytest
 
 import specsparse
 from specsparse.cli.main import main
-from specsparse.report.figures.batches import batches as figure_of
 from specsparse.speculative.gamma import SHORT_GAMMA
 from specsparse.testing import write_tiny_gguf
 from specsparse.tools.bench import speculation
+from specsparse.tools.bench.bench_figures import batches as figure_of
 from specsparse.tools.bench.speculation import BatchBench
 from specsparse.tools.peers import process, timed
 

@@ -9,9 +9,9 @@ from rich.console import Console
 from specsparse.cli.main import main
 from specsparse.errors import UserError
 from specsparse.kernels.native import cpu
-from specsparse.report.figures.active_share import active_share
 from specsparse.support import files
 from specsparse.tools.bench import kernel_benches
+from specsparse.tools.bench.bench_figures import active_share
 from specsparse.tools.bench.kernel_benches import FfnBench, LutBench, ProductsBench, bounded
 
 GIB = 1 << 30

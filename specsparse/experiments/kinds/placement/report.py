@@ -12,7 +12,7 @@ from rich.text import Text
 
 from specsparse.data.devices import GIGA, Device
 from specsparse.powerinfer.placement import ModelParts, Placement, Problem
-from specsparse.report.figure import Figure, Row
+from specsparse.report.plots import Figure, Row
 from specsparse.support.tables import new
 
 _DRAWN = ("optimal", "powerinfer", "layers")

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specsparse.report.figure import FAINT, Figure, Row
+from specsparse.report.plots import FAINT, Figure, Row
 from specsparse.support import tables
 
 _RULES = ("optimal", "powerinfer", "layers", "none")

@@ -13,8 +13,8 @@ from specsparse.measure import intervals
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.speedups import Speedup, timing_ends
 from specsparse.predictors.evaluate import Evaluation
-from specsparse.report.figure import FAINT, Figure, Row
-from specsparse.report.varied import Setting
+from specsparse.report.methods import Setting
+from specsparse.report.plots import FAINT, Figure, Row
 from specsparse.support import tables
 
 _TITLES = (

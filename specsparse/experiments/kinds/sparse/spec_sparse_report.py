@@ -13,7 +13,7 @@ from specsparse.measure.conditions import UNKNOWN, Conditions
 from specsparse.measure.speedups import Repeats, Speedup
 from specsparse.powerinfer.union import UnionPoint
 from specsparse.predictors.evaluate import ModelQuality
-from specsparse.report.figure import FAINT, Figure, Row
+from specsparse.report.plots import FAINT, Figure, Row
 from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Counters
 from specsparse.support import tables

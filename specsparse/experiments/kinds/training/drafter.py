@@ -17,7 +17,7 @@ from specsparse.experiments.kind import Found, Lab
 from specsparse.experiments.kinds.training import drafter_fit as training
 from specsparse.experiments.kinds.training.options import Training, TrainSettings
 from specsparse.models import catalogue
-from specsparse.report.rows import Rows
+from specsparse.report.plots import Rows
 from specsparse.speculative.drafters.heads.published_file import matrix_type
 from specsparse.support import terminal
 from specsparse.support.tables import new

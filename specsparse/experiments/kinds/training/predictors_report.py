@@ -8,7 +8,7 @@ from matplotlib.figure import Figure as Canvas
 from rich.table import Table
 
 from specsparse.predictors.evaluate import Evaluation, LayerQuality
-from specsparse.report.figure import Figure, Row
+from specsparse.report.plots import Figure, Row
 from specsparse.support import tables
 
 

@@ -16,7 +16,7 @@ from specsparse.experiments.kinds.training.options import Training, TrainSetting
 from specsparse.models import catalogue
 from specsparse.models.convert.edit import make_delta
 from specsparse.models.convert.write import out_type
-from specsparse.report.rows import Rows
+from specsparse.report.plots import Rows
 from specsparse.support.tables import new
 from specsparse.training import ffn_model
 from specsparse.training.ffn_model import write_relu

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure as Canvas
 
 from specsparse.report import plots
-from specsparse.report.figure import COLOURS, FAINT, MOST, Figure, Row
+from specsparse.report.plots import COLOURS, FAINT, MOST, Figure, Row
 from specsparse.support.files import Json
 
 

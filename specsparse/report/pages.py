@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing beside it, no network and no script."""
+"""The page of a report: one HTML file that needs nothing beside it, no network and no script."""
 
 import datetime
 import os
@@ -10,8 +10,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from specsparse.measure import conditions
 from specsparse.report import figures, methods
-from specsparse.report.figure import Figure, Missing
 from specsparse.report.methods import ReportedMethod
+from specsparse.report.plots import Figure, Missing
 from specsparse.report.runs import Run, conditions_apart, disagreements
 from specsparse.runtime import metrics
 from specsparse.support.files import Json, write_atomically
@@ -22,13 +22,7 @@ _MOST_ROWS = 200
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """What a report came to.
-
-    Attributes:
-        page: the HTML file.
-        made: its figures, also as PNG and CSV in `figures/` beside it.
-        missing: the figures that the records have no numbers for.
-    """
+    """The HTML file, and its figures, which are also PNG and CSV files in `figures/` beside it."""
 
     page: Path
     made: tuple[Figure, ...]
@@ -41,7 +35,7 @@ def write(runs: Sequence[Run], directory: Path, *, title: str) -> WrittenReport:
     Raises:
         OSError, UserError: the directory cannot be written.
     """
-    found = methods.of(runs)
+    found = methods.from_runs(runs)
     made, missing = figures.make(runs, found)
     for figure in made:
         figure.write(directory / FIGURES)
@@ -69,7 +63,7 @@ def render(template: str, **values: object) -> str:
 
 
 def number(value: object) -> str:
-    """For a cell: four significant digits, a dash for what is missing."""
+    """For a cell: four significant digits, a dash for a missing value."""
     if value is None or value == "":
         return "–"
     if isinstance(value, bool):
@@ -78,7 +72,7 @@ def number(value: object) -> str:
 
 
 def warnings(runs: Sequence[Run]) -> list[str]:
-    """What a reader must see first."""
+    """Lines that a reader must see first."""
     out = []
     for run in runs:
         found = run.summary.get("identity") or {}
@@ -96,8 +90,7 @@ def warnings(runs: Sequence[Run]) -> list[str]:
 
 
 def doubts(found: Sequence[ReportedMethod]) -> list[str]:
-    """Texts that may not have the target's distribution, speed-ups that no method can have, and those whose interval
-    may not be believed."""
+    """Texts that may not have the target's distribution, speed-ups that no method can have, and doubtful intervals."""
     bounds = [(m, m.speedup(), m.tokens_per_pass()) for m in found]
     beyond = conditions.all_impossible([(m.label, s and s.value, t and t.value) for m, s, t in bounds])
     of_texts = list(metrics.draws_doubts((m.label, m.draws_z()) for m in found))
@@ -105,46 +98,41 @@ def doubts(found: Sequence[ReportedMethod]) -> list[str]:
 
 
 def _facts(runs: Sequence[Run], found: Sequence[ReportedMethod], rows: Sequence[Json]) -> list[tuple[str, str]]:
-    """Said once: what the runs share. Machine, kernels and model are the first run's; others are among the warnings."""
-    m: Json = runs[0].manifest
-    cpu, kernels, git = m.get("cpu") or {}, m.get("kernels") or {}, m.get("git") or {}
+    """Settings that the runs share, and the first run's machine, kernels and model; others are among the warnings."""
+    cpu, git = (runs[0].manifest.get(part) or {} for part in ("cpu", "git"))
+    origin, same = runs[0].origin, _same(rows)
+    shared = methods.constants(found)
+    if "prompts" in same:
+        shared.append(f"{same['prompts']} prompt{'s' if same['prompts'] != 1 else ''}")
+    if same.get("text"):
+        shared.append(f"text: {same['text']}")
+    days = sorted({day for run in runs if (day := _date(run))})
     facts = {
-        "in every run" if len(found) > 1 else "method": ", ".join([*methods.constants(found), *_constants(rows)]),
-        "model": (m.get("model") or {}).get("file"),
+        "in every run" if len(found) > 1 else "method": ", ".join(shared),
+        "model": origin["model file"],
         "machine": f"{cpu.get('model')}, cores used: {cpu.get('cores')}" if cpu else None,
-        "kernels": " ".join(str(kernels[k]) for k in ("kernels", "isa") if kernels.get(k)) or None,
-        "commit": f"{git['commit'][:10]}{' with changes' if git.get('dirty') else ''}" if git.get("commit") else None,
-        "date": _dates([r.manifest.get("date") for r in runs]),
+        "kernels": origin["kernels"],
+        "commit": f"{origin['commit']}{' with changes' if git.get('dirty') else ''}" if origin["commit"] else None,
+        "date": " to ".join(dict.fromkeys((days[0], days[-1]))) if days else None,
     }
     return [(key, str(value)) for key, value in facts.items() if value]
 
 
 def _same(rows: Sequence[Json]) -> Json:
-    """The cells that are the same in every row, which then need no column; none for a single row."""
+    """The cells that are the same in every row, which then need no column; empty for a single row."""
     if len(rows) < 2:
         return {}
     return {key: value for key, value in rows[0].items() if all(row[key] == value for row in rows)}
 
 
-def _constants(rows: Sequence[Json]) -> list[str]:
-    """Cells that have no column, in words."""
-    same = _same(rows)
-    out = [f"{same['prompts']} prompt{'s' if same['prompts'] != 1 else ''}"] if "prompts" in same else []
-    return out + ([f"text: {same['text']}"] if same.get("text") else [])
-
-
-def _date(given: object) -> str | None:
+def _date(run: Run) -> str | None:
     """To the minute."""
+    given = run.manifest.get("date")
     return str(given).replace("T", " ")[:16] if given else None
 
 
-def _dates(given: Sequence[object]) -> str | None:
-    days = sorted({day for one in given if (day := _date(one))})
-    return " to ".join(dict.fromkeys((days[0], days[-1]))) if days else None
-
-
 def _folder(runs: Sequence[Run]) -> Path | None:
-    """The one that all runs lie below; None for one run."""
+    """The folder above all runs, or None for one run."""
     directories = [path.resolve() for run in runs for path in (run.directory, *run.also)]
     return Path(os.path.commonpath(directories)) if len(directories) > 1 else None
 
@@ -154,7 +142,7 @@ def _run(run: Run, folder: Path | None) -> Json:
         "directory": _below(folder, run.directory),
         "also": ", ".join(_below(folder, directory) for directory in run.also),
         "kind": run.kind,
-        "date": _date(run.manifest.get("date")),
+        "date": _date(run),
         "command": " ".join(map(str, run.manifest.get("command") or ())),
         "prompts": len({row.get("prompt_id") for row in run.rows}),
         "taken": ", ".join(run.conditions.parts()),
@@ -167,35 +155,24 @@ def _below(folder: Path | None, directory: Path) -> str:
 
 def _method(method: ReportedMethod) -> Json:
     """A row of the first table."""
-    entries = {e["name"]: e for e in run_methods(method.run)}
+    found = method.run.record.get("methods")  # of a comparison
+    entries = {e["name"]: e for e in found if isinstance(e, Mapping)} if isinstance(found, list) else {}
     entry = entries.get(method.side, method.run.summary)
     identity = entry.get("identity") or {}
-    promise = entry.get("label") or (method.run.record.get("method") or {}).get("label")
-    differing = identity.get("differing")
+    promise = entry.get("label") or (method.run.record.get("method") or {}).get("label") or ""
+    differing, broken, text = identity.get("differing"), bool(identity.get("promised")), promise
+    if differing:
+        text = f"{differing} tokens differ{', against the promise' if broken else f'; {promise}'}"
+    elif differing == 0:
+        passes = f" ({identity['tokens']} tokens over {identity['passes']} passes)" if identity.get("passes") else ""
+        text = f"same as plain{passes}"
     return {
         "label": method.label,
-        "text": _text(identity, promise or ""),
-        "verdict": "good" if differing == 0 else "bad" if identity.get("promised") and differing else "",
+        "text": text,
+        "verdict": "good" if differing == 0 else "bad" if broken and differing else "",
         "prompts": len(method.samples),
         "speedup": method.speedup(),
         "tokens_per_second": method.tokens_per_second(),
         "tokens_per_pass": method.tokens_per_pass(),
         "acceptance": method.acceptance(),
     }
-
-
-def _text(identity: Json, promise: str) -> str:
-    """Whether the tokens are plain decoding's."""
-    differing = identity.get("differing")
-    if differing is None:
-        return promise
-    if differing:
-        return f"{differing} tokens differ{', against the promise' if identity['promised'] else f'; {promise}'}"
-    compared = f" ({identity['tokens']} tokens over {identity['passes']} passes)" if identity.get("passes") else ""
-    return f"same as plain{compared}"
-
-
-def run_methods(run: Run) -> list[Json]:
-    """The methods of a comparison; empty for other kinds."""
-    found = run.record.get("methods")
-    return [e for e in found if isinstance(e, Mapping)] if isinstance(found, list) else []

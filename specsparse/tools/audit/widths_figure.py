@@ -6,7 +6,7 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import Patch
 
 from specsparse.report import plots
-from specsparse.report.figure import Figure, Row
+from specsparse.report.plots import Figure, Row
 from specsparse.support.files import Json
 
 STATES = {
