@@ -17,19 +17,17 @@ from specsparse.experiments.compose.shorthand import flags_first, refuse, shorth
 from specsparse.support.files import conf_dir, package_line
 from specsparse.support.terminal import FULL, until_the_reader_leaves
 
+_checked: list[tuple[Any, Any]] = []
+"""The run of this process and what `runner.check` found of it, from the callback to the task."""
+
 
 class CheckBeforeStart:
     """A Hydra callback: the config is validated before the run's directory is made, a sweep ends with its table."""
 
     def on_run_start(self, config: Any, **_: Any) -> None:
         """Exits with one line if the config is wrong (Hydra swallows exceptions of callbacks, not an exit)."""
-        from specsparse.experiments.compose.config import from_omegaconf
-
         try:
-            run = from_omegaconf(config)
-            from specsparse.experiments import runner
-
-            runner.check(run)
+            _checked.append(_check(config))
             if swept := config.hydra.sweeper.get("params"):
                 values = " ".join(f"{key}={values}" for key, values in swept.items())
                 print(f"specsparse: one run of a sweep; -m runs all of it: {values}", file=sys.stderr)
@@ -55,17 +53,25 @@ class CheckBeforeStart:
         raise AttributeError(name)
 
 
+def _check(config: Any) -> tuple[Any, Any]:
+    """The run of a composed config, and what `runner.check` finds of it."""
+    from specsparse.experiments.compose.config import from_omegaconf
+
+    run = from_omegaconf(config)  # without jax: what it finds wrong is said at once
+    from specsparse.experiments import runner
+
+    return run, runner.check(run)
+
+
 def _task(cfg: Any) -> Any:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from specsparse.experiments.compose.config import from_omegaconf
-
     hydra = HydraConfig.get()
     directory, is_cell = Path(hydra.runtime.output_dir), hydra.mode is RunMode.MULTIRUN
     try:
-        run = from_omegaconf(cfg)
-        return _cell(run, directory) if is_cell else _run(run, directory)
+        run, checked = _checked.pop() if _checked else _check(cfg)
+        return _cell(run, checked, directory) if is_cell else _run(run, checked, directory)
     except UserError as error:
         if cfg.get("debug") is True:
             raise
@@ -76,32 +82,29 @@ def _task(cfg: Any) -> Any:
         raise SystemExit(fail(str(error))) from None
 
 
-def _cell(cfg: Any, directory: Path) -> float | None:
+def _cell(cfg: Any, checked: Any, directory: Path) -> float | None:
     """Runs one cell of a sweep, or takes its result over if it has finished before."""
-    from specsparse.experiments import runner, sweeps
+    from specsparse.experiments import sweeps
 
-    runner.check(cfg)
     cell = sweeps.Cell.of(cfg)
     done = cell.finished(directory.parent) if cfg.reuse else None
     if done is not None:
         print(f"finished before, taken from {done} (reuse=false runs it again)")
         return sweeps.reuse(done, directory)
-    objective = _run(cfg, directory)
+    objective = _run(cfg, checked, directory)
     cell.mark(directory, objective)
     return objective
 
 
-def _run(cfg: Any, directory: Path) -> float | None:
+def _run(cfg: Any, checked: Any, directory: Path) -> float | None:
     """Runs, alone on this machine if time is measured; a broken promise ends the program with exit code 1."""
     from specsparse.experiments import runner, stopped
-    from specsparse.experiments.kind import KINDS
     from specsparse.measure import lock
 
     _say_place()
-    timed = KINDS.find(cfg.kind).timed
-    alone = lock.turn(lambda line: print(line, flush=True)) if timed else contextlib.nullcontext()
+    alone = lock.turn(lambda line: print(line, flush=True)) if checked.kind.timed else contextlib.nullcontext()
     with stopped.recorded(cfg, directory), alone:
-        found = runner.run(cfg, directory)
+        found = runner.run(cfg, directory, checked=checked)
     if not found.as_promised:
         raise SystemExit(1)
     return found.objective
@@ -143,6 +146,7 @@ def _main(argv: list[str]) -> int:
 
     OmegaConf.register_new_resolver("options_of", help_text, replace=True)  # in the template of --help
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, and the lines below say it better
+    _checked.clear()
     saved, sys.argv = sys.argv, ["specsparse.run", *argv]
     try:
         refuse(argv)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -18,7 +19,14 @@ from specsparse.runtime import manifest
 from specsparse.support import terminal
 
 
-def check(cfg: RunConfig) -> None:
+class CheckedRun(NamedTuple):
+    """A kind, and what it reads of a config that nothing is wrong with."""
+
+    kind: Kind
+    settings: Any
+
+
+def check(cfg: RunConfig) -> CheckedRun:
     """What can be found wrong before anything is loaded or written.
 
     Raises:
@@ -29,14 +37,14 @@ def check(cfg: RunConfig) -> None:
             f"placement=... does nothing with kind={cfg.kind}: solve it with +experiment=placement, then give "
             "+model.placement=FILE.gpuidx"
         )
-    kind = KINDS.find(cfg.kind)
+    kind = KINDS.find(cfg.kind)()
     settings = of_kind(cfg, kind.settings)
     kernels.platform()
     try:
-        kind().check(settings)
+        kind.check(settings)
     except catalogue.NotHere as missing:
         obtain.obtain(missing.wanted, cfg.download)
-        kind().check(settings)
+        kind.check(settings)
     trackers.check(cfg.tracker.name, cfg.tracker.options)
     if cfg.name in ("", ".", "..") or "/" in cfg.name:
         raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
@@ -46,9 +54,17 @@ def check(cfg: RunConfig) -> None:
         raise UserError(f"kind={cfg.kind} needs the whole model on one device: leave model.mesh out")
     if cfg.model.mesh is not None and cfg.ffn != FfnSpec():
         raise UserError("model.mesh is for dense models: leave ffn out")
+    return CheckedRun(kind, settings)
 
 
-def run(cfg: RunConfig, directory: Path, *, engine: Engine | None = None, console: Console | None = None) -> Found:
+def run(
+    cfg: RunConfig,
+    directory: Path,
+    *,
+    engine: Engine | None = None,
+    console: Console | None = None,
+    checked: CheckedRun | None = None,
+) -> Found:
     """Run `cfg`, write its record, tables and figures into `directory`, and show the result.
 
     Args:
@@ -56,16 +72,16 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine | None = None, consol
         directory: made if it is not there.
         engine: `specsparse.api` by default.
         console: the terminal by default.
+        checked: what `check` found of this config; it is checked here by default.
 
     Raises:
         UserError: a mistake in the config, the model file or the prompts.
     """
-    check(cfg)
-    kind = KINDS.find(cfg.kind)()
+    kind, settings = checked or check(cfg)
     lab = Lab(cfg.tracker, directory, engine or _api(), console or terminal.console())
     if kind.takes_model and (line := cfg.data.read_as()):
         lab.console.print(Text(line), soft_wrap=True)
-    found = kind.run(of_kind(cfg, kind.settings), lab)
+    found = kind.run(settings, lab)
     lab.tracker.finish(_record(cfg, kind, found))
     for figure in found.figures:
         figure.write(directory)

@@ -14,12 +14,14 @@ from pathlib import Path
 
 from specsparse import kernels
 from specsparse.errors import UserError
+from specsparse.experiments.methods import measured
 from specsparse.experiments.settings import RunConfig
 from specsparse.kernels.processor import cpu_info
 from specsparse.models import catalogue
 from specsparse.report.record import RECORD_FILE
 from specsparse.report.runs import CELL_FILE, measurement, record_hash
 from specsparse.runtime.manifest import sha256_of
+from specsparse.runtime.method import resolve
 from specsparse.support.files import kept, to_json, write_atomically
 from specsparse.support.registry import source_of
 
@@ -92,11 +94,10 @@ def source_hash() -> str:
 
 def _files(cfg: RunConfig) -> Iterator[str]:
     """sha256 of the models, and of every file that the config names."""
-    draft = cfg.drafter.options.get("model") if cfg.drafter.name == "model" else None
     named = [Path(text).expanduser() for text in _texts(cfg.composed) if "/" in text or "." in text]
-    for spec in (cfg.model.path, draft):
-        with contextlib.suppress(UserError):  # a kind that needs no model; the others have been checked
-            named += [Path(catalogue.resolve(spec))] if isinstance(spec, str) else []
+    with contextlib.suppress(UserError):  # a kind that needs no model; the others have been checked
+        named.append(catalogue.resolve(cfg.model.path))
+        named += map(catalogue.resolve, resolve(measured.spec_of(cfg)).files.values())
     for part in (cfg.drafter, cfg.verifier, cfg.tree, cfg.policy, cfg.predictor):
         named += source_of(part.name)
     yield from (sha256_of(path) for path in named if path.is_file())

@@ -4,11 +4,10 @@
 it is the check before a run.
 """
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
@@ -19,7 +18,7 @@ from specsparse.runtime.load import load
 from specsparse.runtime.timing_cache import draft_share, policy_times
 from specsparse.speculative.base import Drafter, DraftKind, Verifier, check_facts
 from specsparse.speculative.drafters.options import draw_temperature
-from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel
+from specsparse.speculative.drafters.plan import Bound, DrafterPlan
 from specsparse.speculative.drafters.registry import DRAFTERS, get_drafter, takes
 from specsparse.speculative.drafters.synthetic import Synthetic, synthetic_verifier
 from specsparse.speculative.drafters.with_policy import WithPolicy, with_policy
@@ -30,16 +29,12 @@ from specsparse.speculative.trees import get_tree
 from specsparse.speculative.trees.base import TreeShape
 from specsparse.speculative.verifiers import RULES, SYNTHETIC, same_text
 from specsparse.speculative.verify import get_verifier, valid_verifiers
+from specsparse.support import registry
 from specsparse.support.registry import Choice
-
-if TYPE_CHECKING:
-    from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
-    from specsparse.speculative.drafters.heads.eagle3_file import Eagle3File
 
 GREEDY = SamplingParams(temperature=0.0)
 NO_DRAFTER = "none"
 """The name that stands for plain decoding."""
-Head = TypeVar("Head", "Eagle3File", "DFlashFile")
 
 
 @dataclass(frozen=True)
@@ -154,7 +149,7 @@ def resolve(spec: MethodSpec, target: Model | None = None, *, batch: int = 1) ->
     name = spec.bare_name
     pays = name is not None
     if isinstance(drafter, DrafterPlan):
-        bound = _bound(target, drafter)
+        bound = load_drafter(target, drafter)
         share = draft_share(target, bound)
         method = Method(bound.drafter, method.verifier, bound.weights, share, bound.about, bound.notes)
         pays = pays or drafter.style.free
@@ -260,50 +255,26 @@ def _verifier(drafter: Drafter | DrafterPlan, spec: MethodSpec) -> Verifier:
     raise UnfitPair(message, drafter.kind)
 
 
-def _bound(model: Model, plan: DrafterPlan) -> Bound:
-    """The drafter of a plan for this target; what it needs is loaded once, whatever the policy."""
+def load_drafter(target: Model, plan: DrafterPlan) -> Bound:
+    """The drafter of a plan for this target, under its policy; what it needs is loaded once, whatever the policy."""
     key = plan.under(Fixed(1))
-    if key not in model.drafters:
+    if key not in target.drafters:
         if not plan.on_mesh:
-            model.check_whole("the drafter with these options")
-        from specsparse.powerinfer.fewer import (
-            with_fewer_neurons,  # what drafts loads; plain decoding does not wait
-        )
-
-        load_draft = partial(_load_draft, model)
-        make = MakeModel(load_draft, with_fewer_neurons, eagle3=published_eagle3, dflash=published_dflash)
-        model.drafters[key] = plan.prepare(model, make)
-    return model.drafters[key].under(plan.style.policy)
+            target.check_whole("the drafter with these options")
+        target.drafters[key] = plan.prepare(target, partial(_load, target))
+    bound = target.drafters[key]
+    return bound._replace(drafter=with_policy(bound.drafter, plan.style.policy))
 
 
-def published_eagle3(spec: str) -> "Eagle3File":
-    """The EAGLE-3 head of a path, a name of the catalogue or a reference to the Hub."""
-    from specsparse.models.convert.eagle3 import read_eagle3
+def _load(target: Model, kind: str, spec: Any) -> Any:
+    """What `DrafterPlan.prepare` loads by, beside this target."""
+    if kind == "fewer_neurons":
+        from specsparse.powerinfer.fewer import with_fewer_neurons  # plain decoding does not wait for it
 
-    return _told(read_eagle3(obtain.published(spec)))
-
-
-def published_dflash(spec: str) -> "DFlashFile":
-    """The DFlash drafter of a path, a name of the catalogue or a reference to the Hub."""
-    from specsparse.models.convert.dflash import read_dflash
-
-    return _told(read_dflash(obtain.published(spec)))
-
-
-def _told(file: Head) -> Head:
-    """The head; what its file asks for and does not get is said on stderr."""
-    if file.accept_k > 1:
-        print(
-            f"note: {file.path} asks for verifier_accept_k={file.accept_k}, which is lossy: the verifier here is "
-            "verifier=..., and drafts are verified as it says",
-            file=sys.stderr,
-        )
-    return file
-
-
-def _load_draft(target: Model, spec: str) -> Model:
-    """A draft model beside its target: on the same kernels and, of a mesh, on every device."""
+        return with_fewer_neurons(target, **spec)
+    if kind != "model":
+        return registry.load(kind, "drafter")(obtain.published(spec))
     kv_dtype = "f16" if target.kv_dtype == "q8_0" else target.kv_dtype  # heads of any size
     draft = load(spec, backend=target.kernels.name, kv_dtype=kv_dtype, width=0)
-    draft.params = target.everywhere(draft.params)
+    draft.params = target.everywhere(draft.params)  # of a mesh on every device
     return draft

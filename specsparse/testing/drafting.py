@@ -18,7 +18,7 @@ from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.engine.noise import seed_words
 from specsparse.engine.weights import Params
-from specsparse.powerinfer.fewer import with_fewer_neurons
+from specsparse.runtime.method import load_drafter
 from specsparse.speculative.base import Draft, DraftContext, Drafter
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.heads import dflash_file, head_file
@@ -27,7 +27,7 @@ from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
 from specsparse.speculative.drafters.heads.eagle3_file import Eagle3File, of_arrays, tensor_shapes
 from specsparse.speculative.drafters.heads.eagle3_head import HeadShape
 from specsparse.speculative.drafters.heads.head_file import write_head
-from specsparse.speculative.drafters.plan import DrafterPlan, MakeModel
+from specsparse.speculative.drafters.plan import DrafterPlan
 from specsparse.testing.tiny import DummyTokenizer, write_tiny_gguf
 
 Case = tuple[Drafter, Any, Callable[[DraftContext], DraftContext]]
@@ -212,5 +212,5 @@ def on_plan(folder: Path, plan: DrafterPlan, *, vocab: int, capacity: int) -> Ca
 
 
 def _bound(plan: DrafterPlan, target: Model, capacity: int) -> Case:
-    bound = plan.bind(target, MakeModel(lambda spec: target, with_fewer_neurons))
+    bound = load_drafter(target, plan)
     return bound.drafter, bound.weights(capacity), lambda ctx: on_target(target, ctx)

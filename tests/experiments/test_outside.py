@@ -1,6 +1,7 @@
 """A user's own parts, from a file beside the run: no line of the package knows them."""
 
 import importlib
+import itertools
 import json
 import sys
 
@@ -139,9 +140,55 @@ class EverySecond(DrafterPlan):
 
     start: Annotated[int, Range(0, 1)] = 0
 
-    def prepare(self, target, make):
+    def prepare(self, target, load):
         layers = tuple(range(self.start, target.config.n_layers, 2))
         return on_target(self.style, target, target.forward, layers, target.params.layers[self.start :: 2])
+'''
+
+HEAD = '''
+"""A head that another project publishes, in files of a kind of their own."""
+
+import json
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from specsparse.speculative.base import Draft, Drafted, Drafter, DraftKind
+from specsparse.speculative.drafters.heads.published import PublishedPlan
+from specsparse.speculative.drafters.plan import Bound
+
+
+def read_pairs(path):
+    return jnp.asarray(json.loads(path.read_text()), jnp.int32)
+
+
+@dataclass(frozen=True)
+class Pairs(Drafter):
+    """After each token the one that a table names."""
+
+    max_nodes: int = 4
+    kind = DraftKind.ONE_HOT
+
+    def draft(self, params, state, ctx):
+        last, tokens = jnp.take_along_axis(ctx.tokens, ctx.length[:, None] - 1, axis=1)[:, 0], []
+        for _ in range(self.max_nodes):
+            last = params[last]
+            tokens.append(last)
+        parents = jnp.broadcast_to(jnp.arange(self.max_nodes, dtype=jnp.int32) - 1, (len(last), self.max_nodes))
+        count = jnp.clip(ctx.budget, 0, self.max_nodes)
+        return Drafted(Draft(jnp.stack(tokens, axis=1), parents, count), state, ctx.cache)
+
+
+@dataclass(frozen=True)
+class PairsHead(PublishedPlan):
+    """A table of pairs, from a file of JSON."""
+
+    path: str | None = None
+    reader = "head_part:read_pairs"
+
+    def prepare(self, target, load):
+        table = self.head_file(load)
+        return Bound(Pairs(self.style.policy.gamma), lambda capacity: table, table.nbytes)
 '''
 
 SHORT = ["max_tokens=8", "data.tasks=[code]", "data.chat=false", "time_split=0", "stream=false"]
@@ -154,11 +201,12 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "echo_part.py").write_text(ECHO)
     (tmp_path / "other_parts.py").write_text(OTHERS)
     (tmp_path / "plan_part.py").write_text(PLAN)
+    (tmp_path / "head_part.py").write_text(HEAD)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     importlib.invalidate_caches()
     yield tmp_path
-    for name in ("echo_part", "other_parts", "plan_part"):
+    for name in ("echo_part", "other_parts", "plan_part", "head_part"):
         sys.modules.pop(name, None)
 
 
@@ -241,6 +289,25 @@ def test_options_of_a_plan_of_one_s_own(here):
     drawn = get_drafter("plan_part:EverySecond", temperature=0.5)
     assert (drawn.kind, drawn.start, drawn.style.free) == (DraftKind.SAMPLED, 0, True)
     assert resolve(MethodSpec("plan_part:EverySecond", policy=Fixed(5))).max_nodes == 5
+
+
+def test_a_third_published_head_is_one_file(here, model, capsys):
+    """Its class and the reader of its files; no line of the package knows either."""
+    plain = specsparse.generate(model, PROMPT, max_tokens=16)
+    table = [0] * model.config.vocab_size
+    for token, following in itertools.pairwise([*PROMPT, *plain.token_ids]):
+        table[token] = following
+    (here / "pairs.json").write_text(json.dumps(table))
+    head = get_drafter("head_part:PairsHead", path="pairs.json", gamma=3)
+    fast = specsparse.generate(model, PROMPT, max_tokens=16, drafter=head)
+    assert fast.token_ids == plain.token_ids and fast.stats.counters.num_accepted_tokens > 0
+    own = ["drafter=head_part:PairsHead", "policy.gamma=3"]
+    assert run.main([f"model={model.path}", *SHORT, *own, "drafter.path=pairs.json", "hydra.run.dir=out"]) == 0
+    assert json.loads((here / "out" / "record.json").read_text())["method"]["label"].startswith("lossless")
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        run.main([f"model={model.path}", *SHORT, *own, "drafter.path=./none.json", "hydra.run.dir=no"])
+    assert capsys.readouterr().err == "specsparse: ./none.json: no such file\n" and not (here / "no").exists()
 
 
 def test_a_predictor_of_the_command_line(here, model, capsys):

@@ -21,11 +21,10 @@ from specsparse.engine.rope import rope_tables
 from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import dequantize, embed_rows
 from specsparse.models.convert.dflash import read_dflash, write_folder
-from specsparse.powerinfer.fewer import with_fewer_neurons
+from specsparse.runtime.method import load_drafter
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.heads.dflash_block import BlockLayer, BlockWeights, rms_norm
 from specsparse.speculative.drafters.heads.dflash_file import write_dflash_gguf
-from specsparse.speculative.drafters.plan import MakeModel
 from specsparse.speculative.trees import get_tree
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import draft_context, on_target, random_dflash, target_rows
@@ -62,7 +61,7 @@ def tiny(tmp_path_factory):
 
 def bound(model, file, **options):
     plan = get_drafter("dflash", path=file, **({} if "tree" in options else {"gamma": 5}) | options)
-    made = plan.bind(model, MakeModel(lambda spec: model, with_fewer_neurons, dflash=read_dflash))
+    made = load_drafter(model, plan)
     return made.drafter, made.weights(C)
 
 
@@ -200,7 +199,7 @@ def test_ddtree_holds_the_most_likely_paths(tiny):
 def test_ddtree_is_for_laws_that_do_not_depend_on_the_draft(tiny):
     plan = get_drafter("layer_skip", layers=[0], tree=get_tree("ddtree", nodes=4, depth=2))
     with pytest.raises(UserError, match="drafter=dflash"):
-        plan.bind(tiny, MakeModel(lambda spec: tiny, with_fewer_neurons))
+        load_drafter(tiny, plan)
 
 
 # Decoding, end to end on the oracle's target

@@ -19,11 +19,10 @@ from specsparse.engine.llama import Want
 from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.models.convert.eagle3 import read_eagle3
-from specsparse.powerinfer.fewer import with_fewer_neurons
+from specsparse.runtime.method import load_drafter
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.heads.eagle3_file import write_eagle3_gguf
 from specsparse.speculative.drafters.heads.published_file import EMBEDDING
-from specsparse.speculative.drafters.plan import MakeModel
 from specsparse.speculative.drafters.sources import FedRows
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import draft_context, on_target, random_eagle3, target_rows
@@ -33,11 +32,10 @@ from tests.tolerances import HEAD_NMSE, nmse
 ORACLE = Path(__file__).parents[1] / "data" / "eagle3"
 V, C, K = 300, 64, 4
 TEXT = list(range(3, 20))
-MAKE = MakeModel(lambda spec: None, with_fewer_neurons, eagle3=read_eagle3)
 
 
 def bound(target, path, **options):
-    made = get_drafter("eagle3", path=path, **options).bind(target, MAKE)
+    made = load_drafter(target, get_drafter("eagle3", path=path, **options))
     return made.drafter, made.weights(C)
 
 
@@ -233,7 +231,7 @@ def head(model, tmp_path_factory):
 @pytest.mark.parametrize("name", ["head", "lookup_head"])
 def test_drafter_head_takes_a_gguf_file_of_this_kind(model, head, name):
     """So that a shipped head may be of either kind; beside a lookup too."""
-    made = get_drafter(name, head=head, gamma=3, p_min=0.0).bind(model, MAKE)
+    made = load_drafter(model, get_drafter(name, head=head, gamma=3, p_min=0.0))
     drafter = made.drafter if name == "head" else made.drafter.second
     assert drafter.source == bound(model, head, gamma=3, p_min=0.0)[0].source
 

@@ -9,12 +9,11 @@ import pytest
 import specsparse
 from specsparse.engine.rope import rope_tables
 from specsparse.errors import UserError
-from specsparse.powerinfer.fewer import with_fewer_neurons
+from specsparse.runtime.method import load_drafter
 from specsparse.speculative.base import ROOT, DraftKind
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.heads import head_file
 from specsparse.speculative.drafters.heads.head_file import write_head
-from specsparse.speculative.drafters.plan import MakeModel
 from specsparse.speculative.trees import get_tree
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import draft_context, on_target, random_eagle3, random_head, target_rows
@@ -44,7 +43,7 @@ def file(model, tmp_path_factory):
 
 def bound(model, file, **options):
     plan = get_drafter("head", gamma=K, head=str(file), **options)
-    made = plan.bind(model, MakeModel(lambda spec: model, with_fewer_neurons))
+    made = load_drafter(model, plan)
     return made.drafter, made.weights(C)
 
 
@@ -161,7 +160,7 @@ def test_a_rolled_back_cache_drafts_as_a_new_one(model, file, kind, shape):
     """Rounds that accept none, some and all; the draft equals that of a drafter that has just read the whole text."""
     options = {"tree": get_tree("dynamic", total=6, depth=3, top_k=2)} if shape == "dynamic" else {}
     own = {"head": str(file)} if kind == "head" else {"path": random_eagle3(model, norm_output=True)}
-    made = get_drafter(kind, gamma=K, **own, **options).bind(model, MakeModel(lambda spec: model, with_fewer_neurons))
+    made = load_drafter(model, get_drafter(kind, gamma=K, **own, **options))
     drafter, weights = made.drafter, made.weights(C)
     rolled_back.check(model, drafter, weights, TEXTS, capacity=C, vocab=V)
 
@@ -244,9 +243,7 @@ def test_mistakes_are_one_line(model, file, tmp_path):
 def test_lookup_drafts_where_it_can_and_the_head_elsewhere(model, file):
     texts = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3, 9, 27, 81, 10, 30]]
     drafter, weights = (lambda b: (b.drafter, b.weights(C)))(
-        get_drafter("lookup_head", gamma=K, head=str(file), p_min=0.0).bind(
-            model, MakeModel(lambda spec: model, with_fewer_neurons)
-        )
+        load_drafter(model, get_drafter("lookup_head", gamma=K, head=str(file), p_min=0.0))
     )
     head_drafter, head_weights = bound(model, file)
     lookup = get_drafter("prompt_lookup", gamma=K, ngram_min=2)
@@ -269,7 +266,7 @@ def test_lookup_beside_a_head_that_draws(model, file):
     """Copied tokens count as drawn from laws of one token; the head's laws stay as they are."""
     texts = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3, 9, 27, 81, 10, 30]]
     plan = get_drafter("lookup_head", gamma=K, head=str(file), temperature=0.7, p_min=0.0)
-    joined = plan.bind(model, MakeModel(lambda spec: model, with_fewer_neurons))
+    joined = load_drafter(model, plan)
     drafter, weights = joined.drafter, joined.weights(C)
     alone, head_weights = bound(model, file, temperature=0.7)
     ctx = on_target(model, draft_context(texts, capacity=C, budget=K))

@@ -7,10 +7,9 @@ import pytest
 import specsparse
 from specsparse import SamplingParams
 from specsparse.errors import UserError
-from specsparse.powerinfer.fewer import with_fewer_neurons
+from specsparse.runtime.method import load_drafter
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.plan import MakeModel
 from specsparse.speculative.drafters.slem import StringState, Translator
 from specsparse.speculative.intersection import intersect
 from specsparse.speculative.policies.base import PMin
@@ -128,7 +127,7 @@ def test_slem_streams_and_stops(pair):
 def test_slem_keeps_what_its_cache_holds(pair):
     """Draft tokens that the text goes on with are not fed again, and none that it does not."""
     plan = get_drafter("model", model=pair["spm"], vocabulary="slem", gamma=4)
-    made = plan.bind(pair["bpe"], MakeModel(lambda spec: pair["spm"], with_fewer_neurons))
+    made = load_drafter(pair["bpe"], plan)
     drafter, bpe = made.drafter, pair["bpe"].tokenizer
     assert made.about["vocabulary"]["method"] == "slem" and "slem" in made.notes[0]
     tokens = np.zeros((1, 64), np.int32)
@@ -157,7 +156,7 @@ def test_slem_reads_on_what_it_would_read_whole(pair, target, draft):
     """Whatever is committed a round, and with special tokens between; each token is read a bounded number of times."""
     target, draft = pair[target], pair[draft]
     plan = get_drafter("model", model=draft, vocabulary="slem", gamma=4)
-    drafter = plan.bind(target, MakeModel(lambda spec: draft, with_fewer_neurons)).drafter
+    drafter = load_drafter(target, plan).drafter
     encode, special = target.tokenizer.encode, sorted(target.tokenizer.special_ids)[:2]
     ids = encode(LONG, add_special=True) + special + encode(LONG * 3) + special[:1] + encode(LONG * 20)
     tokens = np.array([ids, ids[::-1]], np.int32)

@@ -11,14 +11,12 @@ import pytest
 import specsparse
 from specsparse import SamplingParams
 from specsparse.errors import UserError
-from specsparse.powerinfer.fewer import with_fewer_neurons
-from specsparse.runtime.method import MethodSpec, resolve
+from specsparse.runtime.method import MethodSpec, load_drafter, resolve
 from specsparse.runtime.rounds import InOneProgram
 from specsparse.runtime.stepped import Pieces, runner_for
 from specsparse.speculative import intersection
 from specsparse.speculative.base import ROOT, DraftKind, Feedback
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.plan import MakeModel
 from specsparse.speculative.drafters.reading import read
 from specsparse.speculative.intersection import intersect
 from specsparse.speculative.proof.cases import outcomes, random_tables
@@ -44,7 +42,7 @@ def pair(tmp_path_factory):
 def bound(target, draft, capacity, **options):
     """The drafter and its weights."""
     plan = get_drafter("model", model=draft, gamma=6, **options)
-    found = plan.bind(target, MakeModel(lambda spec: draft, with_fewer_neurons))
+    found = load_drafter(target, plan)
     return found.drafter, found.weights(capacity), found.about
 
 

@@ -19,7 +19,7 @@ from specsparse.speculative.base import DraftContext, DraftKind, Feedback
 from specsparse.speculative.drafters.chain import ModelDrafter
 from specsparse.speculative.drafters.options import ModelOptions
 from specsparse.speculative.drafters.other_vocabulary import common_tokens, shared_weights
-from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel, bytes_of
+from specsparse.speculative.drafters.plan import Bound, DrafterPlan, Load, bytes_of
 from specsparse.speculative.drafters.reading import DraftIds, read
 from specsparse.speculative.drafters.slem import StringDrafter, Translator
 from specsparse.speculative.drafters.sources import PREFILL_ROWS, DraftWeights, FedRows, KeptRows, ModelSource, VocabMap
@@ -129,11 +129,11 @@ class ModelPlan(DrafterPlan, ModelOptions):
 
     on_mesh = True
 
-    def prepare(self, target: Model, make: MakeModel) -> Bound:
+    def prepare(self, target: Model, load: Load) -> Bound:
         """Loads the draft model where it is a path, and compares the vocabularies."""
         if self.model is None:
             raise UserError("drafter.model: a value is needed, the draft model's GGUF file")
-        model = make.load(str(self.model)) if isinstance(self.model, str | Path) else self.model
+        model = load("model", str(self.model)) if isinstance(self.model, str | Path) else self.model
         if self._by_id(target, model):
             columns = min(model.config.vocab_size, target.config.vocab_size)
             weights, columns = self.style.trim(target, model.params.output, columns)

@@ -1,11 +1,11 @@
-"""Drafters that need a model: a plan says what is wanted, `bind` makes the drafter once the target is there."""
+"""Drafters that need a model: a plan says what is wanted, `prepare` makes the drafter once the target is there."""
 
 import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
 
@@ -14,13 +14,8 @@ from specsparse.engine.pytree import Pytree
 from specsparse.speculative.base import Drafter, DraftKind
 from specsparse.speculative.drafters.options import Drafting, under
 from specsparse.speculative.drafters.style import Style
-from specsparse.speculative.drafters.with_policy import with_policy
 from specsparse.speculative.policies.base import Policy
 from specsparse.support.options import Inline
-
-if TYPE_CHECKING:
-    from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
-    from specsparse.speculative.drafters.heads.eagle3_file import Eagle3File
 
 
 class Bound(NamedTuple):
@@ -40,25 +35,19 @@ class Bound(NamedTuple):
     about: Mapping[str, object] = MappingProxyType({})
     notes: tuple[str, ...] = ()
 
-    def under(self, policy: Policy) -> "Bound":
-        """The same drafter under that policy."""
-        return self._replace(drafter=with_policy(self.drafter, policy))
 
+class Load(Protocol):
+    """Gets what a drafter is made of; injected, since loading lies above this room."""
 
-class MakeModel(NamedTuple):
-    """How a plan gets the model that drafts; injected, since loading lies above this room.
+    def __call__(self, kind: str, spec: Any) -> Any:
+        """What `spec` names.
 
-    Attributes:
-        load: name or path -> the draft model, on the target's backend.
-        fewer: (target, options of `powerinfer.fewer.with_fewer_neurons`) -> the target with fewer neurons.
-        eagle3: path, name or reference to the Hub -> an EAGLE-3 head as its file describes it.
-        dflash: path, name or reference -> a DFlash drafter.
-    """
-
-    load: Callable[[str], Model]
-    fewer: Callable[..., Model]
-    eagle3: "Callable[[str], Eagle3File] | None" = None
-    dflash: "Callable[[str], DFlashFile] | None" = None
+        Args:
+            kind: "model": a draft model on the target's kernels, of a path or a name. "fewer_neurons": the target with
+                fewer neurons, of the options of `powerinfer.fewer.with_fewer_neurons`. `module:function`: what that
+                function reads of a file or folder, which `spec` says as a path, a name of the catalogue or of the Hub.
+            spec: see `kind`.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,13 +105,9 @@ class DrafterPlan(abc.ABC):
         """The same with that policy, which somebody asked for."""
         return dataclasses.replace(self, drafting=under(self.drafting, policy))
 
-    def bind(self, target: Model, make: MakeModel) -> Bound:
-        """The drafter for this target, under the policy of its style."""
-        return self.prepare(target, make).under(self.style.policy)
-
     @abc.abstractmethod
-    def prepare(self, target: Model, make: MakeModel) -> Bound:
-        """The drafter for this target; `make` makes the model that drafts."""
+    def prepare(self, target: Model, load: Load) -> Bound:
+        """The drafter for this target, and its weights; the policy is put on it by `runtime.method.load_drafter`."""
 
 
 def bytes_of(*weights: object) -> int:

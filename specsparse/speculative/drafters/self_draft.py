@@ -13,7 +13,7 @@ from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, Feedback
 from specsparse.speculative.drafters.options import LayerSkipOptions, SparseSelfOptions
-from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel, bytes_of
+from specsparse.speculative.drafters.plan import Bound, DrafterPlan, Load, bytes_of
 from specsparse.speculative.drafters.sources import DraftWeights, FedRows, KeptRows, ModelSource, VocabMap
 from specsparse.speculative.drafters.style import Style
 
@@ -66,7 +66,7 @@ class LayerSkipPlan(DrafterPlan, LayerSkipOptions):
         """Unless it cuts rows of its own out of the target's output matrix."""
         return self.style.vocab is None
 
-    def prepare(self, target: Model, make: MakeModel) -> Bound:
+    def prepare(self, target: Model, load: Load) -> Bound:
         """Checks the layers; no model is loaded."""
         c = target.config
         layers = default_layers(c.n_layers) if self.layers is None else self.layers
@@ -82,10 +82,10 @@ class LayerSkipPlan(DrafterPlan, LayerSkipOptions):
 class SparseSelfPlan(DrafterPlan, SparseSelfOptions):
     """The target with few of its neurons, on its own cache."""
 
-    def prepare(self, target: Model, make: MakeModel) -> Bound:
+    def prepare(self, target: Model, load: Load) -> Bound:
         """Makes the target with fewer neurons; no model is loaded."""
         own = {"rule": self.rule, "share": self.share, "threshold": self.threshold, "text": self.text}
-        fewer = make.fewer(target, **{key: value for key, value in own.items() if value is not None})
+        fewer = load("fewer_neurons", {key: value for key, value in own.items() if value is not None})
         bound = on_target(self.style, target, fewer.forward, None, fewer.params.layers)
         weights = bound.weights(0)
         return bound._replace(weights=lambda capacity: weights._replace(params=fewer.params_for(capacity)))

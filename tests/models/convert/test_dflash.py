@@ -12,7 +12,8 @@ from specsparse.cli import main as cli
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.models.convert.dflash import convert_dflash, read_dflash, write_folder
-from specsparse.runtime.method import published_dflash
+from specsparse.speculative.drafters import get_drafter
+from specsparse.support import registry
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import random_dflash
 
@@ -118,5 +119,6 @@ def test_what_a_file_asks_for_and_does_not_get_is_said(tmp_path, capsys):
     config = json.loads((folder / "config.json").read_text())
     config["speculators_config"]["proposal_methods"][0]["verifier_accept_k"] = 3
     (folder / "config.json").write_text(json.dumps(config))
-    assert published_dflash(str(folder)).accept_k == 3
+    plan = get_drafter("dflash", path=str(folder))
+    assert plan.head_file(lambda kind, spec: registry.load(kind, "")(Path(spec))).accept_k == 3
     assert "asks for verifier_accept_k=3, which is lossy" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from specsparse.speculative.drafters.heads.feature_source import of_target
 from specsparse.speculative.drafters.heads.published import PublishedPlan, check_target, scored
 from specsparse.speculative.drafters.heads.published_file import EMBEDDING
 from specsparse.speculative.drafters.options import DFlashOptions
-from specsparse.speculative.drafters.plan import Bound, MakeModel, bytes_of
+from specsparse.speculative.drafters.plan import Bound, Load, bytes_of
 from specsparse.speculative.drafters.sources import DraftWeights
 
 
@@ -25,9 +25,11 @@ from specsparse.speculative.drafters.sources import DraftWeights
 class DFlashPlan(PublishedPlan, DFlashOptions):
     """A block drafter on the target's features, with the target's embedding and output matrix or its own."""
 
-    def prepare(self, target: Model, make: MakeModel) -> Bound:
+    reader = "specsparse.models.convert.dflash:read_dflash"
+
+    def prepare(self, target: Model, load: Load) -> Bound:
         """Reads the drafter's file; no model is loaded."""
-        file = self._file(make)
+        file = self.head_file(load)
         rows = self._rows(file)
         positions = rows - (0 if file.from_anchor else 1)
         tree = self.style.tree
@@ -64,12 +66,6 @@ class DFlashPlan(PublishedPlan, DFlashOptions):
 
         reads = bytes_of(block, weights.head) // positions
         return Bound(self.style.drafter(source, target), weights_for, reads)
-
-    def _file(self, make: MakeModel) -> DFlashFile:
-        if isinstance(self.path, DFlashFile):
-            return self.path
-        assert make.dflash is not None
-        return make.dflash(str(self.path))
 
     def _rows(self, file: DFlashFile) -> int:
         if self.block_size is None:

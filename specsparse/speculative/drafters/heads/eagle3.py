@@ -26,7 +26,7 @@ from specsparse.speculative.drafters.heads.feature_source import HeadState, OneL
 from specsparse.speculative.drafters.heads.published import PublishedPlan, check_target, scored
 from specsparse.speculative.drafters.heads.published_file import EMBEDDING
 from specsparse.speculative.drafters.options import Eagle3Options
-from specsparse.speculative.drafters.plan import Bound, MakeModel, bytes_of
+from specsparse.speculative.drafters.plan import Bound, Load, bytes_of
 from specsparse.speculative.drafters.sources import DraftWeights, FedRows
 
 
@@ -110,13 +110,11 @@ class Eagle3Source(OneLayerSource):
 class Eagle3Plan(PublishedPlan, Eagle3Options):
     """An EAGLE-3 head, with the target's embedding and output matrix where its file has none."""
 
-    def prepare(self, target: Model, make: MakeModel) -> Bound:
+    reader = "specsparse.models.convert.eagle3:read_eagle3"
+
+    def prepare(self, target: Model, load: Load) -> Bound:
         """Reads the head's file; no model is loaded."""
-        if isinstance(self.path, Eagle3File):
-            file = self.path
-        else:
-            assert make.eagle3 is not None
-            file = make.eagle3(str(self.path))
+        file = self.head_file(load)
         c, shape = target.config, file.shape
         layers = file.layers or default_layers(c.n_layers)
         check_target(file, target, layers=layers, width=file.target_width)

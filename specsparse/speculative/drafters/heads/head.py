@@ -15,7 +15,7 @@ from specsparse.speculative.drafters.heads.head_file import find, read_head
 from specsparse.speculative.drafters.heads.head_source import HeadSource
 from specsparse.speculative.drafters.ngram import NGram
 from specsparse.speculative.drafters.options import ChainDrafting, HeadDrafting, HeadOptions, LookupHeadOptions, under
-from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel, bytes_of
+from specsparse.speculative.drafters.plan import Bound, DrafterPlan, Load, bytes_of
 from specsparse.speculative.drafters.style import Style
 from specsparse.speculative.policies.base import Policy
 from specsparse.support.options import Inline
@@ -33,13 +33,13 @@ class HeadPlan(DrafterPlan, HeadOptions):
 
     drafting: Annotated[HeadDrafting, Inline()] = HeadOptions.drafting
 
-    def prepare(self, target: Model, make: MakeModel) -> Bound:
+    def prepare(self, target: Model, load: Load) -> Bound:
         """Reads the head's file; no model is loaded."""
         c, style = target.config, self.style
         path = find(self.head, target.params.output_norm)
         f = open_gguf(path)
         if f.get("general.architecture", "str", "") == eagle3_file.ARCHITECTURE:
-            return Eagle3Plan(eagle3_file.read_gguf(f), drafting=self.drafting).prepare(target, make)
+            return Eagle3Plan(eagle3_file.read_gguf(f), drafting=self.drafting).prepare(target, load)
         found = read_head(path, c, floats=target.kernels.name != "native")
         if style.vocab is None:
             style = dataclasses.replace(style, vocab=tuple(found.ids.tolist()))
@@ -96,7 +96,7 @@ class LookupHeadPlan(DrafterPlan, LookupHeadOptions):
         how = dataclasses.replace(under(self.drafting, policy), max_nodes=self.first.max_nodes)
         return dataclasses.replace(self, drafting=how)
 
-    def prepare(self, target: Model, make: MakeModel) -> Bound:
+    def prepare(self, target: Model, load: Load) -> Bound:
         """Reads the head's file."""
-        bound = self.second.prepare(target, make)
+        bound = self.second.prepare(target, load)
         return bound._replace(drafter=Either(self.first, bound.drafter))

@@ -1,7 +1,10 @@
 """What the plans of published heads share: whether a head is one for the target, and the output matrix it scores by."""
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -9,7 +12,7 @@ from specsparse.engine.model import Model
 from specsparse.engine.weights import pack_matrix
 from specsparse.errors import UserError
 from specsparse.speculative.drafters.heads.published_file import EMBEDDING, OUTPUT, PublishedHead
-from specsparse.speculative.drafters.plan import DrafterPlan
+from specsparse.speculative.drafters.plan import DrafterPlan, Load
 from specsparse.speculative.drafters.sources import DraftWeights
 from specsparse.speculative.drafters.style import Style
 
@@ -19,9 +22,11 @@ class PublishedPlan(DrafterPlan):
 
     Attributes:
         path: where it lies.
+        reader: `module:function` that reads it.
     """
 
     path: object | None
+    reader: ClassVar[str]
 
     def __post_init__(self):
         super().__post_init__()
@@ -30,6 +35,19 @@ class PublishedPlan(DrafterPlan):
                 "drafter.path: a value is needed, the head's folder or GGUF file, hf://owner/repo or a name of "
                 "`python -m specsparse models`"
             )
+
+    def head_file(self, load: Load) -> Any:
+        """The head as its file describes it; what it asks for and does not get is said on stderr."""
+        if not isinstance(self.path, str | Path):
+            return self.path
+        file = load(self.reader, str(self.path))
+        if isinstance(file, PublishedHead) and file.accept_k > 1:
+            print(
+                f"note: {file.path} asks for verifier_accept_k={file.accept_k}, which is lossy: the verifier here is "
+                "verifier=..., and drafts are verified as it says",
+                file=sys.stderr,
+            )
+        return file
 
     @property
     def files(self) -> Mapping[str, str]:
