@@ -185,8 +185,7 @@ def _header(wanted: Reference, name: str) -> Path:
 
     url = _url(wanted, name)
     facts = _explained(wanted, lambda: get_hf_file_metadata(url, endpoint=endpoint()))
-    if not facts.size:
-        raise UserError(f"{wanted}: the Hub does not say how large {name} is")
+    assert facts.size, f"the Hub does not say how large {name} is"
 
     def get(start: int, end: int) -> bytes:
         headers = {**build_hf_headers(), "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}

@@ -5,11 +5,10 @@
 
 from specsparse.kernels.packing.random_blocks import random_quantised
 from specsparse.speculative.drafters.scripted import Scripted
-from specsparse.testing.contract import check_drafter, check_tree
+from specsparse.testing.contract import check_drafter, check_policy, check_tree
 from specsparse.testing.damaged import Runner, load_everything, mutate
 from specsparse.testing.drafting import draft_context, drafted_ids
-from specsparse.testing.policies import check_policy
-from specsparse.testing.predictors import check_predictor
+from specsparse.testing.predictor_contract import check_predictor
 from specsparse.testing.tiny import (
     CHATML,
     DummyTokenizer,

@@ -1,6 +1,6 @@
-"""The contract of a drafter and of a draft tree's shape, for anybody's own.
+"""The contracts of a drafter, of a draft tree's shape and of a draft-length policy, for anybody's own.
 
-`check_drafter(MyDrafter())` or `check_tree(MyTree())` is one line in a test.
+`check_drafter(MyDrafter())`, `check_tree(MyTree())` or `check_policy(MyPolicy(7))` is one line in a test.
 """
 
 import dataclasses
@@ -18,16 +18,18 @@ import numpy as np
 
 from specsparse.engine.noise import seed_words
 from specsparse.errors import UserError
-from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
+from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback, Verdict
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.plan import DrafterPlan
 from specsparse.speculative.loop import check_drafted, traced
+from specsparse.speculative.policies.base import LawView, Policy
 from specsparse.speculative.proof.chain_law import LEVEL, POWER
 from specsparse.speculative.tree import check_parents
 from specsparse.speculative.trees import MAX_NODES
 from specsparse.speculative.trees.base import TreeShape
 from specsparse.speculative.verify import match_verdict, valid_verifiers
 from specsparse.testing.drafting import draft_context, drafted_ids, on_plan
+from specsparse.testing.verifiers import assert_lossless
 
 VOCAB, CAPACITY, GAMMA = 5, 48, 6
 """Ids of the texts, few enough that they repeat themselves; their longest; most nodes asked for."""
@@ -77,6 +79,55 @@ def check_tree(shape: TreeShape) -> None:
     assert shape.max_rows >= 1, f"max_rows {shape.max_rows}"
     assert shape.branches or depth == nodes, f"without branches it is a chain, of {nodes} nodes and not {depth} levels"
     check_drafter(get_drafter("layer_skip", tree=shape, temperature=0.0 if shape.kind is DraftKind.ONE_HOT else 0.8))
+
+
+def check_policy(policy: Policy) -> None:
+    """Refuses a policy that breaks the contract of `policies.base`: budgets fit, rows are independent, the state keeps
+    its structure, one compilation serves all rounds, and the text is not biased by what it drops.
+
+    One that is not `one_hot_only` and drops drafted tokens is certified (`specsparse.certify`).
+
+    Raises:
+        AssertionError: says what is broken.
+    """
+    assert hash(policy) == hash(policy), "its hash changes"
+    batch, traces = 3, list[int]()
+
+    def step(state: Any, ctx: DraftContext, verdict: Verdict, count_B: jax.Array) -> tuple:
+        traces.append(len(ctx.length))
+        budget_B = policy.budget(state, ctx)
+        look = LawView(jnp.zeros_like(ctx.length), *(jnp.full(ctx.length.shape, x) for x in (0.5, 0.6, 1.0, 0.3)))
+        keep_BG = jax.vmap(lambda n: policy.keep(state, jnp.full_like(count_B, n)), out_axes=1)(counts_G)
+        return budget_B, policy.stop(state, look), keep_BG, policy.update(state, verdict, count_B)
+
+    compiled, drops, counts_G = jax.jit(step), False, np.arange(policy.gamma + 1, dtype=np.int32)
+    ctx = draft_context([[1], [2], [3]], capacity=4, budget=[0, 3, 100])
+    state, alone, rng = policy.init(batch), [policy.init(1)] * batch, np.random.default_rng(1)
+    for _ in range(4):
+        tested = rng.integers(0, 5, batch)
+        accepted_B = jnp.array(np.maximum(tested - rng.integers(0, 2, batch), 0), jnp.int32)
+        tested_B = jnp.array(tested, jnp.int32)  # counts are all that a policy reads
+        verdict = Verdict(None, accepted_B + 1, None, accepted_B, tested_B, None, None, None)  # type: ignore[arg-type]
+        count_B = jnp.array(np.where(tested > 0, 4, 0), jnp.int32)
+        before = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+        *said, state = compiled(state, ctx, verdict, count_B)
+        budget_B, stop_B, keep_BG = said
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == before, "its state changes its form"
+        assert budget_B.dtype == keep_BG.dtype == jnp.int32, f"budget is {budget_B.dtype}, keep {keep_BG.dtype}: int32"
+        assert stop_B.dtype == bool, f"stop is {stop_B.dtype}, not bool"
+        most_B = jnp.minimum(ctx.budget, policy.gamma)
+        assert ((budget_B >= 0) & (budget_B <= most_B)).all(), f"budget {budget_B} beyond 0..{most_B}"
+        kept_BG = np.asarray(keep_BG)
+        assert ((kept_BG >= 0) & (kept_BG <= counts_G)).all(), f"it keeps {kept_BG[0]} nodes of {counts_G}"
+        drops = drops or bool((kept_BG < counts_G).any())
+        for b in range(batch):
+            one = jax.tree.map(lambda x, b=b: x[b : b + 1], (ctx, verdict, count_B))
+            *own, alone[b] = compiled(alone[b], *one)
+            same = all((x[0] == y[b]).all() for x, y in zip(own, said, strict=True))
+            assert same, "what it says of a text depends on the batch around it"
+    assert sorted(traces) == [1, batch], "it is compiled again for another round"
+    if drops and not policy.one_hot_only:
+        assert_lossless(policy)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

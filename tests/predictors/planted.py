@@ -6,7 +6,7 @@ import numpy as np
 import specsparse
 from specsparse.kernels.packing.dequant import dequantize, pack_float
 from specsparse.testing import write_tiny_gguf
-from specsparse.testing.predictors import EPS, RANK, D, F, Planted, plant
+from specsparse.testing.predictor_contract import EPS, RANK, D, F, Planted, plant
 
 __all__ = ["EPS", "D", "F", "Planted", "plant", "planted_model", "scores", "true_neurons"]
 

@@ -11,7 +11,7 @@ from specsparse.errors import UserError
 from specsparse.predictors import Needs, get_predictor
 from specsparse.predictors.base import PREDICTORS
 from specsparse.run import conf_dir
-from specsparse.testing.predictors import (
+from specsparse.testing.predictor_contract import (
     PREDICTOR_CHECKS,
     F,
     PredictorCase,
