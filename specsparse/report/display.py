@@ -152,7 +152,6 @@ def condition_lines(
 
 
 def _speedup_lines(faster: Speedup) -> list[str]:
-    """Each quantity with its own interval."""
     pairs = f", {faster.pairs} pairs" if faster.pairs > faster.prompts else ""
     what = "plain / speculative decode time in total, same prompts and tokens, interleaved"
     lines = [f"speed-up {faster.ratio_of_totals:.2f} ({faster.interval.sentence()}{pairs}): {what}"]
@@ -172,7 +171,7 @@ def _speedup_lines(faster: Speedup) -> list[str]:
 
 
 def timing_lines(record: RunRecord) -> list[Text]:
-    """llama.cpp's timing lines, for each side."""
+    """As llama.cpp prints them, for each side."""
     lines = [Text(_time_line("load time", record.load_s))]
     if record.compile_s:
         lines.append(Text(_time_line("compile time", record.compile_s)))

@@ -64,7 +64,6 @@ class ReportedMethod:
 
     @property
     def label(self) -> str:
-        """For legends and tables."""
         return self.without("")
 
     def without(self, key: str) -> str:
@@ -183,7 +182,7 @@ def grouped(methods: Sequence[ReportedMethod], most: int) -> list[str]:
 
 
 def _pair(run: Run, side: str) -> tuple[str, ...]:
-    """Sides of a comparison are named so."""
+    """Drafter and verifier; the sides of a comparison are named by them."""
     if side != SPECULATIVE:
         return tuple(side.split(" x "))
     method = run.record.get("method") or {}
@@ -191,7 +190,7 @@ def _pair(run: Run, side: str) -> tuple[str, ...]:
 
 
 def _differing_parts(pairs: Sequence[tuple[str, ...]]) -> list[str]:
-    """Drafter x verifier without the one that all share; whole beside the sides of a comparison."""
+    """DRAFTER x VERIFIER without the one that all share; both if the number of parts differs."""
     if len({len(pair) for pair in pairs}) > 1:
         return [" x ".join(pair) for pair in pairs]
     kept = [i for i, column in enumerate(zip(*pairs, strict=True)) if len(set(column)) > 1]
@@ -199,7 +198,7 @@ def _differing_parts(pairs: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _told_apart(methods: list[ReportedMethod]) -> list[ReportedMethod]:
-    """Runs of one config, measured anew: by their sweep where that is enough, else by their directories."""
+    """Runs of one config get the name of their sweep if that tells them apart, else the end of their directory."""
     labels = Counter(m.label for m in methods)
     twice = [i for i, m in enumerate(methods) if labels[m.label] > 1]
     if not twice:
@@ -291,7 +290,7 @@ def word(value: object) -> str:
 
 
 def flat(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """A config by dotted keys."""
+    """Keys with dots, and their values."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")

@@ -126,7 +126,6 @@ def _same(rows: Sequence[Json]) -> Json:
 
 
 def _date(run: Run) -> str | None:
-    """To the minute."""
     given = run.manifest.get("date")
     return str(given).replace("T", " ")[:16] if given else None
 

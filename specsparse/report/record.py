@@ -56,7 +56,7 @@ class Pass:
 
     @classmethod
     def from_generation(cls, prompt_id: str, task: str, side: str, repeat: int, generation: Any) -> "Pass":
-        """From what `specsparse.generate` returns."""
+        """From a result of `specsparse.generate`."""
         stats = generation.stats
         times = dataclasses.replace(stats.counters.times, prefill=stats.prefill_s, total=stats.decode_s)
         return cls(
