@@ -41,11 +41,7 @@ def faithful(kernels: Kernels) -> Kernels:
 
 
 def check_types(f: GGUFFile) -> None:
-    """Refuses a file with a type of weights whose rounding is not known.
-
-    Raises:
-        UserError: such a file.
-    """
+    """Refuses, with a UserError, a file with a type of weights whose rounding is not known."""
     for t in f.tensors.values():
         if t.type.name not in _ROUNDED:
             raise UserError(

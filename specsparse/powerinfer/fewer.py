@@ -54,9 +54,6 @@ def gated(model: Model, predictor: Predictor, weights: Sequence[Pytree], *, down
             are and codes become Q8_0: their blocks do not survive the transposition, eight bits lose next to nothing,
             and floats are twice as long.
 
-    Returns:
-        A model whose forward passes have `SparseStats`; its own programs and drafters.
-
     Raises:
         UserError: a model on a mesh, or whose matrices are kept in another form.
     """

@@ -52,11 +52,7 @@ class GpuIndex:
         return np.flatnonzero(self.hot[layer]).astype(np.int32)
 
     def check(self, *, layers: int, d_ff: int, where: str) -> None:
-        """Refuses a placement that was made for another model; `where` begins the line.
-
-        Raises:
-            UserError: another number of layers or neurons.
-        """
+        """Refuses, with a UserError that begins with `where`, a placement of other layers or neurons."""
         other = [len(hot) for hot in self.hot if len(hot) != d_ff]
         if len(self.hot) != layers or other:
             found = f"{other[0]} neurons in a layer" if other else f"{len(self.hot)} layers"
@@ -65,9 +61,7 @@ class GpuIndex:
 
 
 def read_gpuidx(path: str | os.PathLike[str]) -> GpuIndex:
-    """Reads and validates a file.
-
-    Tensors are taken by position, 2i and 2i + 1, as PowerInfer does; their names must agree.
+    """A file's placement. Tensors are taken by position, 2i and 2i + 1, as PowerInfer does; their names must agree.
 
     Raises:
         UserError: no gpuidx file, or one that contradicts itself; the line names the file and the layer.
@@ -142,7 +136,7 @@ def kept_or_solved(
         f: the model's file.
         problem: of this run.
         solve: called if a fresh placement is needed; the result is written to `path`.
-        rule: its name.
+        rule: the name of `solve`.
         path: of the gpuidx file; None is PowerInfer's place for it.
         reset: solve in any case (PowerInfer's --reset-gpu-index).
         disable: no hot neurons, and no file read or written (--disable-gpu-index).

@@ -109,11 +109,8 @@ class HotColdStats(NamedTuple):
 def packer(hot: Sequence[np.ndarray], threshold: float, *, floats: bool, dense_hot: bool = False) -> PackFFN:
     """A `pack_ffn` for `engine.weights.load_params` that keeps hot and cold rows of a PowerInfer file apart.
 
-    Args:
-        hot: L masks bool[F].
-        threshold: of every layer's predictor.
-        floats: predictors as float32, for kernels that compute so.
-        dense_hot: hot neurons are not predicted.
+    `hot` is L masks bool[F]. `floats` makes predictors float32, for kernels that compute so; with `dense_hot`, hot
+    neurons are not predicted.
     """
 
     def rows(tensor: TensorInfo, ids: np.ndarray) -> NeuronRows:

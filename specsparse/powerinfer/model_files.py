@@ -22,7 +22,7 @@ from specsparse.powerinfer.torch_zip import read_torch, write_torch
 from specsparse.support.files import atomically
 
 OUT_TYPES = {"f16": GGML.F16, "q4_0": GGML.Q4_0}
-"""What PowerInfer's down projection computes rightly; every other type gives NaN or garbage there."""
+"""Types that PowerInfer's down projection computes rightly; every other type gives NaN or garbage there."""
 
 _FILE_TYPES = {GGML.F16: 1, GGML.Q4_0: 2}
 _SMALLEST_FFN = 1000

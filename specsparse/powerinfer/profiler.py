@@ -40,11 +40,7 @@ class ActivationStats:
     tokens: int | None = None
 
     def validate(self, *, layers: int, d_ff: int, where: str) -> "ActivationStats":
-        """Itself.
-
-        Raises:
-            UserError: another number of layers or neurons, or a count that is none; `where` begins the line.
-        """
+        """Itself, or a UserError that begins with `where`: other layers or neurons, or a count that is none."""
         if len(self.counts) != layers:
             raise UserError(f"{where}: has activation counts of {len(self.counts)} layers, the model has {layers}")
         for i, c in enumerate(self.counts):

@@ -57,12 +57,8 @@ def make_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor) -> Cal
     `SparseWeights`, and no dense matrix is needed.
 
     The oracle and CATS decide by the gate, so it is read for all neurons and the other two matrices for the kept ones.
-    What native kernels can decide themselves is a `ChosenNeurons`.
-
-    Args:
-        config: of a model whose FFN has no biases (`FFN.from_config` refuses others).
-        kernels: of the model.
-        predictor: any but TEAL, which leaves out inputs and not neurons.
+    What native kernels can decide themselves is a `ChosenNeurons`. The FFN has no biases (`FFN.from_config` refuses
+    others), and TEAL, which leaves out inputs and not neurons, cannot run.
     """
     assert not isinstance(predictor, Teal)
     kind = _InOneCall if isinstance(predictor, InOneCall) else _OneByOne
@@ -108,10 +104,7 @@ def masked_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor | Non
     """The same computed densely and masked, from the layer's dense matrices: the definition, with biases and with
     whatever rounding `kernels` do between the products (F16-faithful mode).
 
-    Args:
-        config: of the model.
-        kernels: of the products.
-        predictor: `layer.sparse` is its own weights; None keeps every activation that is not zero.
+    `layer.sparse` is the predictor's own weights. A predictor None keeps every activation that is not zero.
     """
     act, up_act = parse_activation(config.activation)
     names = ("ffn_gate", "ffn_up") if config.gated else ("ffn_up",)
@@ -153,10 +146,7 @@ def masked_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor | Non
 def rows_packer(threshold: float, *, floats: bool, predictor: bool) -> PackFFN:
     """A `pack_ffn` for `engine.weights.load_params` that packs neurons row by row.
 
-    Args:
-        threshold: of every layer's predictor.
-        floats: matrices as float32, for kernels that compute so.
-        predictor: whether fc1 and fc2 are wanted.
+    `floats` makes all matrices float32, for kernels that compute so; `predictor` packs fc1 and fc2, too.
     """
 
     def pack(own: dict[str, TensorInfo]) -> dict[str, Pytree]:

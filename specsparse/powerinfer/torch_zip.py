@@ -29,7 +29,7 @@ _NAME_OF = {dtype: name for name, dtype in _STORAGES.items()}
 
 
 def read_torch(path: str | os.PathLike[str]) -> Any:
-    """What the file holds: an array, or containers of arrays.
+    """The content of a file: an array, or containers of arrays.
 
     Raises:
         UserError: the file is missing, damaged, older than torch 1.6, or holds anything but tensors and plain values.

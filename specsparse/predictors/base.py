@@ -1,4 +1,4 @@
-"""What a predictor is: it names the neurons of an FFN worth computing for each row, before they are computed."""
+"""The base of predictors: each names the neurons of an FFN worth computing for a row, before they are computed."""
 
 import abc
 import enum
@@ -38,11 +38,7 @@ class FFN:
 
     @staticmethod
     def from_config(config: ModelConfig, kernels: Kernels) -> "FFN":
-        """The FFN of a model.
-
-        Raises:
-            UserError: its FFN has biases, which no predictor here takes into account.
-        """
+        """The FFN of a model, or a UserError if it has biases, which no predictor here takes into account."""
         biased = [name for name in config.biases if name.startswith("ffn_")]
         if biased:
             raise UserError(f"predictors need an FFN without biases, and this model has one on {biased[0]}")
@@ -76,11 +72,8 @@ class FFN:
 
 
 def gate_matrix(layer: Layer) -> QTensor:
-    """The matrix that decides which neurons are active, [F, D]: the gate, or `up` of an ungated FFN.
-
-    Raises:
-        UserError: the layer keeps no dense matrices.
-    """
+    """The matrix that decides which neurons are active, [F, D]: the gate, or `up` of an ungated FFN. A UserError if the
+    layer keeps no dense matrices."""
     found = layer.ffn_gate if layer.ffn_gate is not None else layer.ffn_up
     if found is None or layer.ffn_down is None:
         raise UserError('a predictor is fitted on dense matrices, and this model keeps none: load it with ffn="dense"')
@@ -88,7 +81,7 @@ def gate_matrix(layer: Layer) -> QTensor:
 
 
 class Needs(enum.Enum):
-    """What `fit` reads beside the layer's own weights."""
+    """The data that `fit` reads beside the layer's own weights."""
 
     NOTHING = "nothing"
     TEXT = "rows of any text"
@@ -114,7 +107,7 @@ class Predictor(abc.ABC):
     @property
     @abc.abstractmethod
     def needs(self) -> Needs:
-        """What `fit` reads."""
+        """The data that `fit` reads."""
 
     @abc.abstractmethod
     def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> Pytree:

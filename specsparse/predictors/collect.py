@@ -1,4 +1,4 @@
-"""What predictors are fitted to: residuals before `ffn_norm` of every layer, from running a model over text."""
+"""Residuals before `ffn_norm` of every layer, from running a model over text: predictors are fitted to them."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -35,7 +35,7 @@ def watched(
     params: Params | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[np.ndarray]:
-    """What `watch` says of every FFN's input, stacked over the layers: window by window, each on its own.
+    """The results of `watch` on every FFN's input, stacked over the layers: window by window, each on its own.
 
     Args:
         model: any.
@@ -82,15 +82,8 @@ def collect(
 
 
 def self_generated(model: Model, *, tokens: int = 128, texts: int = 4, seed: int = 0) -> np.ndarray:
-    """int32[texts, tokens]: texts that the model writes itself, if nobody gives one: its own distribution at
-    temperature 1, each after its first token (BOS).
-
-    Args:
-        model: any.
-        tokens: of each text, at most the model's context.
-        texts: how many, written side by side.
-        seed: of the draws.
-    """
+    """int32[texts, tokens]: texts that the model writes itself, side by side: draws from its own distribution at
+    temperature 1, each after its first token (BOS), cut to the context."""
     tokens = min(tokens, model.config.context_length)
     capacity = model.capacity_for(tokens)
     begin_B = jnp.full((texts,), model.tokenizer.bos_id or 0, jnp.int32)

@@ -163,7 +163,7 @@ def _ratio(part: float, whole: float) -> float:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a predictor costs for one token in one layer, beside the dense FFN.
+    """The cost of a predictor for one token in one layer, beside the dense FFN.
 
     Attributes:
         predictor_bytes: weights that the prediction reads. An oracle reads nothing: it is a bound, not a method.
@@ -276,13 +276,8 @@ class Evaluator:
         *,
         progress: Callable[[int], None] | None = None,
     ) -> Evaluation:
-        """Judges a predictor of this model's `ffn`.
-
-        Args:
-            predictor: what is judged.
-            weights: of each layer; None if the predictor fits itself to each prompt.
-            progress: called with the windows done.
-        """
+        """Judges a predictor of this model's `ffn`; `weights` of each layer are None if it fits itself to each prompt.
+        `progress` is called with the windows done."""
 
         def masked_ffn(layer: Layer, x_RD, n_valid_B):
             a_RF, _ = kept_neurons(predictor, self.ffn, layer.sparse, layer, x_RD, n_valid_B)
@@ -335,13 +330,8 @@ def quality_in_chunks(dense: Model, model: Model, windows_Wn: np.ndarray, *, row
     """Both models on the second half of each window, after the dense one has read the first for both.
 
     By contract C1 `rows` changes nothing; for a rule that looks at the rows of a pass together (`UnionCap`) it does,
-    and passes of `rows` right tokens are what a verification sees at best.
-
-    Args:
-        dense: the model that is compared with.
-        model: another FFN on the same weights.
-        windows_Wn: int32[W, n], n even.
-        rows: tokens that `model` reads at once.
+    and passes of `rows` right tokens are what a verification sees at best. `model` is another FFN on the weights of
+    `dense`, and reads `rows` tokens at once; the windows int32[W, n] have an even n.
     """
     half = windows_Wn.shape[1] // 2
     whole, chunks = _reader(dense), _reader(model)

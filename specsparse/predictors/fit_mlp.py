@@ -41,11 +41,7 @@ class Labels:
 
 
 def need_zeros(ffn: FFN, active_share: float | None) -> None:
-    """An FFN without zeros has no active neurons but by a share.
-
-    Raises:
-        UserError: such an FFN, and no `active_share`.
-    """
+    """Refuses, with a UserError, an FFN without zeros and no `active_share`: no neuron is active but by a share."""
     if active_share is None and not ffn.has_zeros:
         raise UserError(
             "with SiLU no neuron is ever zero, so there is nothing to learn: give train.active_share=0.3 to call the "
@@ -112,7 +108,7 @@ class Matrices(NamedTuple):
 
 
 class FitState(NamedTuple):
-    """What a restart needs: a pytree of arrays.
+    """All that a restart needs: a pytree of arrays.
 
     Attributes:
         matrices, optimiser: as they are.
@@ -151,12 +147,9 @@ class LayerTrainer:
     Args:
         options: how.
         layer: with its gate, for the start.
-        rows_ND: f32[N, D] residuals.
+        rows_ND: f32[N, D] residuals; a UserError if they are too few.
         labels: of those rows.
         index: of the layer.
-
-    Raises:
-        UserError: too few rows.
     """
 
     def __init__(self, options: FitOptions, layer: Layer, rows_ND: np.ndarray, labels: Labels, index: int = 0):
@@ -268,11 +261,7 @@ def _judge(matrices: Matrices, x_RD: jax.Array, bits: jax.Array, weight: jax.Arr
 def save_predictors(
     path: Path, pairs: Sequence[tuple[np.ndarray, np.ndarray]], *, threshold: float = 0.0, dtype: type = np.float32
 ) -> None:
-    """Writes (fc1 [r, D], fc2 [F, r]) of every layer, in layer order, as float32 or float16, to one safetensors file.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Writes (fc1 [r, D], fc2 [F, r]) of every layer, in order, as float32 or float16, to one safetensors file."""
     tensors = {}
     for i, (fc1, fc2) in enumerate(pairs):
         tensors |= {f"layers.{i}.fc1.weight": fc1.astype(dtype), f"layers.{i}.fc2.weight": fc2.astype(dtype)}
@@ -280,7 +269,7 @@ def save_predictors(
 
 
 def load_pairs(path: Path) -> tuple[list[tuple[np.ndarray, np.ndarray]], float]:
-    """What `save_predictors` wrote: pairs and threshold.
+    """Pairs and threshold that `save_predictors` wrote.
 
     Raises:
         UserError: no such file, a damaged one, or one of another kind.

@@ -42,7 +42,7 @@ _FORMAT = "specsparse.training.texts"
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What text is made.
+    """The text to make.
 
     Attributes:
         batch: prompts answered together, of like lengths.
@@ -136,12 +136,7 @@ def answer(
 ) -> list[Text]:
     """The model's answers to prompts of token ids, decoded together; plain decoding's tokens.
 
-    Args:
-        model: the target.
-        prompts: int32[n] each.
-        params: of each.
-        seed: of the draws, with a prompt's place among the prompts.
-        least: all end when no larger share of them goes on.
+    `seed` is of the draws, with a prompt's place among the prompts. All end when no larger share than `least` goes on.
     """
     sequences = [Request(p, s, seed, i) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
     session = Session(model, sequences, Method())
@@ -163,11 +158,8 @@ def encode(model: Model, text: str, *, chat: bool) -> np.ndarray:
 
 
 def make_shard(model: Model, options: DataOptions, index: int) -> list[Text]:
-    """The answers of file `index`: the same whenever and in whatever order files are made.
-
-    Raises:
-        UserError: hardly a prompt is short enough.
-    """
+    """The answers of file `index`: the same whenever and in whatever order files are made. A UserError if hardly a
+    prompt is short enough."""
     count = options.batch * options.batches
     limit = min(options.prompt_tokens, model.config.context_length - 2)
     numbers, prompts = iter(range(1000 * count)), []
@@ -235,18 +227,8 @@ def generate(
     tokens: int,
     progress: Callable[[TextWritten], None] | None = None,
 ) -> list[Path]:
-    """Makes shards in `folder` until their answers hold `tokens` tokens; those that are there are not made again.
-
-    Args:
-        model: the target.
-        options: what text.
-        folder: made if it is not there.
-        tokens: of answers, at least.
-        progress: called after each shard.
-
-    Returns:
-        The files, in order.
-    """
+    """Shards in `folder`, in order, whose answers hold at least `tokens` tokens; those that are there are not made
+    again. `progress` is called after each."""
     paths, done, made, spent = [], 0, 0, 0.0
     while done < tokens:
         path, before = folder / f"texts_{len(paths):05d}.safetensors", time.perf_counter()

@@ -81,11 +81,7 @@ class PackedTexts(NamedTuple):
 
 
 def check(config: ModelConfig) -> None:
-    """Refuses a model that this function is not of.
-
-    Raises:
-        UserError: its FFN has no gate or no SiLU, its output is normalised, or it has biases.
-    """
+    """Refuses, with a UserError, a model whose FFN has no gate or no SiLU or is normalised, or that has biases."""
     config.check_sums("turning FFNs to ReLU")
     if config.activation != "silu" or not config.gated or config.biases:
         found = f"biases ({config.biases[0]})" if config.biases else f"activation={config.activation}"
@@ -96,11 +92,7 @@ def check(config: ModelConfig) -> None:
 
 
 def frozen_layers(model: Model, positions: int) -> FrozenLayers:
-    """The norms and the attention of a dense model, dequantised.
-
-    Raises:
-        UserError: kernels that do not keep matrices packed.
-    """
+    """The norms and the attention of a dense model, dequantised."""
     model.check_packed("training")
     layers, config = model.params.layers, model.config
 
@@ -198,15 +190,9 @@ def collect_inputs(
     rows: int,
     progress: Callable[[int], None] | None = None,
 ) -> list[Path]:
-    """Files of the normalised inputs float16[L, n, D] of every FFN; those that are there are not made again.
-
-    Args:
-        model: the original, dense.
-        windows: texts that share a window, see `text_windows.pack`.
-        folder: of the files.
-        rows: of a window.
-        progress: called with the windows done.
-    """
+    """Files in `folder` of the normalised inputs float16[L, n, D] of every FFN of a dense original; those that are
+    there are not made again. `windows` are texts that share one of `rows` rows, as `text_windows.pack` puts them;
+    `progress` is called with the windows done."""
 
     @jax.jit
     def inputs(embedding, frozen: FrozenLayers, ffn: FfnMatrices, texts: PackedTexts):
@@ -228,11 +214,7 @@ def collect_inputs(
 
 
 def layer_inputs(paths: Sequence[Path], layer: int) -> np.ndarray:
-    """float16[n, D]: the inputs of layer `layer`, over all files.
-
-    Raises:
-        UserError: a damaged file.
-    """
+    """float16[n, D]: the inputs of a layer, over all files; a UserError for a damaged one."""
     found = []
     for path in paths:
         try:
@@ -245,11 +227,7 @@ def layer_inputs(paths: Sequence[Path], layer: int) -> np.ndarray:
 
 def write_relu(f: GGUFFile, ffn: FfnMatrices, path: str | os.PathLike[str], kind: GGML) -> Path:
     """Writes `f` with the FFNs of `ffn` (leading axis L) in `kind` and ReLU at the gate, as a plain GGUF that says its
-    activation; all else keeps its bytes.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    activation; all else keeps its bytes."""
     named = [(name, i, layer) for name in FfnMatrices._fields for i, layer in enumerate(getattr(ffn, name))]
     new = {f"blk.{i}.ffn_{name}.weight": layer for name, i, layer in named}
 

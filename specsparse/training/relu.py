@@ -179,12 +179,7 @@ def judge(ffn: FfnMatrices, original: FfnMatrices, z_nD: np.ndarray) -> Judged:
 
 
 class Rebuilder:
-    """Rebuilds layers of one shape with one compiled step.
-
-    Args:
-        options: how.
-        tokens: inputs that a layer is given.
-    """
+    """Rebuilds layers of one shape, from `tokens` inputs each, with one compiled step."""
 
     def __init__(self, options: LayerOptions, tokens: int):
         self.options, self.steps = options, max(1, round(options.passes * tokens / min(options.layer_batch, tokens)))
@@ -288,7 +283,7 @@ class DistillOptions:
 
 
 class DistillState(NamedTuple):
-    """What a restart needs.
+    """All that a restart needs.
 
     Attributes:
         ffn: of all layers, before rounding.
@@ -304,7 +299,7 @@ class DistillState(NamedTuple):
 
 
 class DistillBatch(NamedTuple):
-    """What a step reads: texts, and int32[c], different ids that the softmax runs over."""
+    """A step's texts, and int32[c], different ids that its softmax runs over."""
 
     texts: PackedTexts
     ids: np.ndarray
@@ -353,13 +348,7 @@ def straight_through(w: jax.Array) -> jax.Array:
 
 
 class Distiller:
-    """Trains the FFNs of one model, step by step; a step depends on state and texts alone.
-
-    Args:
-        model: the original.
-        options: how.
-        act: of the gate.
-    """
+    """Trains the FFNs of an original, step by step; a step depends on state and texts alone."""
 
     def __init__(self, model: Model, options: DistillOptions, *, act: Callable = jax.nn.relu):
         self.model, self.options, self.config, self._act = model, options, model.config, act

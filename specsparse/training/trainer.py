@@ -65,7 +65,7 @@ class TrainOptions:
 
 
 class TrainState(NamedTuple):
-    """What a restart needs: a pytree of arrays.
+    """All that a restart needs: a pytree of arrays.
 
     Attributes:
         weights, optimiser: as they are.

@@ -58,15 +58,8 @@ def train(
     steps: int,
     on_step: OnStep | None = None,
 ) -> State:
-    """The state after `steps` steps, those that it has done already included.
-
-    Args:
-        state: from where.
-        batches: of the steps to come.
-        step: gives the next state and the losses before it.
-        steps: in all.
-        on_step: called after each with the steps done, the state, the losses and the batch.
-    """
+    """The state after `steps` steps, those that it has done already included; `batches` are of the steps to come, and
+    `step` gives the next state and the losses before it."""
     for done in range(int(state.step) + 1, steps + 1):
         batch = next(batches)
         state, losses = step(state, batch)
