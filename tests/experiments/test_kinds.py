@@ -447,12 +447,12 @@ def test_synthetic_acceptance_through_the_loop(cfg, tmp_path):
 
 def test_synthetic_goes_with_itself_and_with_chains():
     made = get_drafter("synthetic", gamma=3, rate=0.25)
-    assert resolve(MethodSpec(made)).verifier.rule.conditional == (0.25,) * 3
+    assert resolve(MethodSpec(made)).verifier.rule.conditional(3) == (0.25,) * 3
     options = {"process": "geometric", "rate": None}
-    assert resolve(MethodSpec(made, Choice("synthetic", options))).verifier.rule == made.rates
+    assert resolve(MethodSpec(made, Choice("synthetic", options))).verifier.rule == made.acceptance
     lookup, warm = get_drafter("prompt_lookup", gamma=2), SamplingParams(temperature=1.0)
     made_up = resolve(MethodSpec(lookup, Choice("synthetic", {"rate": 0.9}), sampling=warm)).verifier
-    assert made_up.rule.conditional == (0.9, 0.9)
+    assert made_up.rule.conditional(2) == (0.9, 0.9)
     with pytest.raises(UserError, match="choose verifier=synthetic"):
         resolve(MethodSpec(made, "greedy"))
     with pytest.raises(UserError, match=r"verifier.speed is no option of synthetic"):
