@@ -38,13 +38,13 @@ class CheckBeforeStart:
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
         """Shows one table over all runs of a sweep; exit code 2 if none of them could run."""
-        from specsparse.experiments import sweep_table
+        from specsparse.experiments import sweeps
         from specsparse.support import terminal
 
         directory = Path(str(config.hydra.sweep.dir))
-        if not sweep_table.records(directory):
+        if not sweeps.records(directory):
             raise SystemExit(fail("no combination of the sweep could run, see the lines above"))
-        sweep_table.show(directory, terminal.console())
+        sweeps.show(directory, terminal.console())
 
     def __getattr__(self, name: str) -> Any:
         """Hydra calls every hook of a callback; the others do nothing."""
@@ -98,12 +98,12 @@ def _cell(cfg: Any, checked: Any, directory: Path) -> float | None:
 
 def _run(cfg: Any, checked: Any, directory: Path) -> float | None:
     """Runs, alone on this machine if time is measured; a broken promise ends the program with exit code 1."""
-    from specsparse.experiments import runner, stopped
+    from specsparse.experiments import runner
     from specsparse.measure import lock
 
     _say_place()
     alone = lock.turn(lambda line: print(line, flush=True)) if checked.kind.timed else contextlib.nullcontext()
-    with stopped.recorded(cfg, directory), alone:
+    with runner.stoppable(cfg, directory), alone:
         found = runner.run(cfg, directory, checked=checked)
     if not found.as_promised:
         raise SystemExit(1)

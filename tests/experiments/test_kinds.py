@@ -14,7 +14,7 @@ import specsparse
 from specsparse import run
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.experiments import runner, sweep_table
+from specsparse.experiments import runner, sweeps
 from specsparse.experiments.compose.config import from_omegaconf
 from specsparse.experiments.compose.shorthand import shorthand
 from specsparse.experiments.kinds import certify as certify_kind
@@ -366,7 +366,7 @@ def a_sweep(directory):
 def shown(directory, width):
     """The lines without the footnote, which is there and fits."""
     out = io.StringIO()
-    sweep_table.show(directory, Console(file=out, width=width))
+    sweeps.show(directory, Console(file=out, width=width))
     lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip(" ─")]
     at = next(i for i, line in enumerate(lines) if line.startswith("tokens/pass: "))
     assert " ".join(" ".join(lines[at:-1]).split()).endswith("1 + accepted tokens / rounds that drafted")
@@ -411,7 +411,7 @@ def test_the_table_of_a_sweep_is_whole_on_a_narrow_terminal(tmp_path):
 def test_a_row_of_a_sweep_is_one_line_in_a_pipe(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     last = a_sweep(tmp_path)
-    sweep_table.show(tmp_path, terminal.console())
+    sweeps.show(tmp_path, terminal.console())
     rows = [columns(line) for line in capsys.readouterr().out.splitlines()]
     assert ["drafter", "gamma", *HEADINGS] in rows and ["suffix", "16", *last] in rows
 
@@ -424,16 +424,16 @@ def test_a_sweep_says_which_of_its_cells_are_tied_or_impossible():
         return {"name": "s", "summary": summary, "config": {"policy": {"gamma": gamma}}}
 
     cells = [cell(1, 1.1, 2.0), cell(2, 1.4, 1.3), cell(4, 1.5, 2.0)]
-    assert [str(rank) for rank in sweep_table.ranks(cells)] == ["3", "1=", "1="]
-    tied, impossible = sweep_table.lines(cells)
+    assert [str(rank) for rank in sweeps.ranks(cells)] == ["3", "1=", "1="]
+    tied, impossible = sweeps.lines(cells)
     assert tied == conditions.TIED
     assert impossible.startswith("gamma 2: speed-up 1.40 is impossible with 1.30 tokens per target pass")
     for each, plain in zip(cells, (160.0, 102.0, 150.0), strict=True):
         each["summary"]["conditions"] = Conditions(20e9, plain_tokens_per_second=plain).to_dict()
-    assert sweep_table.lines(cells)[1].startswith("taken more than 10% apart: plain decoding 102.0 to 160.0 tok/s")
+    assert sweeps.lines(cells)[1].startswith("taken more than 10% apart: plain decoding 102.0 to 160.0 tok/s")
     one = cell(1, 1.1, 2.0)
     one["summary"]["speedup"] |= {"prompts": 1, "low": 1.1, "high": 1.1}  # as older records have it
-    assert [r and str(r) for r in sweep_table.ranks([one, *cells[:2]])] == [None, "2", "1"]
+    assert [r and str(r) for r in sweeps.ranks([one, *cells[:2]])] == [None, "2", "1"]
 
 
 def test_synthetic_acceptance_through_the_loop(cfg, tmp_path):

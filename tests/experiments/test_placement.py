@@ -12,7 +12,7 @@ from specsparse.data.devices import Device
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
-from specsparse.experiments import runner, sweep_table
+from specsparse.experiments import runner, sweeps
 from specsparse.experiments.kinds.placement import activations, decoded
 from specsparse.experiments.kinds.placement.settings import PlacementSpec
 from specsparse.measure import machine
@@ -164,7 +164,7 @@ def test_a_sweep_ends_with_table_csv_and_figure(cfg, tmp_path):
     given = changed(cfg, "placement", activations=str(tmp_path / "1" / "activations.safetensors"))
     play(replaced(given, vram_budget=0.6 * MIB), tmp_path / "0")
     out = io.StringIO()
-    sweep_table.show(tmp_path, Console(file=out, width=200))
+    sweeps.show(tmp_path, Console(file=out, width=200))
     with (tmp_path / "vram_budget.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [float(r["budget_mib"]) for r in rows] == pytest.approx([0.3, 0.6], rel=1e-3)

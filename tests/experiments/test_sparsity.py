@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 
 from specsparse.errors import UserError
-from specsparse.experiments import runner, sweep_table
+from specsparse.experiments import runner, sweeps
 from specsparse.experiments.compose.config import from_omegaconf
 from specsparse.experiments.kinds.sparse.sparsity import SparsitySpec
 from specsparse.experiments.settings import FfnSpec, ModelSpec
@@ -106,7 +106,7 @@ def test_thresholds_of_a_powerinfer_file_and_the_table_of_a_sweep(cfg, files, tm
         assert point.speedup is None and point.quality.name == "mlp"
     assert kept[0] == 1.0 and 0.3 < kept[1] < 0.7 and kept[2] == 0.0
     out = io.StringIO()
-    sweep_table.show(tmp_path, Console(file=out, width=200))
+    sweeps.show(tmp_path, Console(file=out, width=200))
     heading, first = out.getvalue().splitlines()[1].split(), out.getvalue().splitlines()[3].split()
     assert heading[:2] == ["values", "kept"] and first[:2] == ["[-1000000000.0]", "100.0%"]
     assert "[0.0]" in out.getvalue() and f"records: {tmp_path}" in out.getvalue()

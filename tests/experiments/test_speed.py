@@ -273,7 +273,7 @@ def test_a_verifier_that_keeps_the_law_only_may_differ(cfg, tmp_path):
     cfg = replace(cfg, verifier=Choice("delta"), sampling={"temperature": 1.0})
     found, text = play(cfg, tmp_path, FakeEngine(wrong=True, verifier="delta"))
     assert found.as_promised and found.result.method["label"] == "lossless in law"
-    assert "keeps the law only" in text
+    assert "keeps the distribution only" in text
 
 
 def test_plain_decoding_alone(cfg, tmp_path):

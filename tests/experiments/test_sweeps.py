@@ -15,7 +15,7 @@ import pytest
 
 from specsparse import run
 from specsparse.errors import UserError
-from specsparse.experiments import runner, sweep_table, sweeps, trackers
+from specsparse.experiments import runner, sweeps, trackers
 from specsparse.measure import lock as timing_lock
 from specsparse.report import runs
 from specsparse.support import files
@@ -195,7 +195,7 @@ def test_a_stopped_run_says_so_and_is_not_finished(tmp_path, cells, stopped, cap
     record = json.loads((cell / "record.json").read_text())
     assert record["state"] == "stopped" and record["passes"] == 1 and record["config"]["policy"]["gamma"] == 2
     assert (cell / "prompts.jsonl").read_text() == '{"gamma": 2}\n'
-    assert len(sweep_table.records(cell.parent)) == 1
+    assert len(sweeps.records(cell.parent)) == 1
     assert [r.directory.name for r in runs.find([cell.parent])] == ["0"]
     stopped["signal"] = None
     cells.clear()

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from specsparse.cli import main as cli
 from specsparse.errors import UserError
-from specsparse.experiments import sweep_table, sweeps
+from specsparse.experiments import sweeps
 from specsparse.experiments.kinds import compare
 from specsparse.experiments.methods import findings
 from specsparse.measure import conditions
@@ -532,7 +532,7 @@ def test_record_comparison_and_page_give_one_interval(tmp_path):
     assert entry.groups["all"].speedup.interval == pytest.approx(method.speedup())
     ends, note = f"{found['low']:.2f}-{found['high']:.2f}", "rounds that drafted"
     comparison = compare.Comparison((entry,), ())
-    for table in (compare.table(comparison), sweep_table.table([dict(method.run.record)] * 2)):
+    for table in (compare.table(comparison), sweeps.table([dict(method.run.record)] * 2)):
         assert ends in terminal(table) and note in " ".join(terminal(table).split())
     assert any("over 9 passes" in line for line in compare.lines(comparison))  # 12 less 3 to stand beside
     page_text = pages.write(runs.find([tmp_path / "run"]), tmp_path / "page", title="t").page.read_text()
@@ -546,11 +546,11 @@ def test_one_pair_has_no_interval_anywhere(tmp_path):
     assert run.summary["speedup"]["low"] is None
     named = [sides[0], replace(sides[1], side="lookup")]
     entry = compare.entry("lookup", get_verifier("greedy"), named, named, bytes_per_pass=1, bandwidth=None)
-    for table in (compare.table(compare.Comparison((entry,), ())), sweep_table.table([dict(run.record)] * 2)):
+    for table in (compare.table(compare.Comparison((entry,), ())), sweeps.table([dict(run.record)] * 2)):
         assert "2.00" in terminal(table) and "2.00-2.00" not in terminal(table)
     old = {**run.record, "summary": {**run.summary, "speedup": {"ratio_of_totals": 2.0, "low": 2.0, "high": 2.0,
                                                                "prompts": 1}}}  # fmt: skip
-    assert "2.00-2.00" not in terminal(sweep_table.table([old, old]))
+    assert "2.00-2.00" not in terminal(sweeps.table([old, old]))
     groups = record.groups(sides, bytes_per_pass=1, read_bandwidth=None)
     found = record.RunRecord("s", {}, groups, None, 0.0, None, 0.0, None, 1)
     nothing = SimpleNamespace(policies=())

@@ -130,13 +130,13 @@ class Compare(Kind[CompareSettings]):
 
     def check(self, cfg: CompareSettings) -> None:
         """Unknown names, and lists without a valid pair are refused."""
-        decoding.check(cfg, [resolve(measured.spec_of(pair)) for pair in pairs(cfg)[0].values()])
+        decoding.check(cfg, map(measured.spec_of, pairs(cfg)[0].values()))
 
     def run(self, cfg: CompareSettings, lab: Lab) -> Found:
         """Decodes and ranks, with a line of prompts.jsonl for each pass."""
         started, console = time.perf_counter(), lab.console
         chosen, refused = pairs(cfg)
-        bench = decoding.prepare(cfg, lab, [resolve(measured.spec_of(pair)) for pair in chosen.values()])
+        bench = decoding.prepare(cfg, lab, map(measured.spec_of, chosen.values()))
         chosen = {name: measured.filled(pair, bench.model, console) for name, pair in chosen.items()}
         specs = {name: measured.spec_of(pair) for name, pair in chosen.items()}
         sides = {name: spec.arguments() for name, spec in specs.items()}
@@ -163,11 +163,7 @@ class Compare(Kind[CompareSettings]):
             for name, method in sides.items()
         ]
         found = Comparison(tuple(sorted(entries, key=lambda e: -e.speedup)), refused, taken, passes.repeats)
-        predicted = {}
-        if costs is not None:
-            table_, costed = costs
-            made = {e.name: findings.predict(e.name, e.groups, table_, costed[e.name]) for e in found.entries}
-            predicted = {name: one for name, one in made.items() if one is not None}
+        predicted = {} if costs is None else findings.predictions({e.name: e.groups for e in found.entries}, *costs)
         title = Text(f"{cfg.name}: {len(sides)} methods on {len(bench.jobs)} prompts", style="bold")
         said = [Text(line, style="dim") for line in lines(found)]
         return Found(

@@ -25,12 +25,12 @@ class Speed(Kind[DecodingSettings]):
 
     def check(self, cfg: DecodingSettings) -> None:
         """What `decoding.check` finds wrong, and a drafter, policy or verifier that does not fit are refused."""
-        decoding.check(cfg, [resolve(measured.spec_of(cfg))])
+        decoding.check(cfg, [measured.spec_of(cfg)])
 
     def run(self, cfg: DecodingSettings, lab: Lab) -> Found:
         """Decodes, with a line of prompts.jsonl for each pass."""
         started = time.perf_counter()
-        bench = decoding.prepare(cfg, lab, [resolve(measured.spec_of(cfg))])
+        bench = decoding.prepare(cfg, lab, [measured.spec_of(cfg)])
         spec = measured.spec_of(measured.filled(cfg, bench.model, lab.console))
         method = spec.arguments()
         tracker = lab.tracker

@@ -26,7 +26,7 @@ from specsparse.measure.speedups import Repeats, Width
 from specsparse.models import catalogue
 from specsparse.report import display, record
 from specsparse.report.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
-from specsparse.runtime.method import Method
+from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.runtime.results import Generation
 from specsparse.runtime.stepped import RoundView, Watch
 from specsparse.speculative.base import Verifier
@@ -55,27 +55,28 @@ class Bench:
     load_s: float
 
 
-def check(cfg: DecodingSettings, methods: Iterable[Method], *, union_cap: bool = False) -> None:
+def check(cfg: DecodingSettings, specs: Iterable[MethodSpec], *, union_cap: bool = False) -> None:
     """What can be found wrong without loading the model, so that a mistake costs no time and leaves no directory.
 
     Args:
         cfg: the run.
-        methods: those that it decodes with, resolved without a model.
+        specs: of the methods that it decodes with.
         union_cap: whether the kind can decode with one.
 
     Raises:
-        UserError: no such model file or prompts, or a prompt's file that does not parse. If the model and a draft model
-            are missing, one line says so.
+        UserError: parts of a method that do not fit, no such model file or prompts, or a prompt's file that does not
+            parse. If the model and a draft model are missing, one line says so.
     """
+    methods = [resolve(spec) for spec in specs]
     sparse_model.check(cfg, union_cap=union_cap)
     prompts_of(cfg)
     named = {"model.path": cfg.model.path}
     for method in methods:
-        named |= {f"drafter.{option}": spec for option, spec in method.files.items()}
+        named |= {f"drafter.{option}": file for option, file in method.files.items()}
     missing = {}
-    for key, spec in named.items():
+    for key, file in named.items():
         try:
-            catalogue.resolve(spec)
+            catalogue.resolve(file)
         except catalogue.NotHere as error:
             missing[key] = next(iter(error.wanted.values()))
     if missing:
@@ -108,14 +109,14 @@ def label(verifier: Verifier | str) -> str:
     return "lossless in law" if isinstance(verifier, str) or verifier.lossless else "lossy"
 
 
-def prepare(cfg: DecodingSettings, lab: Lab, methods: Iterable[Method] = ()) -> Bench:
+def prepare(cfg: DecodingSettings, lab: Lab, specs: Iterable[MethodSpec] = ()) -> Bench:
     """Loads the model, as wide as these methods need it where nobody says, and encodes the prompts.
 
     Where steps have one width, all prompts share a size of caches.
     """
     started = time.perf_counter()
     model = sparse_model.load(cfg, lab)
-    model = model.holding(1 + max((method.max_nodes for method in methods), default=0))
+    model = model.holding(1 + max((resolve(spec).max_nodes for spec in specs), default=0))
     load_s = time.perf_counter() - started
     jobs = prepared_prompts(cfg, lab.engine, model)
     longest = max((len(job.ids) for job in jobs), default=0)

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from specsparse.engine.model import Model
 from specsparse.experiments.methods.decoding import Passes
+from specsparse.experiments.methods.measured import shape_of
 from specsparse.experiments.settings import MethodSettings
 from specsparse.measure import intervals, speedups
 from specsparse.measure.costs import measuring
@@ -22,7 +23,6 @@ from specsparse.runtime import metrics
 from specsparse.runtime.method import Method
 from specsparse.runtime.metrics import Times
 from specsparse.runtime.timing_cache import CostTable
-from specsparse.speculative.trees import get_tree
 from specsparse.support import tables
 from specsparse.support.files import Json
 
@@ -179,7 +179,7 @@ def costs_of(
     table = None
     for name, (cfg, method) in methods.items():
         drafter, options = cfg.drafter.name, cfg.drafter.options
-        tree = get_tree(cfg.tree.name, **cfg.tree.options)
+        tree = shape_of(cfg)
         if tree is None:
             table, key = measuring.table_for(model, drafter, options, bar=bar)
         else:
@@ -209,6 +209,14 @@ def predict(name: str, groups: Mapping[str, Group], table: CostTable, costed: Co
     rows = side.counters.num_draft_tokens / max(side.counters.num_drafts, 1)
     c, c0 = clock.costs(candidate, costed.room)
     return Prediction(at.speedup, at.low, at.high, whole.speedup.ratio_of_totals, clock.v(rows + 1), c, c0, rows)
+
+
+def predictions(
+    groups: Mapping[str, Mapping[str, Group]], table: CostTable, costed: Mapping[str, Costed]
+) -> dict[str, Prediction]:
+    """Of all methods that drafted, by name; `groups` are their passes by task."""
+    made = {name: predict(name, own, table, costed[name]) for name, own in groups.items()}
+    return {name: one for name, one in made.items() if one is not None}
 
 
 def prediction_summary(found: Mapping[str, Prediction]) -> Json:

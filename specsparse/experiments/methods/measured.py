@@ -22,6 +22,7 @@ from specsparse.speculative.policies import over_tree
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.policies.cost import KEPT
 from specsparse.speculative.trees import CHAIN, TREES, get_tree
+from specsparse.speculative.trees.base import TreeShape
 from specsparse.speculative.trees.static import DRAWS, Sequoia, StaticTree
 from specsparse.support.files import conf_dir
 from specsparse.support.registry import Choice
@@ -44,9 +45,14 @@ def spec_of(cfg: MethodSettings) -> MethodSpec:
     return MethodSpec(cfg.drafter, cfg.verifier, policy, cfg.tree, cfg.params)
 
 
+def shape_of(cfg: MethodSettings) -> TreeShape | None:
+    """The shape of the drafts, as far as it is known; None for chains."""
+    return get_tree(cfg.tree.name, **cfg.tree.options)
+
+
 def gamma_of(cfg: MethodSettings) -> int:
     """Most nodes that the policy may allow; those of a tree are no draft lengths."""
-    shape, options = get_tree(cfg.tree.name, **cfg.tree.options), {"gamma": cfg.policy.gamma, **cfg.policy.options}
+    shape, options = shape_of(cfg), {"gamma": cfg.policy.gamma, **cfg.policy.options}
     return (options if shape is None else over_tree(cfg.policy.name, options, shape.max_nodes))["gamma"]
 
 
@@ -95,7 +101,7 @@ def _times_are_left_out(cfg: MethodSettings) -> bool:
 
 def _kept_times(cfg: MethodSettings, model: Model) -> dict[str, object]:
     """v, c and c0 without measuring: what was kept, or a guess."""
-    gamma, shape = gamma_of(cfg), get_tree(cfg.tree.name, **cfg.tree.options)
+    gamma, shape = gamma_of(cfg), shape_of(cfg)
     share = resolve(MethodSpec(cfg.drafter, policy=Fixed(gamma)), model).share
     levels = None if shape is None else shape.max_depth
     return policy_times(model, gamma, cfg.drafter.name, cfg.drafter.options, share=share, levels=levels)
@@ -174,7 +180,7 @@ def drafting_rows(
         bar: shows progress.
     """
     for cfg in chosen:
-        shape, alpha = get_tree(cfg.tree.name, **cfg.tree.options), None
+        shape, alpha = shape_of(cfg), None
         if shape is None:
             alpha = _rates(cfg, model, None, prompts, bar)[0]
             table, key = measuring.table_for(model, cfg.drafter.name, cfg.drafter.options, bar=bar)

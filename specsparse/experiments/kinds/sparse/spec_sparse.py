@@ -42,7 +42,6 @@ from specsparse.predictors.evaluate import matrices, quality_in_chunks
 from specsparse.report import display
 from specsparse.report.record import SAME_TEXT_VERIFIERS, Pass
 from specsparse.runtime import metrics
-from specsparse.runtime.method import resolve
 from specsparse.runtime.metrics import Counters
 from specsparse.support import terminal
 
@@ -69,13 +68,13 @@ class SpecSparse(Kind[SpecSparseSettings]):
 
     def check(self, cfg: SpecSparseSettings) -> None:
         """A dense FFN, plain decoding, and what `decoding.check` finds wrong are refused."""
-        method = resolve(measured.spec_of(cfg))
-        decoding.check(cfg, [method], union_cap=True)
+        spec = measured.spec_of(cfg)
+        decoding.check(cfg, [spec], union_cap=True)
         if cfg.ffn.name in (None, "dense"):
             raise UserError(
                 "kind=spec_sparse compares a sparse FFN with the dense one: give ffn=predicted and a predictor"
             )
-        if method.drafter is None:
+        if spec.drafter is None:
             raise UserError("kind=spec_sparse compares speculation with plain decoding: give drafter=prompt_lookup")
 
     def run(self, cfg: SpecSparseSettings, lab: Lab) -> Found:
