@@ -1,6 +1,6 @@
 """Run the notebooks and write them, with their outputs, to docs/notebooks as Markdown and PNG.
 
-    python notebooks/render.py [NAME ..]            needs specsparse[notebooks] and SmolLM2-135M
+    python notebooks/render.py [NAME ..]            needs SmolLM2-135M and pip install -e '.[notebooks]'
 
 The text in git is the `.py`; what this writes is its output and is not edited.
 """

@@ -60,6 +60,11 @@ def tie_top(law_V: np.ndarray) -> np.ndarray:
     return tied_V
 
 
+def towards_top(law_V: np.ndarray) -> np.ndarray:
+    """Halfway to the law that is its likeliest token alone: drawn from it that token may be rejected, and no other."""
+    return (law_V + ranked(law_V, 0)) / 2
+
+
 def flat(law_V: np.ndarray) -> np.ndarray:
     """Every token equally likely."""
     return np.full_like(law_V, 1 / law_V.shape[0])
@@ -182,7 +187,10 @@ CORNERS: dict[str, Callable[[Tables, Tables], tuple[Tables, Tables]]] = {
     ),
     "one token each": lambda p, q: (map_tables(p, keep_top(1)), map_tables(q, keep_top(1))),
     "q one token": lambda p, q: (p, map_tables(q, keep_top(1))),
-    "p tied, q flat": lambda p, q: (map_tables(p, tie_top), map_tables(q, flat)),
+    "p tied, q on one of them": lambda p, q: (
+        map_tables(p, tie_top),
+        map_tables(p, lambda law: towards_top(tie_top(law))),
+    ),
     "p flat, q tied": lambda p, q: (map_tables(p, flat), map_tables(q, tie_top)),
 }
 """Corners of (p, q) by name: 0/0 residuals, zeros, supports that differ or never meet, one-hot laws, ties."""

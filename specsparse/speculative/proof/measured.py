@@ -19,7 +19,7 @@ SAMPLED_CORNERS = (
     "p equals q at the root",
     "truncated differently",
     "q heated",
-    "p tied, q flat",
+    "p tied, q on one of them",
     "one token each",
 )
 """Corners that are sampled."""

@@ -302,6 +302,25 @@ def test_ties_are_not_struck_out_with_a_rejected_token():
         assert wrong and all("tied" in corner for corner in wrong)
 
 
+def test_ties_of_drawn_drafts_are_not_struck_out_with_a_rejected_token():
+    """Of the residual whatever has the rejected token's p is struck out, unless nothing is left."""
+
+    def by_value(p, q, drafts, uniforms):
+        accepted, token = leviathan(p, q, drafts, uniforms)
+        if accepted == len(drafts):
+            return accepted, token
+        rest = np.maximum(p[accepted] - q[accepted], 0)
+        kept = np.where(p[accepted] == p[accepted, drafts[accepted]], 0, rest)
+        return accepted, draw(kept if kept.sum() > 0 else rest, uniforms[len(drafts)])
+
+    def by_value_sampled(p, q, drafts, generator):
+        return by_value(p, q, drafts, generator.random(2 * len(drafts) + 1))
+
+    for call in (by_value, by_value_sampled):
+        wrong = {r.corner for r in specsparse.certify(few(call), gamma=1).results if not r.holds}
+        assert wrong and all("tied" in corner for corner in wrong)
+
+
 @pytest.mark.parametrize("seed", cells(range(6), [0]))
 def test_fooled_by_no_narrow_window_of_a_coin(seed):
     """1e-4 of the coin anywhere; and much less near the rule's own threshold."""
