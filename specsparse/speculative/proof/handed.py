@@ -213,7 +213,8 @@ def _array(arrays: str, values: np.ndarray, dtype: str) -> object:
 
 
 def _too_few(error: Exception, random: object) -> bool:
-    return isinstance(error, IndexError) and hasattr(random, "shape")
+    """Whether the index lies beyond the uniforms: numpy and torch name the length of what was indexed."""
+    return isinstance(error, IndexError) and str(error).endswith(f"size {getattr(random, 'shape', [None])[-1]}")
 
 
 def _row(back: object, drafts: np.ndarray, V: int) -> np.ndarray | None:

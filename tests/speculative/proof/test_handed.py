@@ -353,6 +353,7 @@ def race(p, q, drafts, uniforms):
     [
         (lambda p, q, x, u: 1 / 0, {}, "raised ZeroDivisionError"),
         (lambda p, q, x, u: (0, int(u[7] * 0)), {}, r"uniforms=n\) hands more than 3"),
+        (lambda p, q, x, u: (0, int(p[99, 0])), {}, r"index 99 .* with size 2 \(\S+\)$"),  # uniforms are not to blame
         (lambda p, q, x, u: (5, 0), {}, r"handed back \(5, 0\): hand back a tuple \(accepted 0..1"),
         (lambda p, q, x, u: (0, 3), {}, "each below 3"),
         (lambda p, q, x, u: [], {}, "a list of 1..2 tokens"),
