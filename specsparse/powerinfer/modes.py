@@ -78,7 +78,13 @@ def plan(
             know, or a placement of another model.
     """
     sparse = bool(config.predictor_ranks)
-    placed = placement is not None or hot != "masked" or devices != 1 or devices is True
+    placed = placement is not None or hot != "masked" or devices != 1
+    if hot not in HOT:
+        raise UserError(f"hot={hot!r} does not exist; choose one of {', '.join(HOT)}")
+    pair = isinstance(devices, Sequence) and not isinstance(devices, str) and len(devices) == 2
+    named = pair and all(isinstance(device, str) for device in devices)
+    if not named and not (type(devices) is int and devices in (1, 2)):
+        raise UserError(f"devices={devices!r}: must be 1 or 2, or two names such as [cuda:0, cpu]")
     mode = ffn or ("powerinfer" if sparse or placed else "dense")
     if mode not in MODES:
         raise UserError(f"ffn={mode!r} does not exist; choose one of {', '.join(MODES)}")
@@ -134,12 +140,6 @@ def _placed(
     placement: "GivenPlacement | None", hot: str, devices: GivenDevices,
 ) -> LoadPlan:  # fmt: skip
     """A PowerInfer model with hot and cold neurons apart, on one device or two."""
-    if hot not in HOT:
-        raise UserError(f"hot={hot!r} does not exist; choose one of {', '.join(HOT)}")
-    pair = isinstance(devices, Sequence) and not isinstance(devices, str) and len(devices) == 2
-    named = pair and all(isinstance(device, str) for device in devices)
-    if not named and (isinstance(devices, bool) or not isinstance(devices, int) or devices not in (1, 2)):
-        raise UserError(f"devices={devices!r}: must be 1 or 2, or two names such as [cuda:0, cpu]")
     if placement is None:
         raise UserError(f"hot={hot} on {devices} device(s) needs a placement: give placement=FILE.gpuidx")
     from specsparse.powerinfer import hot_cold

@@ -10,6 +10,8 @@ DEFAULT_GAMMA = 7
 """Of a policy: 8 positions a forward pass."""
 MAX_GAMMA = 512
 """Most tokens a round may draft."""
+MAX_NODES = 64
+"""Most nodes of a tree: what one verifying forward may hold."""
 GAMMA_NAMES = (
     "gamma",
     "num_speculative_tokens",

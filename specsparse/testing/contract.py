@@ -21,11 +21,11 @@ from specsparse.errors import UserError
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback, Verdict
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.plan import DrafterPlan
+from specsparse.speculative.gamma import MAX_NODES
 from specsparse.speculative.loop import check_drafted, traced
 from specsparse.speculative.policies.base import LawView, Policy
 from specsparse.speculative.proof.chain_law import LEVEL, POWER
 from specsparse.speculative.tree import check_parents
-from specsparse.speculative.trees import MAX_NODES
 from specsparse.speculative.trees.base import TreeShape
 from specsparse.speculative.verify import match_verdict, valid_verifiers
 from specsparse.testing.drafting import draft_context, drafted_ids, on_plan

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from specsparse.errors import UserError
+from specsparse.speculative.gamma import MAX_NODES
 from specsparse.support.registry import Registry
 
 if TYPE_CHECKING:
@@ -10,8 +11,6 @@ if TYPE_CHECKING:
 
 CHAIN = "chain"
 """The name that stands for no tree."""
-MAX_NODES = 64
-"""Most nodes of a tree: what one verifying forward may hold."""
 
 TREES: "Registry[TreeShape]" = Registry(
     "tree",

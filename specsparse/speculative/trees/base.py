@@ -10,7 +10,7 @@ import jax
 from specsparse.engine.cache import KVCache
 from specsparse.speculative.base import Draft, DraftContext, DraftKind
 from specsparse.speculative.draft_law import DraftLaw
-from specsparse.speculative.trees import MAX_NODES
+from specsparse.speculative.gamma import MAX_NODES
 from specsparse.support.options import Range
 
 Nodes = Annotated[int, Range(1, MAX_NODES)]
