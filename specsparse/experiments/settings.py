@@ -1,7 +1,7 @@
 """The groups of the config that every run has, as frozen dataclasses; those of one kind stand with that kind."""
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, get_args
 
 from specsparse.data.prompts import Prompt, load
@@ -90,10 +90,12 @@ class DataSpec:
         """A line on what was taken for a prompt of a .txt file; None for other sources."""
         if not self.source.endswith(".txt"):
             return None
-        count, form = len(self.prompts()), {"blank": "between blank lines", "lines": "one a line"}
+        kept, count = len(self.prompts()), len(replace(self, limit_per_task=None).prompts())
+        form = {"blank": "between blank lines", "lines": "one a line"}
         other = {"blank": "lines", "lines": "blank"}[self.split]
         prompts = f"{count} prompt{'s' if count > 1 else ''}"
-        return f"{self.source}: {prompts}, {form[self.split]} (data.split={other}: {form[other]})"
+        cut = f"; data.limit_per_task={self.limit_per_task} takes {kept} of them (null: all)" if kept < count else ""
+        return f"{self.source}: {prompts}, {form[self.split]} (data.split={other}: {form[other]}){cut}"
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,8 @@ def test_newcomer_has_a_prompt_a_line(tmp_path):
     read_as = DataSpec(source=str(file)).read_as()
     assert read_as == f"{file}: 2 prompts, between blank lines (data.split=lines: one a line)"
     assert "3 prompts, one a line (data.split=blank:" in DataSpec(source=str(file), split="lines").read_as()
+    cut = DataSpec(source=str(file), split="lines", limit_per_task=1).read_as()
+    assert "3 prompts, one a line" in cut and cut.endswith("; data.limit_per_task=1 takes 1 of them (null: all)")
     assert DataSpec().read_as() is None
     with pytest.raises(UserError, match=r"data.split=lines is for a \.txt file"):
         DataSpec(split="lines").prompts()
