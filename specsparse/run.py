@@ -99,10 +99,10 @@ def _cell(cfg: Any, checked: Any, directory: Path) -> float | None:
 def _run(cfg: Any, checked: Any, directory: Path) -> float | None:
     """Runs, alone on this machine if time is measured; a broken promise ends the program with exit code 1."""
     from specsparse.experiments import runner
-    from specsparse.measure import lock
+    from specsparse.measure.machine import timing_lock
 
     _say_place()
-    alone = lock.turn(lambda line: print(line, flush=True)) if checked.kind.timed else contextlib.nullcontext()
+    alone = timing_lock(lambda line: print(line, flush=True)) if checked.kind.timed else contextlib.nullcontext()
     with runner.stoppable(cfg, directory), alone:
         found = runner.run(cfg, directory, checked=checked)
     if not found.as_promised:

@@ -147,7 +147,7 @@ def table(found: list[dict[str, Any]]) -> Table:
         summary = r["summary"]
         plain, method = ((summary.get(side) or {}).get("rates", {}) for side in (PLAIN, SPECULATIVE))
         faster, identity = _speedup(r), summary.get("identity")
-        read, interval = conditions.of_record(r).conditions.read_bandwidth, _interval(faster)
+        read, interval = conditions.from_record(r).conditions.read_bandwidth, _interval(faster)
         cells = [str(rank or "-"), _cell(faster, "ratio_of_totals", ".2f"), interval.ends() if interval else "-"]
         cells += [_cell(method, "tokens_per_second", ".1f"), _cell(plain, "tokens_per_second", ".1f")]
         cells += [f"{read / 1e9:.1f}" if read else "-"]
@@ -174,14 +174,14 @@ def lines(found: list[dict[str, Any]]) -> list[str]:
     for name, r in zip(names, found, strict=True):
         rates = (r["summary"].get(SPECULATIVE) or {}).get("rates", {})
         bounds.append((name, (_speedup(r) or {}).get("ratio_of_totals"), rates.get("tokens_per_target_pass")))
-    taken = [conditions.of_record(r).conditions for r in found]
+    taken = [conditions.from_record(r).conditions for r in found]
     out += conditions.all_busy(zip(names, taken, strict=True)) + conditions.all_impossible(bounds)
     return out + conditions.all_skewed(zip(names, measured, strict=True))
 
 
 def apart(found: list[dict[str, Any]]) -> list[str]:
     """One line where the records were taken under conditions too far apart, else none."""
-    line = conditions.differ([conditions.of_record(r) for r in found])
+    line = conditions.differ([conditions.from_record(r) for r in found])
     return [line] if line else []
 
 

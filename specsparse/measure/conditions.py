@@ -22,11 +22,10 @@ TOLERANCE = 0.10
 """Read bandwidths, or plain speeds, that differ by more than this share are not those of one machine."""
 BUSY_DEVIATION = 0.05
 """Relative deviation between the repeats of one timing from which the machine counts as busy."""
-TIED = "=: the 95 % intervals overlap; the order among these is not certain"
-"""What a table or page says of the mark of `Rank`."""
 NOISE = 0.02
 """Share by which a speed-up may exceed its bound: what timer and machine vary by even when nothing else runs."""
-
+TIED = "=: the 95 % intervals overlap; the order among these is not certain"
+"""What a table or page says of the mark of `Rank`."""
 DEFINITIONS = {
     "conditions.read_bandwidth": "bytes read per second: median of samples before each repeat and at the end",
     "conditions.read_deviation": "standard deviation of those samples / their mean",
@@ -34,23 +33,14 @@ DEFINITIONS = {
     "conditions.plain_deviation": "standard deviation of plain decoding's time between repeats / its mean",
     "conditions.other_load": "mean cores that other processes and other guests of the host kept busy meanwhile",
 }
-"""Of what a record holds, beside `runtime.metrics.DEFINITIONS`."""
-
+"""For records, beside `runtime.metrics.DEFINITIONS`."""
 _WORK = ("model", "ffn", "predictor", "placement", "data", "max_tokens", "sampling", "seed", "common_noise")
 """Keys of a config that plain decoding's speed depends on."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a timing was taken at; None: not known.
-
-    Attributes:
-        read_bandwidth: bytes per second that this machine read from memory, median of samples between the timings.
-        read_deviation: relative standard deviation of those samples.
-        plain_tokens_per_second: of plain decoding, timed in turn with the rest.
-        plain_deviation: relative standard deviation of plain decoding's time between repeats.
-        other_load: cores that other processes (or other guests of the host) kept busy meanwhile, mean.
-    """
+    """Conditions of a timing, each None if it is not known; `DEFINITIONS` says what they are."""
 
     read_bandwidth: float | None = None
     read_deviation: float | None = None
@@ -59,7 +49,7 @@ class Conditions:
     other_load: float | None = None
 
     def to_dict(self) -> dict[str, float | None]:
-        """As plain values for a record."""
+        """Plain values for a record."""
         return asdict(self)
 
     @classmethod
@@ -79,7 +69,7 @@ class Conditions:
         return parts
 
     def line(self) -> str | None:
-        """For the terminal; None where nothing is known."""
+        """For the terminal; None if nothing is known."""
         parts = self.parts()
         return f"taken at: {', '.join(parts)}" if parts else None
 
@@ -87,7 +77,7 @@ class Conditions:
 UNKNOWN = Conditions()
 
 
-class Taken(NamedTuple):
+class ResultConditions(NamedTuple):
     """Conditions of one result; `machine` and `work` (what was decoded, on which kernels) say with which to compare."""
 
     conditions: Conditions
@@ -95,7 +85,7 @@ class Taken(NamedTuple):
     work: str = ""
 
 
-def of_record(record: Json) -> Taken:
+def from_record(record: Json) -> ResultConditions:
     """Of a record.json; older ones have the bandwidth and the plain speed in other places, or not at all."""
     summary, manifest = record.get("summary") or {}, record.get("manifest") or {}
     cpu, config = manifest.get("cpu") or {}, record.get("config") or {}
@@ -105,17 +95,17 @@ def of_record(record: Json) -> Taken:
         found = Conditions(summary.get("read_bandwidth"), plain_tokens_per_second=rates.get("tokens_per_second"))
     machine = _key(cpu.get("model"), cpu.get("cores"))
     work = [config.get(key) for key in _WORK]
-    return Taken(found, machine, _key(machine, manifest.get("kernels"), manifest.get("model"), *work))
+    return ResultConditions(found, machine, _key(machine, manifest.get("kernels"), manifest.get("model"), *work))
 
 
 def _key(*parts: object) -> str:
     return json.dumps(parts, sort_keys=True, default=str)
 
 
-def differ(taken: Sequence[Taken]) -> str | None:
-    """One line where results of the same work on the same machine were taken more than `TOLERANCE` apart, else None."""
-    read = _range([(t.machine, t.conditions.read_bandwidth) for t in taken])
-    plain = _range([(t.work, t.conditions.plain_tokens_per_second) for t in taken])
+def differ(results: Sequence[ResultConditions]) -> str | None:
+    """One line if results of the same work on the same machine were taken more than `TOLERANCE` apart, else None."""
+    read = _range([(r.machine, r.conditions.read_bandwidth) for r in results])
+    plain = _range([(r.work, r.conditions.plain_tokens_per_second) for r in results])
     parts = [f"read bandwidth {read[0] / 1e9:.1f} to {read[1] / 1e9:.1f} GB/s"] if read else []
     parts += [f"plain decoding {plain[0]:.1f} to {plain[1]:.1f} tok/s"] if plain else []
     if not parts:
@@ -124,7 +114,7 @@ def differ(taken: Sequence[Taken]) -> str | None:
 
 
 def _range(values: Sequence[tuple[str, float | None]]) -> tuple[float, float] | None:
-    """Least and largest of the key whose values lie furthest apart; None where no key has values too far apart."""
+    """Least and largest of the key whose values lie furthest apart; None if no key has values too far apart."""
     by_key: dict[str, list[float]] = {}
     for key, value in values:
         if value:
@@ -134,16 +124,13 @@ def _range(values: Sequence[tuple[str, float | None]]) -> tuple[float, float] | 
 
 
 def deviation(values: Sequence[float]) -> float | None:
-    """Relative sample standard deviation; None for fewer than two values."""
+    """Relative sample standard deviation; None for fewer than two."""
     return statistics.stdev(values) / statistics.fmean(values) if len(values) > 1 else None
 
 
 def busy(conditions: Conditions) -> str | None:
-    """One line where the machine changed between the repeats of one timing, else None."""
-    deviations = {
-        "read bandwidth": conditions.read_deviation,
-        "plain decoding's time": conditions.plain_deviation,
-    }
+    """One line if the machine changed between the repeats of one timing, else None."""
+    deviations = {"read bandwidth": conditions.read_deviation, "plain decoding's time": conditions.plain_deviation}
     varied = [f"{name} varied by {x:.0%}" for name, x in deviations.items() if x is not None and x > BUSY_DEVIATION]
     if not varied:
         return None
@@ -151,7 +138,7 @@ def busy(conditions: Conditions) -> str | None:
 
 
 def impossible(speedup: float | None, tokens_per_pass: float | None) -> str | None:
-    """One line where a measured speed-up is above the tokens that a pass of the same model gave, else None.
+    """One line if a measured speed-up is above the tokens that a pass of the same model gave, else None.
 
     A speculative round costs one pass of the target at least, and a plain token costs one, so tokens per pass bound the
     speed-up (Leviathan et al. 2023, theorem 3.8 with drafts that cost nothing); `NOISE` is allowed.
@@ -165,7 +152,7 @@ def impossible(speedup: float | None, tokens_per_pass: float | None) -> str | No
 
 
 def all_busy(found: Iterable[tuple[str, Conditions]]) -> list[str]:
-    """`busy` of several timings with their names; where it is so of more than one, they share a line."""
+    """`busy` of several timings by name; if there is more than one, they share a line."""
     restless = [(name, taken, line) for name, taken in found if (line := busy(taken))]
     if len(restless) < 2:
         return [f"{name}: {line}" for name, _, line in restless]
@@ -178,7 +165,7 @@ def all_busy(found: Iterable[tuple[str, Conditions]]) -> list[str]:
 
 
 def all_impossible(found: Iterable[tuple[str, float | None, float | None]]) -> list[str]:
-    """`impossible` of names, speed-ups and tokens per pass; where it is so of more than one, they share a line."""
+    """`impossible` of names, speed-ups and tokens per pass; if there is more than one, they share a line."""
     beyond = [(*each, line) for each in found if (line := impossible(*each[1:]))]
     if len(beyond) < 2:
         return [f"{name}: {line}" for name, _, _, line in beyond]
@@ -202,20 +189,19 @@ def all_skewed(found: Iterable[tuple[str, Interval | None]]) -> list[str]:
 
 
 def doubts(conditions: Conditions, found: Mapping[str, str | None]) -> tuple[str, ...]:
-    """What makes one timing doubtful, a line each: a busy machine, and what is impossible by what it is said of."""
+    """What makes one timing doubtful, a line each: a busy machine, and what is impossible, by its name."""
     named = [f"{name}: {line}" if name else line for name, line in found.items() if line]
     restless = busy(conditions)
     return (restless, *named) if restless else tuple(named)
 
 
 class Rank(NamedTuple):
-    """A place, 1 the best; `tied` where another one shares it."""
+    """A place, 1 the best; `tied` if another one shares it."""
 
     place: int
     tied: bool
 
     def __str__(self) -> str:
-        """As in a table: "2", or "2=" for a tie."""
         return f"{self.place}{'=' if self.tied else ''}"
 
 
@@ -223,24 +209,20 @@ def ties(found: Sequence[Interval]) -> list[list[int]]:
     """Groups of indices, the best first, that intervals do not tell apart.
 
     A group is the best that is left and, going down, all whose interval overlaps with its own; the first whose interval
-    does not begins the next group. What has no interval overlaps with everything.
+    does not begins the next group. A missing interval overlaps with everything.
     """
-    order = sorted(range(len(found)), key=lambda i: -found[i].value)
     out: list[list[int]] = []
-    for i in order:
-        if out and _overlap(found[out[-1][0]], found[i]):
+    for i in sorted(range(len(found)), key=lambda i: -found[i].value):
+        best = found[out[-1][0]].low if out else None
+        if out and (best is None or found[i].high is None or found[i].high >= best):
             out[-1].append(i)
         else:
             out.append([i])
     return out
 
 
-def _overlap(better: Interval, worse: Interval) -> bool:
-    return better.low is None or worse.high is None or worse.high >= better.low
-
-
 def ranks(found: Sequence[Interval | None]) -> list[Rank | None]:
-    """The rank of each, in the order given; None for what has no interval, and for all if none stands out."""
+    """The rank of each, in the order given; None for those without an interval, and for all if none stands out."""
     where = [i for i, interval in enumerate(found) if interval is not None and interval.low is not None]
     out: list[Rank | None] = [None] * len(found)
     groups = ties([found[i] for i in where])

@@ -19,13 +19,13 @@ LEAST_PROMPTS = 3
 """Prompts from which there is an interval over prompts: one deviation alone says nothing of how far others lie."""
 WHISKERS = (
     "Whiskers: 95 % interval over prompts (Student's t, leaving out one prompt at a time); none for fewer than "
-    f"{LEAST_PROMPTS} prompts, nor where one prompt holds all that is counted."
+    f"{LEAST_PROMPTS} prompts, nor if one prompt holds all that is counted."
 )
 """What a figure says of them."""
 
 
 class Interval(NamedTuple):
-    """A value and its 95 % interval over `prompts` prompts; `low` and `high` are None where there is none.
+    """A value and its 95 % interval over `prompts` prompts; `low` and `high` may be None.
 
     `skewed`: a few prompts differ so much from the rest that the interval may hold the truth less often.
     """
@@ -54,7 +54,7 @@ class Interval(NamedTuple):
 
 
 def shown(low: float | None, high: float | None, *, joined: str = "-") -> str:
-    """The ends of an interval with two decimals, a dash where there is none."""
+    """The ends of an interval with two decimals, or a dash."""
     return "-" if low is None or high is None else f"{low:.2f}{joined}{high:.2f}"
 
 
@@ -64,7 +64,7 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interva
     Both sums lose the same prompt, so that what moves both sides of one prompt cancels.
 
     Returns:
-        None where the denominators sum to zero; without an interval for fewer than `LEAST_PROMPTS` prompts, or where a
+        None if the denominators sum to zero; without an interval for fewer than `LEAST_PROMPTS` prompts, or if a
         sum without one of the prompts is not positive.
 
     Raises:
@@ -80,7 +80,7 @@ def share(parts: Sequence[float], wholes: Sequence[float]) -> Interval | None:
     """sum(parts) / sum(wholes) between 0 and 1, one entry a prompt; the interval is that of the odds.
 
     Returns:
-        None where the wholes sum to zero; without an interval for fewer than `LEAST_PROMPTS` prompts, or where one
+        None if the wholes sum to zero; without an interval for fewer than `LEAST_PROMPTS` prompts, or if one
         prompt holds all the parts or all that is beside them.
 
     Raises:
@@ -100,7 +100,7 @@ def share(parts: Sequence[float], wholes: Sequence[float]) -> Interval | None:
 def ratio_of_ratios(above: Sequence[tuple[float, float]], below: Sequence[tuple[float, float]]) -> Interval | None:
     """One ratio of sums over another: (numerator, denominator) of each prompt, the same prompts in both.
 
-    None where either ratio has no denominator, or the one below is zero; the interval is as in `ratio`.
+    None if either ratio has no denominator, or the one below is zero; the interval is as in `ratio`.
     """
     a, b = np.asarray(above, np.float64).reshape(-1, 2), np.asarray(below, np.float64).reshape(-1, 2)
     bottom = a[:, 1].sum() * b[:, 0].sum()
@@ -137,7 +137,7 @@ def over_repeats(numerators: Sequence[float], denominators: Sequence[float], pro
     gives a variance, and Welch and Satterthwaite's formula the degrees of freedom of their sum.
 
     Returns:
-        Without an interval where a prompt has one repeat only.
+        Without an interval if a prompt has one repeat only.
     """
     top, bottom = _entries(numerators, denominators)
     value = float(top.sum() / bottom.sum())

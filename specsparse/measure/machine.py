@@ -1,13 +1,20 @@
-"""What this machine is: its CPU, and how fast it reads memory."""
+"""This machine while something is timed: how fast it reads memory, how busy others keep it, and whose turn it is."""
 
+import contextlib
+import fcntl
 import os
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from specsparse.kernels.peaks import ReadBuffer
+from specsparse.errors import UserError
 from specsparse.measure.conditions import Conditions, deviation
+
+_SIGNATURE = "process "
+"""Beginning of a lock's file once it was held."""
 
 
 def read_bandwidth(*, mebibytes: int = 256, passes: int = 8) -> float:
@@ -15,11 +22,13 @@ def read_bandwidth(*, mebibytes: int = 256, passes: int = 8) -> float:
 
     Measured now, in about a fifth of a second.
     """
+    from specsparse.kernels.peaks import ReadBuffer  # here: JAX takes a second, and the lock needs none
+
     return ReadBuffer(mebibytes).rate(passes)
 
 
 def busy_seconds(proc_stat: str, ticks: int) -> float | None:
-    """Core seconds since boot that all processes, and other guests of the host, took; None where nothing is counted.
+    """Core seconds since boot that all processes, and other guests of the host, took; None if nothing is counted.
 
     Args:
         proc_stat: text of /proc/stat (proc(5)); its first line counts user, nice, system, idle, iowait, irq, softirq
@@ -35,7 +44,7 @@ def busy_seconds(proc_stat: str, ticks: int) -> float | None:
 
 
 def _core_seconds() -> tuple[float, float] | None:
-    """(those of everybody, those of this process and its children), now; None where the system does not tell."""
+    """Core seconds of everybody, and of this process and its children; None if the system does not tell."""
     try:
         found = busy_seconds(Path("/proc/stat").read_text(encoding="ascii"), os.sysconf("SC_CLK_TCK"))
     except OSError:
@@ -58,7 +67,7 @@ class Meter:
         """What was found since the beginning.
 
         Args:
-            plain_tokens_per_second: of plain decoding, where it was timed.
+            plain_tokens_per_second: of plain decoding, if it was timed.
             plain_s: its seconds, one entry a repeat of the same work.
         """
         return Conditions(
@@ -70,8 +79,61 @@ class Meter:
         )
 
     def _other_load(self) -> float | None:
-        """Mean cores that others kept busy; counted in hundredths of a second, so never below zero."""
+        """Mean cores that others kept busy."""
         now, seconds = _core_seconds(), time.monotonic() - self._begun
         if now is None or self._cores is None or seconds <= 0:
             return None
         return max(0.0, (now[0] - self._cores[0]) - (now[1] - self._cores[1])) / seconds
+
+
+@contextlib.contextmanager
+def timing_lock(announce: Callable[[str], None]) -> Iterator[None]:
+    """Holds the machine for timing, so that runs that measure time take turns, whoever started them.
+
+    The lock is the kernel's (flock) on a file of the machine's own temporary folder: it ends with its process, killed
+    or not. `SPECSPARSE_TIMING_LOCK` names another file, such as one of a container's host. `announce` is called once
+    with a line if another run holds it.
+
+    Raises:
+        UserError: the lock's file cannot be opened, or is a file of something else.
+    """
+    given = os.environ.get("SPECSPARSE_TIMING_LOCK")
+    path = Path(given) if given else Path(tempfile.gettempdir()) / "specsparse-timing.lock"
+    descriptor = _open(path)
+    try:
+        if (found := _holder(descriptor)) and not found.startswith(_SIGNATURE):
+            raise UserError(f"{path}: is no lock but a file with something in it; set SPECSPARSE_TIMING_LOCK=FILE")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            announce(f"waiting for another timing run on this machine: {_holder(descriptor) or path}")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # for those who wait
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{_SIGNATURE}{os.getpid()}: {' '.join(sys.argv)[:200]}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    """Any user's file serves, and a lock needs no right to write. A link is not followed: the folder is everybody's."""
+    with contextlib.suppress(OSError):
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    with contextlib.suppress(OSError):
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"{path}: cannot be locked: {reason}; set SPECSPARSE_TIMING_LOCK=FILE") from None
+    with contextlib.suppress(OSError):
+        os.fchmod(descriptor, 0o666)  # whatever the umask: the next user must be able to lock it
+    return descriptor
+
+
+def _holder(descriptor: int) -> str:
+    """What the lock's file says."""
+    with contextlib.suppress(OSError):
+        return os.pread(descriptor, 300, 0).decode(errors="replace").strip()
+    return ""

@@ -227,10 +227,6 @@ class Recorder:
         arrays = {k: v.astype(np.int32) if v.dtype.kind == "i" else v for k, v in stacked.items()}
         return Recording({**self._about, "prompts": self._prompts}, **arrays)
 
-    def save(self, path: Path) -> None:
-        """Writes `recording`."""
-        self.recording().save(path)
-
 
 def _about(view: RoundView, top: int) -> Json:
     session = view.session

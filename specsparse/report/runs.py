@@ -55,7 +55,7 @@ class Run:
 
     @property
     def conditions(self) -> Conditions:
-        return conditions.of_record(self.record).conditions
+        return conditions.from_record(self.record).conditions
 
     @property
     def config(self) -> Json:
@@ -230,7 +230,7 @@ def disagreements(runs: Sequence[Run]) -> list[str]:
 
 def conditions_apart(runs: Sequence[Run]) -> str | None:
     """One line if the runs were timed under conditions too far apart to be compared."""
-    return conditions.differ([conditions.of_record(run.record) for run in runs])
+    return conditions.differ([conditions.from_record(run.record) for run in runs])
 
 
 # The types of a record.json and of a timed pass in prompts.jsonl, as far as reports read them.

@@ -123,19 +123,17 @@ class CostTable:
         """Seconds of a round that verifies `rows` rows with room for `room` drafted ones, without the drafting."""
         return self.v(rows, kv_length) * self.step(kv_length) + self.round_s + self.round_token_s * room
 
+    def draft_costs(self, draft: DraftCost, gamma: int, kv_length: float | None = None) -> dict[str, float]:
+        """c and c0 in plain steps, as `speculative.expected` takes them, of rounds with room for gamma tokens."""
+        step = self.step(kv_length)
+        return {"c": draft.token_s / step, "c0": self.overhead(gamma, kv_length) + draft.fixed_s / step}
+
     def predict(
         self, alpha: float, gamma: int, *, draft: DraftCost = FREE, kv_length: float | None = None, share: float = 1.0
     ) -> float:
         """Predicted speed-up of chains of gamma tokens at acceptance alpha, which a `share` of the rounds drafts."""
-        step = self.step(kv_length)
-        return expected.predicted_speedup(
-            alpha,
-            gamma,
-            lambda n: self.v(n, kv_length),
-            c=draft.token_s / step,
-            c0=self.overhead(gamma, kv_length) + draft.fixed_s / step,
-            share=share,
-        )
+        costs = self.draft_costs(draft, gamma, kv_length)
+        return expected.predicted_speedup(alpha, gamma, lambda n: self.v(n, kv_length), share=share, **costs)
 
     def predict_tree(
         self, tokens: float, nodes: float, *, room: int, draft: DraftCost = FREE, kv_length: float | None = None
@@ -149,9 +147,8 @@ class CostTable:
             draft: cost of a whole tree, all of it in `fixed_s`.
             kv_length: tokens in the cache.
         """
-        step = self.step(kv_length)
-        c0 = draft.fixed_s / step + self.overhead(room, kv_length)
-        return tokens / expected.round_cost(lambda n: self.v(n, kv_length), nodes, c=draft.token_s / step, c0=c0)
+        costs = self.draft_costs(draft, room, kv_length)
+        return tokens / expected.round_cost(lambda n: self.v(n, kv_length), nodes, **costs)
 
     def best_gamma(
         self, alpha: float, *, draft: DraftCost = FREE, kv_length: float | None = None, share: float = 1.0
@@ -160,26 +157,20 @@ class CostTable:
         costs = {"draft": draft, "kv_length": kv_length, "share": share}
         return max(((g, self.predict(alpha, g, **costs)) for g in range(17)), key=lambda pair: pair[1])
 
-    def policy_options(
-        self, gamma: int, drafter: str | None = None, *, kv_length: float | None = None, batch: int = 1
-    ) -> dict[str, Any]:
+    def policy_options(self, gamma: int, drafter: str | None = None, *, batch: int = 1) -> dict[str, Any]:
         """The options `v`, `c`, `c0` of the policies `cost` and `auto_off`, for drafts of up to gamma tokens.
 
         In steps of `batch` sequences, v(n) is v(batch n) / v(batch); drafting is taken to grow as a step does.
         """
-        draft, step, together = self.drafts.get(drafter or "", FREE), self.step(kv_length), self.v(batch, kv_length)
-        return {
-            "v": [max(self.v(batch * n, kv_length) / together, 1e-3) for n in range(1, gamma + 2)],
-            "c": draft.token_s / step,
-            "c0": self.overhead(gamma, kv_length) + draft.fixed_s / step,
-        }
+        together = self.v(batch)
+        v = [max(self.v(batch * n) / together, 1e-3) for n in range(1, gamma + 2)]
+        return {"v": v, **self.draft_costs(self.drafts.get(drafter or "", FREE), gamma)}
 
     def tree_options(self, nodes: int, drafter: str) -> dict[str, Any]:
         """The options `cost`, `level_cost` of the tree `sequoia`, for trees of up to `nodes` nodes, in plain steps."""
-        draft, step = self.drafts.get(drafter, FREE), self.step()
-        fixed = draft.fixed_s / step
-        rounds = [self.v(n + 1) + self.overhead(n) + fixed for n in range(nodes + 1)]
-        return {"cost": [max(t, 1e-3) for t in rounds], "level_cost": draft.token_s / step}
+        costs = [self.draft_costs(self.drafts.get(drafter, FREE), n) for n in range(nodes + 1)]
+        return {"cost": [max(self.v(n + 1) + costs[n]["c0"], 1e-3) for n in range(nodes + 1)],
+                "level_cost": costs[0]["c"]}  # fmt: skip
 
     def with_draft(self, name: str, cost: DraftCost) -> "CostTable":
         """The table with the cost of one more drafter."""

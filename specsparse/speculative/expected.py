@@ -39,23 +39,12 @@ def mean_tokens(tokens: float, share: float) -> float:
     return 1 + share * (tokens - 1)
 
 
-def realised_alpha(expected: float, gamma: int) -> float:
-    """The alpha at which `expected_tokens` gives `expected` tokens a round; by bisection, cut to [0, 1]."""
-    low, high = 0.0, 1.0
-    if expected >= gamma + 1:
-        return 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if expected_tokens(middle, gamma) < expected else (low, middle)
-    return low
-
-
 def round_cost(
     v: Callable[[float], float], gamma: float, *, c: float = 0.0, c0: float = 0.0, share: float = 1.0
 ) -> float:
     """T in plain steps, v(gamma+1) + (gamma c + c0); without any draft a plain step.
 
-    Where only a `share` of the rounds drafts, the mean round: the others are plain steps (0.98 of one as measured,
+    If only a `share` of the rounds drafts, the mean round: the others are plain steps (0.98 of one as measured,
     docs/LOG.md), so c0 is of the rounds that draft.
     """
     return share * (v(gamma + 1) + (gamma * c + c0)) + (1 - share) * v(1) if gamma else v(1)
@@ -71,7 +60,7 @@ def predicted_speedup(
 def break_even(v: Callable[[int], float], *, c: float = 0.0, c0: float = 0.0, most: int = 16) -> float | None:
     """The least alpha at which chains of some length up to `most` are as fast as plain decoding, by bisection.
 
-    None where none is, even with every draft accepted.
+    None if there is none, even with every draft accepted.
     """
 
     def pays(alpha: float) -> bool:
@@ -81,7 +70,7 @@ def break_even(v: Callable[[int], float], *, c: float = 0.0, c0: float = 0.0, mo
 
 
 def least(pays: Callable[[float], bool], *, steps: int = 50) -> float | None:
-    """The least chance from which on something pays, by bisection in so many steps; None where it never does."""
+    """The least chance from which on something pays, by bisection in so many steps; None if it never does."""
     if not pays(1.0):
         return None
     low, high = 0.0, 1.0
@@ -96,6 +85,6 @@ def least(pays: Callable[[float], bool], *, steps: int = 50) -> float | None:
 def best_gamma(
     alpha: float, v: Callable[[int], float], *, c: float = 0.0, c0: float = 0.0, most: int = 16
 ) -> tuple[int, float]:
-    """The draft length of the highest predicted speed-up and that speed-up; 0 where no draft pays."""
+    """The draft length of the highest predicted speed-up and that speed-up; 0 if no draft pays."""
     found = [(g, predicted_speedup(alpha, g, v, c=c, c0=c0)) for g in range(most + 1)]
     return max(found, key=lambda pair: pair[1])

@@ -16,7 +16,7 @@ import pytest
 from specsparse import run
 from specsparse.errors import UserError
 from specsparse.experiments import runner, sweeps, trackers
-from specsparse.measure import lock as timing_lock
+from specsparse.measure.machine import timing_lock
 from specsparse.report import runs
 from specsparse.support import files
 from tests.experiments.playing import run_config
@@ -307,10 +307,10 @@ def test_timings_take_turns(lock):
             lines.append(line)
             waits.set()
 
-        with timing_lock.turn(announce):
+        with timing_lock(announce):
             order.append("second")
 
-    with timing_lock.turn(lines.append):
+    with timing_lock(lines.append):
         assert is_held(lock) and not lines
         thread = threading.Thread(target=second)
         thread.start()
@@ -323,8 +323,8 @@ def test_timings_take_turns(lock):
 
 HOLDER = """
 import time
-from specsparse.measure import lock as timing_lock
-with timing_lock.turn(print):
+from specsparse.measure.machine import timing_lock
+with timing_lock(print):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -340,7 +340,7 @@ def test_the_turn_of_a_killed_run_is_over(lock):
 
 def test_a_lock_that_cannot_be_had_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECSPARSE_TIMING_LOCK", str(tmp_path / "no" / "such" / "folder"))
-    with pytest.raises(UserError, match="SPECSPARSE_TIMING_LOCK=FILE"), timing_lock.turn(print):
+    with pytest.raises(UserError, match="SPECSPARSE_TIMING_LOCK=FILE"), timing_lock(print):
         pass
 
 
@@ -350,7 +350,7 @@ def test_a_file_that_is_no_lock_stays_as_it_is(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path / "not here")
     for name, says in (("thesis.tex", "is no lock but a file with something in it"), ("link", "cannot be locked")):
         monkeypatch.setenv("SPECSPARSE_TIMING_LOCK", str(tmp_path / name))
-        with pytest.raises(UserError, match=says), timing_lock.turn(print):
+        with pytest.raises(UserError, match=says), timing_lock(print):
             pass
     assert thesis.read_text() == "four years of work" and not (tmp_path / "not here").exists()
 

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from specsparse.measure import conditions, machine
-from specsparse.measure.conditions import Conditions, Taken
+from specsparse.measure.conditions import Conditions, ResultConditions
 from specsparse.measure.intervals import Interval
 
 
 def taken(read, plain, *, where="here", work="this"):
-    return Taken(Conditions(read, plain_tokens_per_second=plain), where, work)
+    return ResultConditions(Conditions(read, plain_tokens_per_second=plain), where, work)
 
 
 def test_a_cell_at_102_is_not_ranked_with_one_at_160_without_a_word():
@@ -46,13 +46,13 @@ def record(plain, *, read=20e9, gamma=2, model="a.gguf", cpu="EPYC", **summary):
 
 
 def test_records_say_what_they_were_taken_at():
-    two = [conditions.of_record(json.loads(json.dumps(record(p, gamma=g)))) for p, g in ((160.0, 2), (102.0, 4))]
+    two = [conditions.from_record(json.loads(json.dumps(record(p, gamma=g)))) for p, g in ((160.0, 2), (102.0, 4))]
     assert [t.conditions.plain_tokens_per_second for t in two] == [160.0, 102.0]
     assert two[0].work == two[1].work  # the draft length is no work of plain decoding
     assert conditions.differ(two) is not None
-    other = conditions.of_record(record(102.0, model="b.gguf"))
+    other = conditions.from_record(record(102.0, model="b.gguf"))
     assert conditions.differ([two[0], other]) is None
-    assert conditions.differ([conditions.of_record(record(160.0, cpu=c)) for c in ("EPYC", "Xeon")]) is None
+    assert conditions.differ([conditions.from_record(record(160.0, cpu=c)) for c in ("EPYC", "Xeon")]) is None
 
 
 def test_everything_in_a_record_is_defined():
@@ -62,9 +62,9 @@ def test_everything_in_a_record_is_defined():
 def test_records_of_before_are_read_too():
     old = record(1.0, read=1.0)
     old["summary"] = {"read_bandwidth": 30e9, "plain": {"rates": {"tokens_per_second": 99.0}}}
-    assert conditions.of_record(old).conditions == Conditions(30e9, plain_tokens_per_second=99.0)
-    assert conditions.of_record({"summary": {"conditions": None}}).conditions == conditions.UNKNOWN
-    assert conditions.of_record({}).conditions == conditions.UNKNOWN
+    assert conditions.from_record(old).conditions == Conditions(30e9, plain_tokens_per_second=99.0)
+    assert conditions.from_record({"summary": {"conditions": None}}).conditions == conditions.UNKNOWN
+    assert conditions.from_record({}).conditions == conditions.UNKNOWN
 
 
 def test_what_is_known_is_said_in_one_line():
@@ -173,7 +173,7 @@ def test_a_meter_keeps_the_median_and_the_spread(monkeypatch):
 def test_a_later_run_of_the_same_process_measures_the_bandwidth_anew(monkeypatch):
     """The cells of a sweep are one process."""
     rates = iter([20e9, 30e9])
-    monkeypatch.setattr(machine.ReadBuffer, "rate", lambda self, passes: next(rates))
+    monkeypatch.setattr("specsparse.kernels.peaks.ReadBuffer.rate", lambda self, passes: next(rates))
     assert [machine.read_bandwidth(mebibytes=1) for _ in range(2)] == [20e9, 30e9]
 
 

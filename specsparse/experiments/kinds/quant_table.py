@@ -19,7 +19,7 @@ from specsparse.experiments.kind import Engine, Found, Kind, Lab
 from specsparse.experiments.kinds import perplexity
 from specsparse.experiments.kinds.perplexity import PerplexitySettings
 from specsparse.measure import conditions, trials
-from specsparse.measure.conditions import Conditions, Taken
+from specsparse.measure.conditions import Conditions, ResultConditions
 from specsparse.measure.trials import Ours, requantised
 from specsparse.models import catalogue
 from specsparse.report import display
@@ -52,7 +52,7 @@ class QuantTable:
     def warnings(self) -> tuple[str, ...]:
         """What makes the times doubtful, row by row and between rows; every row's plain decoding is its own."""
         taken = [(row["file"], Conditions.from_dict(row["conditions"] or {})) for row in self.rows]
-        apart = conditions.differ([Taken(found, work=name) for name, found in taken])
+        apart = conditions.differ([ResultConditions(found, work=name) for name, found in taken])
         return (*([apart] if apart else []), *conditions.all_busy(taken))
 
     @property

@@ -203,7 +203,7 @@ class _Watching:
 
     def __exit__(self, kind: type | None, error: BaseException | None, where: TracebackType | None) -> None:
         if self._recorder is not None and error is None:
-            self._recorder.save(self._directory / LAWS_FILE)
+            self._recorder.recording().save(self._directory / LAWS_FILE)
 
     def start(self, prompt_id: str) -> Watch:
         """What to call with each round of the next prompt."""

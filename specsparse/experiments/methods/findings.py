@@ -22,7 +22,7 @@ from specsparse.report.record import PLAIN, SPECULATIVE, Group, Pass, RunRecord
 from specsparse.runtime import metrics
 from specsparse.runtime.method import Method
 from specsparse.runtime.metrics import Times
-from specsparse.runtime.timing_cache import CostTable
+from specsparse.runtime.timing_cache import FREE, CostTable
 from specsparse.support import tables
 from specsparse.support.files import Json
 
@@ -109,8 +109,7 @@ def _oracles(found: RunRecord, table: CostTable | None, drafter: str) -> Part:
         return {}, []
     costs = {}
     if table is not None:
-        options = table.policy_options(1, drafter)
-        costs = {"v": table.v, "c": options["c"], "c0": options["c0"]}
+        costs = {"v": table.v, **table.draft_costs(table.drafts.get(drafter, FREE), 1)}
     counters, ratio = everything.sides[SPECULATIVE].counters, everything.speedup.ratio_of_totals
     best = oracles(counters, ratio, levels=found.method.get("levels"), **costs)
     words = {"free_draft": "were drafts free {:.2f}", "perfect_draft": "were every draft right {:.2f}"}

@@ -296,8 +296,7 @@ def acceptance_over_seeds(
     params = SamplingParams(temperature=1.0, max_tokens=64) if sampling is None else sampling
     params = params if max_tokens is None else params.merged(max_tokens=max_tokens)
     method = resolve(MethodSpec(drafter, verifier, sampling=params), model)
-    if method.drafter is None or not numbers:
-        raise UserError("acceptance over seeds needs a drafter (drafter=prompt_lookup) and at least one seed")
+    assert method.drafter is not None and numbers
     ids = prompt_ids(model, prompt, params)
 
     def decode_programs() -> int:

@@ -238,7 +238,7 @@ def measure(model: Model, *, effort: Effort | None = None, done: Callable[[], No
     distance = windows.read(1, effort.far) - windows.read(1, effort.near)
     kv_s, kv_row_s, kv_errors = fit_kv(far_ns, near, [at[f"far {n}"] for n in far_ns], distance)
     host_s = at["host"]
-    # Half at least: where a step takes less than its share of the call, noise could make it nothing.
+    # Half at least: if a step takes less than its share of the call, noise could make it nothing.
     step = {g: max(at[f"loop {g}"] - host_s / effort.decode, at[f"loop {g}"] / 2) for g in (0, *effort.gammas)}
     more = [step[g] - step[0] - float(np.interp(g + 1, effort.ns, forward)) + forward[0] for g in effort.gammas]
     fixed_s, token_s = fit_overhead(effort.gammas, more)

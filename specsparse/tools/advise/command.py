@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
         if not name.startswith(hub.SCHEME) and catalogue.find(name) is None:
             catalogue.resolve(name)  # neither a known model nor a file
 
-    from specsparse.experiments.methods.decoding import bar  # after the names: JAX takes a second
+    from specsparse.experiments.methods.decoding import bar_on  # after the names: JAX takes a second
     from specsparse.measure.costs import acceptance
     from specsparse.support import tables, terminal
     from specsparse.support.files import to_json, write_atomically
@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
         counted=acceptance.from_record(args.acceptance) if args.acceptance else None, task=args.task,
         kv_dtype=args.kv_dtype, paper=args.paper, refresh=args.refresh, **lengths,
     )  # fmt: skip
-    found = advise(question, bar=bar(out))
+    found = advise(question, bar=bar_on(out))
     report = found.to_dict()
     if args.json == STDOUT:
         print(to_json(report))

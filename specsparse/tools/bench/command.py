@@ -106,7 +106,7 @@ def main(args: argparse.Namespace) -> int:
     """Measure and print."""
     from rich.text import Text
 
-    from specsparse.measure import lock  # after the arguments: JAX takes a second
+    from specsparse.measure.machine import timing_lock  # after the arguments: JAX takes a second
     from specsparse.support import tables, terminal
     from specsparse.tools.bench.bench_figures import active_share, batches
 
@@ -119,7 +119,7 @@ def main(args: argparse.Namespace) -> int:
     bench: Benchmark = owner(**{name: getattr(args, name) for name in fields if hasattr(args, name)})
     bench.check()
     out = terminal.console()
-    with lock.turn(lambda line: out.print(line, soft_wrap=True)):
+    with timing_lock(lambda line: out.print(line, soft_wrap=True)):
         report = bench.run(out)
     for part in bench.shown(report):
         if isinstance(part, str | Text):

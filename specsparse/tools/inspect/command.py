@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Inspect and print."""
+    """Inspects and prints."""
     from rich.text import Text
 
     from specsparse.measure.costs.roofline import get_device
@@ -72,7 +72,7 @@ def _look_at(name: str) -> Any:
 
 
 def _parts(report: Mapping[str, Any], device: str) -> Iterator[Any]:
-    """Lines and tables of a report of `inspection.report`."""
+    """The report of `inspection` as lines and tables."""
     size, form = report["sizes"], report["format"]
     yield f"{report['file']}: {form['magic']} version {form['version']}"
     yield _pairs("metadata", report["metadata"])
@@ -89,7 +89,14 @@ def _parts(report: Mapping[str, Any], device: str) -> Iterator[Any]:
         yield f"does not run here: {report['problem']}"
         return
     yield _pairs("model", {**report["model"], **(report["tokenizer"] or {})})
-    yield from _rates(report["rates"], device)
+    rates = report["rates"]
+    cache = f"{_mib(rates['kv_bytes'])} of cache after {rates['kv_length']} tokens"
+    yield f"a token reads {_mib(rates['weight_bytes'])} of weights and {cache}"
+    yield (
+        f"at best {rates['tokens_per_second']:.0f} tok/s decoding, {rates['prompt_tokens_per_second']:.0f} tok/s of "
+        f"prompt, 8 tokens in one pass {rates['v8']:.2f} times as long as one ({device})"
+    )
+    yield "measured: python -m specsparse bench, python -m specsparse.run +experiment=roofline"
     if report["pair"]:
         yield from _pair(report["pair"], device)
 
@@ -122,17 +129,6 @@ def _tensors(groups: list[Mapping[str, Any]]) -> Any:
         shape = " x ".join(map(str, g["shape"]))
         table.add_row(Text(g["name"]), g["type"], shape, str(g["count"]), _mib(g["nbytes"]))
     return table
-
-
-def _rates(found: Mapping[str, Any], device: str) -> Iterator[str]:
-    length = found["kv_length"]
-    cache = f"{_mib(found['kv_bytes'])} of cache after {length} tokens"
-    yield f"a token reads {_mib(found['weight_bytes'])} of weights and {cache}"
-    yield (
-        f"at best {found['tokens_per_second']:.0f} tok/s decoding, {found['prompt_tokens_per_second']:.0f} tok/s of "
-        f"prompt, 8 tokens in one pass {found['v8']:.2f} times as long as one ({device})"
-    )
-    yield "measured: python -m specsparse bench, python -m specsparse.run +experiment=roofline"
 
 
 def _pair(found: Mapping[str, Any], device: str) -> Iterator[Any]:

@@ -138,7 +138,7 @@ def model_facts(config: ModelConfig) -> dict[str, str]:
 
 
 def _layers(config: ModelConfig) -> dict[str, str]:
-    """What the layers of this architecture have beside the plain Llama's, where there is anything."""
+    """What the layers of this architecture have beside the plain Llama's, if anything."""
     kinds, family = [config.kind(i) for i in range(config.n_layers)], config.family
     windowed, unrotated = sum(k.window > 0 for k in kinds), sum(config.ropes[k.table] is None for k in kinds)
     found = {

@@ -134,12 +134,6 @@ def test_acceptance_of_a_prompt_that_fills_the_context_is_none(model):
     assert "NaN" not in json.dumps(found.to_dict())
 
 
-@pytest.mark.parametrize("wrong", [{"seeds": 0}, {"drafter": None}, {"drafter": "no_such"}])
-def test_acceptance_over_seeds_refuses(model, wrong):
-    with pytest.raises(UserError):
-        acceptance_over_seeds(model, [5, 6, 7], max_tokens=4, **wrong)
-
-
 def config(path, **given):
     """Without drafters and trees unless they are given."""
     from hydra import compose, initialize_config_dir

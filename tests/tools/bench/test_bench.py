@@ -157,7 +157,7 @@ def test_mistakes_are_one_line(tiny, capsys, args, says):
 
 @pytest.mark.parametrize("data", [None, b"GGUF", b"what"])
 def test_a_file_that_is_no_model_is_refused_before_the_machine_is_waited_for(capsys, monkeypatch, tmp_path, data):
-    monkeypatch.setattr("specsparse.measure.lock.turn", pytest.fail)
+    monkeypatch.setattr("specsparse.measure.machine.timing_lock", pytest.fail)
     if data is not None:
         (tmp_path / "a.gguf").write_bytes(data)
     code, _, err = bench(capsys, tmp_path / "a.gguf")
