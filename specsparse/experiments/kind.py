@@ -156,13 +156,13 @@ KINDS: Registry[Kind] = Registry("kind", "specsparse.experiments.kind:Kind", "sp
     "compare": "compare:Compare",  # plain decoding and every valid method of a list, ranked
     "certify": "certify:Certify",  # the exact output law of every verifier; needs no model
     "roofline": "roofline:RooflineKind",  # what a model file could do at best on a device, and what it does here
-    "train_drafter": "training.drafter:TrainDrafter",  # a head or a draft model, trained and judged
-    "relufy": "training.relufy:Relufy",  # FFNs turned to ReLU, and what that cost
-    "placement": "placement.place:Place",  # which neurons belong on the accelerator
+    "train_drafter": "train_drafter:TrainDrafter",  # a head or a draft model, trained and judged
+    "relufy": "relufy:Relufy",  # FFNs turned to ReLU, and what that cost
+    "placement": "placement:Place",  # which neurons belong on the accelerator
     "perplexity": "perplexity:Perplexity",  # how well a model predicts a text, and how far it is from float32
     "quant_table": "quant_table:Quantisations",  # bytes, quality and speed in several types of weights
-    "train_predictors": "training.predictors:TrainPredictors",  # a predictor of active neurons, fitted and judged
+    "train_predictors": "train_predictors:TrainPredictors",  # a predictor of active neurons, fitted and judged
     "powerinfer_oracle": "powerinfer_oracle:PowerInferOracle",  # logits and tokens against PowerInfer's
-    "sparsity": "sparse.sparsity:SparsityKind",  # what leaving neurons out costs and gains, point by point
-    "spec_sparse": "sparse.spec_sparse:SpecSparse",  # speculation and sparsity, each alone and both together
+    "sparsity": "sparsity:SparsityKind",  # what leaving neurons out costs and gains, point by point
+    "spec_sparse": "spec_sparse:SpecSparse",  # speculation and sparsity, each alone and both together
 })  # fmt: skip

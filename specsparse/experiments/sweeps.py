@@ -20,8 +20,7 @@ from rich.text import Text
 
 from specsparse import kernels
 from specsparse.errors import UserError
-from specsparse.experiments.kinds.placement import sweep as placement_sweep
-from specsparse.experiments.kinds.sparse import sparsity_report
+from specsparse.experiments.kinds import placement, sparsity
 from specsparse.experiments.methods import measured
 from specsparse.experiments.settings import RunConfig
 from specsparse.kernels.processor import cpu_info
@@ -191,12 +190,12 @@ def show(directory: Path, out: Console) -> None:
     points = [r for r in everything if r.get("kind") == SPARSITY]
     if len(points) > 1:
         swept = methods.differing_settings([r["config"] for r in points])
-        tables.show(out, sparsity_report.sweep_table(points, swept), names=len(swept))
+        tables.show(out, sparsity.sweep_table(points, swept), names=len(swept))
         _say(apart(points), out)
         _say_where(directory, out)
     placed = [r for r in everything if r.get("kind") == "placement"]
     if len(placed) > 1:
-        placement_sweep.show(directory, placed, out)
+        placement.show_sweep(directory, placed, out)
         _say(apart(placed), out)
     found = [r for r in everything if "summary" in r and PLAIN in r["summary"]]
     if len(found) > 1:

@@ -8,10 +8,9 @@ import pytest
 from specsparse.engine.config import ACTIVATION_KEY
 from specsparse.errors import UserError
 from specsparse.experiments import runner
-from specsparse.experiments.kinds.sparse import spec_sparse_report
-from specsparse.experiments.kinds.sparse.sparsity import SparsitySpec
-from specsparse.experiments.kinds.sparse.spec_sparse import Reading
-from specsparse.experiments.kinds.sparse.spec_sparse_report import Joined, SparseCell
+from specsparse.experiments.kinds import spec_sparse
+from specsparse.experiments.kinds.sparsity import SparsitySpec
+from specsparse.experiments.kinds.spec_sparse import Joined, Reading, SparseCell
 from specsparse.experiments.settings import FfnSpec, ModelSpec
 from specsparse.kernels.native import cpu
 from specsparse.measure import speedups
@@ -74,12 +73,12 @@ def test_a_figure_names_each_series_once():
         n: SparseCell(n, none, 1.0, speedups.speedup([1.0], [1.0], prompts=[0]), 1.1, 0.5, 0) for n in ("a", "b, c")
     }
     found = Joined(cells, text, text[:2], {}, promised=True, exact=False, labels={})
-    for figure in (spec_sparse_report.unions(found, "t"), spec_sparse_report.speedups(found, "t")):
+    for figure in (spec_sparse.unions(found, "t"), spec_sparse.cells_figure(found, "t")):
         (axes,) = figure.canvas().axes
         names = axes.get_legend_handles_labels()[1]
         assert len(names) >= 2 and len(names) == len(set(names))
         assert axes.get_title(loc="left") == "t"
-    (union,) = spec_sparse_report.unions(found, "t").canvas().axes
+    (union,) = spec_sparse.unions(found, "t").canvas().axes
     solid = [line for line in union.lines if line.get_linestyle() == "-"]
     drawn = [point for line in solid for point in zip(*line.get_data(), strict=True)]
     assert sorted(drawn) == [(p.rows, p.union) for p in text]

@@ -7,8 +7,8 @@ from rich.console import Console
 import specsparse
 from specsparse.errors import UserError
 from specsparse.experiments import runner
-from specsparse.experiments.kinds.training import drafter_fit
-from specsparse.experiments.kinds.training.options import TrainSpec
+from specsparse.experiments.kinds import train_drafter
+from specsparse.experiments.kinds.train_settings import TrainSpec
 from specsparse.speculative.drafters import get_drafter
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import random_head
@@ -123,10 +123,10 @@ def learned(cfg, model, tmp_path, given):
     """The losses of 60 steps, which fall under half of where they began at every place of a draft."""
     cfg = changed(cfg, "train", options={**given, "steps": 60, "learning_rate": 3e-3})
     cfg = settings(cfg)
-    options = drafter_fit.Options.of(cfg)
+    options = train_drafter.Options.of(cfg)
     paths = corpus.generate(model, options.data, tmp_path / "texts", tokens=100)
     texts = [t for p in paths for t in corpus.read_shard(p)]
-    made = trainer.Trainer(model, options.train, drafter_fit.form_of(cfg, model))
+    made = trainer.Trainer(model, options.train, train_drafter.form_of(cfg, model))
     losses = []
     state = made.run(made.start(texts), texts, on_step=lambda _, __, found, ___: losses.append(found))
     assert int(state.step) == 60
@@ -137,7 +137,7 @@ def learned(cfg, model, tmp_path, given):
 
 def test_candidates_hold_what_follows(cfg, model, tmp_path):
     cfg = settings(cfg)
-    options = drafter_fit.Options.of(cfg)
+    options = train_drafter.Options.of(cfg)
     paths = corpus.generate(model, options.data, tmp_path / "texts", tokens=100)
     texts = [t for p in paths for t in corpus.read_shard(p)]
     made = trainer.Trainer(model, options.train, HeadForm(model))
@@ -192,14 +192,14 @@ def test_mistakes_are_found_before_anything_is_loaded(cfg, changes, message):
 )
 def test_forms_fit_their_options_and_the_target(cfg, model, given, message):
     with pytest.raises(UserError, match=message):
-        drafter_fit.form_of(settings(changed(cfg, "train", options={**OPTIONS, **given})), model)
+        train_drafter.form_of(settings(changed(cfg, "train", options={**OPTIONS, **given})), model)
 
 
 def test_documents_are_trained_on_beside_the_targets_text(cfg, model, tmp_path):
     path = tmp_path / "own.txt"
     path.write_text("abc " * 40, encoding="utf-8")
     cfg = settings(changed(cfg, "train", options={**OPTIONS, "documents": [str(path)]}))
-    found, seen = drafter_fit.texts(cfg, model, tmp_path / "out", Console(quiet=True))
+    found, seen = train_drafter.texts(cfg, model, tmp_path / "out", Console(quiet=True))
     written = [t for p in sorted((tmp_path / "out" / "texts").glob("*")) for t in corpus.read_shard(p)]
     ours = corpus.tokenised(model, corpus.read_documents(path), corpus.DataOptions(answer=24))
     assert len(ours) > 3 and len(found) == len(written) + len(ours)
@@ -211,7 +211,7 @@ def test_documents_are_trained_on_beside_the_targets_text(cfg, model, tmp_path):
 def test_a_head_goes_on_from_a_file(cfg, model, tmp_path):
     begin = random_head(tmp_path, model, ids=range(3, 60))
     given = {**OPTIONS, "begin": str(begin), "below": [0]}
-    form = drafter_fit.form_of(settings(changed(cfg, "train", options=given)), model)
+    form = train_drafter.form_of(settings(changed(cfg, "train", options=given)), model)
     assert form.size(128) == 57 and form.ids([], 128).tolist() == list(range(3, 60))
     weights = form.first([])
     assert not weights.fc_below.any() and weights.below_norm.shape == (1, model.config.d_model)
@@ -219,4 +219,4 @@ def test_a_head_goes_on_from_a_file(cfg, model, tmp_path):
     path = form.write(tmp_path / "again.gguf", weights, form.ids([], 0), quant="F32")
     other = {**given, "begin": str(path), "below": []}
     with pytest.raises(UserError, match=r"reads layers \[0\] beside the last rows; give train.below=\[0\]"):
-        drafter_fit.form_of(settings(changed(cfg, "train", options=other)), model)
+        train_drafter.form_of(settings(changed(cfg, "train", options=other)), model)

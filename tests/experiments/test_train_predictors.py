@@ -8,8 +8,8 @@ import pytest
 
 from specsparse.errors import UserError
 from specsparse.experiments import runner
-from specsparse.experiments.kinds.training import predictors_fit
-from specsparse.experiments.kinds.training.options import TrainSpec
+from specsparse.experiments.kinds import train_predictors
+from specsparse.experiments.kinds.train_settings import TrainSpec
 from specsparse.experiments.settings import ModelSpec
 from specsparse.powerinfer.model_files import read_predictor, read_threshold
 from specsparse.predictors import FFN, get_predictor
@@ -61,7 +61,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
     for name in ("predictors.csv", "predictors.png"):
         assert (tmp_path / "a" / name).is_file()
 
-    saves = stop_at(monkeypatch, predictors_fit, "save_state", 2, 4)  # in the first layer, and in the second
+    saves = stop_at(monkeypatch, train_predictors, "save_state", 2, 4)  # in the first layer, and in the second
     again = changed(cfg, "train", output=str(tmp_path / "again"))
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
@@ -88,7 +88,7 @@ def test_a_retrained_model_does_not_take_the_residuals_of_the_old_one(cfg, model
     other = write_tiny_gguf(tmp_path / model.path.name, seed=1, **shape)
     assert other.stat().st_size == model.path.stat().st_size
     text = np.zeros((2, 8), np.int32)
-    claim = partial(predictors_fit._claim, tmp_path / "out")
+    claim = partial(train_predictors._claim, tmp_path / "out")
     coarse = settings(replaced(cfg, model=ModelSpec(str(model.path), kv_dtype="f16")))
     cfg = settings(cfg)
     claim(cfg, model, text)

@@ -11,7 +11,7 @@ import pytest
 
 from specsparse.engine.llama import Want, make_forward
 from specsparse.errors import UserError
-from specsparse.experiments.kinds.training.predictors_report import by_layer, comparison, figure
+from specsparse.experiments.kinds.train_predictors import by_layer, comparison, figure
 from specsparse.predictors import get_predictor
 from specsparse.predictors.collect import collect, windows
 from specsparse.predictors.evaluate import (

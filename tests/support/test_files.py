@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specsparse.errors import UserError
-from specsparse.experiments.kinds.training import predictors_fit
+from specsparse.experiments.kinds import train_predictors
 from specsparse.powerinfer.profiler import ActivationStats, save_stats
 from specsparse.support.files import (
     append_line,
@@ -74,9 +74,9 @@ def test_a_new_file_has_the_users_permissions(tmp_path):
 
 
 def test_residuals_that_the_disk_cannot_hold_are_not_begun(tmp_path):
-    predictors_fit._check_room(tmp_path, 1)
+    train_predictors._check_room(tmp_path, 1)
     with pytest.raises(UserError, match=r"residuals take \d+ MiB, \d+ are free; give fewer train\.tokens"):
-        predictors_fit._check_room(tmp_path, 1 << 62)
+        train_predictors._check_room(tmp_path, 1 << 62)
 
 
 class Full:

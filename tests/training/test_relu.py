@@ -16,8 +16,8 @@ from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.experiments import runner
 from specsparse.experiments.compose import config
-from specsparse.experiments.kinds.training import drafter_fit, relufy_fit
-from specsparse.experiments.kinds.training.options import TrainSpec
+from specsparse.experiments.kinds import relufy, train_drafter
+from specsparse.experiments.kinds.train_settings import TrainSpec
 from specsparse.kernels.packing.dequant import embed_rows
 from specsparse.models.convert.edit import apply_delta, tensors_hash
 from specsparse.support.files import save_state
@@ -247,24 +247,24 @@ def test_mistakes_are_found_before_anything_is_loaded(cfg, options, says):
 def test_the_options_of_the_shipped_files_are_taken(name):
     with initialize_config_dir(str(run.conf_dir()), version_base="1.3"):
         cfg = config.from_omegaconf(compose("config", [f"+experiment={name}"]))
-    found = (relufy_fit if name == "relufy" else drafter_fit).Options.of(settings(cfg))
+    found = (relufy if name == "relufy" else train_drafter).Options.of(settings(cfg))
     assert found.data.answer == cfg.own["train"]["answer"]
 
 
 def test_only_a_relu_model_of_the_same_shape_is_gone_on_from(cfg, model):
     with pytest.raises(UserError, match=r"train\.begin=.*: not a ReLU model of the shape of"):
-        relufy_fit._begin(model, str(model.path))
+        relufy._begin(model, str(model.path))
 
 
 def test_a_checkpoint_is_gone_on_from(model, distiller, tmp_path):
     begin = ffn_model.ffns_of(model)
     save_state(tmp_path / "state.safetensors", distiller.start(begin), {})
-    found = relufy_fit._begin(model, str(tmp_path / "state.safetensors"))
+    found = relufy._begin(model, str(tmp_path / "state.safetensors"))
     for w, wanted in zip(found, begin, strict=True):
         np.testing.assert_array_equal(w, wanted)
     save_state(tmp_path / "other.safetensors", ffn_model.FfnMatrices(*(w[:1] for w in begin)), {})
     with pytest.raises(UserError, match=r"train\.begin=.*: not a checkpoint of a training of"):
-        relufy_fit._begin(model, str(tmp_path / "other.safetensors"))
+        relufy._begin(model, str(tmp_path / "other.safetensors"))
 
 
 def test_a_relu_model_is_refused(model):

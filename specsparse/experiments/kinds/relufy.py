@@ -1,4 +1,7 @@
-"""Texts, rebuilt layers and checkpoints of `kind: relufy`, in a directory that a later run goes on from."""
+"""`kind: relufy`: a model's FFNs turned from SiLU to ReLU and recovered by distillation, and what that cost.
+
+Texts, rebuilt layers and checkpoints lie in a directory that a later run goes on from.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -9,18 +12,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from specsparse.api import load
+from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.experiments.kinds.training import folder as folders
-from specsparse.experiments.kinds.training.options import TrainKeys, TrainSettings
+from specsparse.experiments.kind import Found, Lab
+from specsparse.experiments.kinds import train_settings
+from specsparse.experiments.kinds.train_settings import Training, TrainKeys, TrainSettings
+from specsparse.models import catalogue
+from specsparse.models.convert.edit import make_delta
+from specsparse.models.convert.write import out_type
+from specsparse.report.plots import Rows
 from specsparse.support import terminal
 from specsparse.support.files import read_tensors, write_tensors
 from specsparse.support.options import Count
-from specsparse.training import ffn_model
-from specsparse.training.corpus import DataOptions, Text, generate, read_shard
-from specsparse.training.ffn_model import FfnMatrices, collect_inputs, layer_inputs
+from specsparse.support.tables import new
+from specsparse.training import corpus, ffn_model
+from specsparse.training.corpus import DataOptions, generate, read_shard
+from specsparse.training.ffn_model import FfnMatrices, collect_inputs, layer_inputs, write_relu
 from specsparse.training.relu import (
     Distiller,
     DistillLosses,
@@ -34,6 +46,14 @@ from specsparse.training.relu import (
 from specsparse.training.text_windows import pack
 from specsparse.training.training_loop import Log
 
+_COLUMNS = ("step", "tokens", "divergence", "perplexity", "original", "agreement")
+DEFINITIONS = {
+    "divergence": "mean KL(original, ReLU model) of the next token's law in nats, over the rows of held-out answers",
+    "perplexity": "of those answers under the ReLU model; `original`: under the original",
+    "agreement": "share of those rows whose most likely token is the original's",
+    "share": "neurons whose activation is not zero / all, by layer",
+    "error": "a rebuilt layer on inputs it has not seen: weighted relative squared error of its output",
+}
 _TEXTS, _STATE = "texts", "state.safetensors"
 
 
@@ -59,6 +79,79 @@ class Options(TrainKeys):
     distill: DistillOptions
 
 
+@dataclass(frozen=True)
+class Relufied:
+    """What came out.
+
+    Attributes:
+        path, delta: the model, and its difference to the original.
+        layers: as rebuilt one by one; none where `train.begin` had them.
+        curve: of the distillation.
+    """
+
+    path: Path
+    delta: Path
+    layers: tuple[Judged, ...]
+    curve: tuple[dict[str, Any], ...]
+
+
+class Relufy(Training):
+    """A model's FFNs turned to ReLU, layer by layer and then together, and what that cost."""
+
+    def check(self, cfg: TrainSettings) -> None:
+        """Names and options."""
+        catalogue.resolve(cfg.model.path)
+        out_type(Options.of(cfg).own.quantise)
+
+    def run(self, cfg: TrainSettings, lab: Lab) -> Found:
+        """Writes text, rebuilds, distils, exports; each goes on where an earlier run of the same output stopped.
+
+        Raises:
+            UserError: a model without a gate or with ReLU already, or another training's output directory.
+        """
+        console, model = lab.console, lab.load(cfg.model)
+        ffn_model.check(model.config)
+        folder = folder_of(cfg, model)
+        claim(folder, cfg, model)
+        train, held = texts(cfg, model, folder, console)
+        begin, layers = rebuilt(cfg, model, folder, train, held, console)
+        ffn, curve = distilled(cfg, model, folder, begin, train, held, console)
+        path, delta = folder / f"{folder.name}-relu.gguf", folder / f"{folder.name}-relu.delta.gguf"
+        write_relu(open_gguf(model.path), ffn, path, out_type(Options.of(cfg).own.quantise))
+        make_delta(model.path, path, delta)
+        rows = _layers(layers, curve[-1]["share"])
+        return Found(
+            {"model": str(path), "delta": str(delta), "layers": rows, "curve": list(curve)},
+            Relufied(path, delta, tuple(layers), tuple(curve)),
+            shown=[
+                Text("held-out answers: ReLU model against the original", style="bold"),
+                _table(curve),
+                Text(f"model: {path}; difference to the original: {delta}"),
+            ],
+            figures=[Rows("curve", [{key: point[key] for key in _COLUMNS} for point in curve]), Rows("layers", rows)],
+            definitions=DEFINITIONS,
+            objective=curve[-1]["original"] / curve[-1]["perplexity"],
+        )
+
+
+def _layers(layers: Sequence[Judged], shares: Sequence[float]) -> list[dict[str, object]]:
+    """A row a layer: as it was rebuilt, where it was, and its share of active neurons after the distillation."""
+    found = layers or [None] * len(shares)
+    return [{"layer": i, **(judged._asdict() if judged else {}), "distilled_share": share}
+            for i, (judged, share) in enumerate(zip(found, shares, strict=True))]  # fmt: skip
+
+
+def _table(curve: Sequence[dict[str, Any]]) -> Table:
+    table = new("step", "tokens", "KL, nats", "ppl", "original's", "ratio", "same token", "active", left=())
+    for p in curve:
+        table.add_row(
+            str(p["step"]), str(p["tokens"]), f"{p['divergence']:.4f}", f"{p['perplexity']:.3f}",
+            f"{p['original']:.3f}", f"{p['perplexity'] / p['original']:.3f}", f"{p['agreement']:.1%}",
+            f"{np.mean(p['share']):.1%}",
+        )  # fmt: skip
+    return table
+
+
 def folder_of(cfg: TrainSettings, model: Model) -> Path:
     """Where a training keeps its files."""
     return Path(cfg.train.output or Path("relu") / Path(model.path).stem)
@@ -75,14 +168,16 @@ def claim(folder: Path, cfg: TrainSettings, model: Model) -> None:
     found = Options.of(cfg)
     rates = {"steps", "rate", "warmup", "decay", "precision"}
     shape = {f.name: getattr(found.distill, f.name) for f in fields(found.distill) if f.name not in rates}
-    folders.claim(folder, {
-        "model": folders.identity(model, cfg.model.overrides()),
+    train_settings.claim(folder, {
+        "model": train_settings.identity(model, cfg.model.overrides()),
         "text": {f.name: getattr(found.data, f.name) for f in fields(found.data)},
         "layers": {f.name: getattr(found.layers, f.name) for f in fields(found.layers)}, "distillation": shape,
     })  # fmt: skip
 
 
-def texts(cfg: TrainSettings, model: Model, folder: Path, console: Console) -> tuple[list[Text], list[Text]]:
+def texts(
+    cfg: TrainSettings, model: Model, folder: Path, console: Console
+) -> tuple[list[corpus.Text], list[corpus.Text]]:
     """Answers of `train.tokens` tokens, made where they are not there yet: to train on, and the first ones to judge on.
 
     Raises:
@@ -101,7 +196,7 @@ def texts(cfg: TrainSettings, model: Model, folder: Path, console: Console) -> t
 
 
 def rebuilt(
-    cfg: TrainSettings, model: Model, folder: Path, train: list[Text], held: list[Text], console: Console
+    cfg: TrainSettings, model: Model, folder: Path, train: list[corpus.Text], held: list[corpus.Text], console: Console
 ) -> tuple[FfnMatrices, list[Judged]]:
     """All layers rebuilt one by one, stacked, and how well; those that are there are not rebuilt again. `train.begin`
     has them already."""
@@ -150,7 +245,7 @@ def _checkpoint(model: Model, path: Path) -> FfnMatrices:
     return FfnMatrices(*map(jnp.asarray, found))
 
 
-def _inputs(cfg: TrainSettings, model: Model, folder: Path, found: list[Text], console: Console) -> list[Path]:
+def _inputs(cfg: TrainSettings, model: Model, folder: Path, found: list[corpus.Text], console: Console) -> list[Path]:
     """Files of what the FFNs read over `train.layer_tokens` tokens of these texts."""
     chosen = Options.of(cfg)
     rows, groups, tokens = chosen.distill.rows, [], 0
@@ -166,8 +261,8 @@ def _inputs(cfg: TrainSettings, model: Model, folder: Path, found: list[Text], c
 
 
 def distilled(
-    cfg: TrainSettings, model: Model, folder: Path, begin: FfnMatrices, train: list[Text], held: list[Text],
-    console: Console,
+    cfg: TrainSettings, model: Model, folder: Path, begin: FfnMatrices, train: list[corpus.Text],
+    held: list[corpus.Text], console: Console,
 ) -> tuple[FfnMatrices, list[dict[str, Any]]]:  # fmt: skip
     """The FFNs after the last step, and the curve: losses, tokens seen and fidelity at each checkpoint."""
     chosen = Options.of(cfg)

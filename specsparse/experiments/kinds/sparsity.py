@@ -5,12 +5,15 @@ judged against the dense model on the same text, speed against it in turn.
 """
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
+from matplotlib.figure import Figure as Canvas
+from rich.table import Table
 from rich.text import Text
 
 from specsparse.engine.model import Model
@@ -18,12 +21,11 @@ from specsparse.errors import UserError
 from specsparse.experiments import sparse_model
 from specsparse.experiments.compose.config import choice_options
 from specsparse.experiments.kind import Found, Kind, Lab
-from specsparse.experiments.kinds.sparse import sparsity_report
-from specsparse.experiments.kinds.sparse.sparsity_report import Point, Sparsity
 from specsparse.experiments.methods import gating
 from specsparse.experiments.settings import DataSpec, ModelSettings
-from specsparse.measure import conditions, machine, speedups
+from specsparse.measure import conditions, intervals, machine, speedups
 from specsparse.measure.conditions import Conditions
+from specsparse.measure.speedups import Speedup, timing_ends
 from specsparse.models import catalogue
 from specsparse.powerinfer.fewer import bytes_read
 from specsparse.powerinfer.modes import PREDICTED
@@ -31,7 +33,9 @@ from specsparse.predictors import FFN, Needs, get_predictor
 from specsparse.predictors.collect import windows
 from specsparse.predictors.evaluate import Evaluation, Evaluator, matrices
 from specsparse.report import display
-from specsparse.support import terminal
+from specsparse.report.methods import Setting
+from specsparse.report.plots import FAINT, Figure, Row
+from specsparse.support import tables, terminal
 from specsparse.support.files import conf_dir
 from specsparse.support.interleaved import interleaved
 from specsparse.support.options import Count, Range, Size
@@ -46,6 +50,10 @@ DEFINITIONS = {
     "by_bytes": "bytes that a dense step reads / bytes of a sparse one, prediction included; a bound on the speed-up",
     "speedup": "dense seconds per token / sparse ones, decoded in turn after the same prompt",
 }
+_TITLES = (
+    "kept", "energy", "error", "KL, nats", "ppl", "top-1", "bytes", "by bytes", "tok/s", "speed-up",
+    "95 % over repeats",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,37 @@ class SparsitySettings(ModelSettings):
     """What `kind: sparsity` reads of a config."""
 
     sparsity: SparsitySpec = SparsitySpec()
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting.
+
+    Attributes:
+        value: what was varied: an option's value or a predictor's name; None where nothing was.
+        quality: against the dense model.
+        by_bytes: the speed-up that bytes would give.
+        tokens_per_second, dense_tokens_per_second, speedup: None where nothing was decoded.
+    """
+
+    value: float | str | None
+    quality: Evaluation
+    by_bytes: float
+    tokens_per_second: float | None = None
+    dense_tokens_per_second: float | None = None
+    speedup: Speedup | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return {**asdict(self), "speedup": None if self.speedup is None else self.speedup.to_dict()}
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """All points, in the order of the config, and what they were taken at, in turn; None where nothing was timed."""
+
+    points: tuple[Point, ...]
+    conditions: Conditions | None = None
 
 
 class SparsityKind(Kind[SparsitySettings]):
@@ -124,12 +163,12 @@ def _found(cfg: SparsitySettings, dense: Model, result: Sparsity) -> Found:
         "points": [p.to_dict() for p in points],
         "conditions": result.conditions and result.conditions.to_dict(),
     }
-    table = sparsity_report.table(points, vary=vary)
+    shown_points = table(points, vary=vary)
     return Found(
         summary,
         result,
-        shown=[Text(title, style="bold"), table, *display.condition_lines(result.conditions)],
-        figures=[sparsity_report.figure(points, vary=vary, title=title)],
+        shown=[Text(title, style="bold"), shown_points, *display.condition_lines(result.conditions)],
+        figures=[figure(points, vary=vary, title=title)],
         definitions={**DEFINITIONS, **conditions.DEFINITIONS},
         objective=-points[-1].quality.model.kl,
     )
@@ -220,3 +259,78 @@ def _points(
             )
         out.append(point)
     return out
+
+
+def table(points: Sequence[Point], *, vary: str) -> Table:
+    """A row a point under a row of the dense model. Bytes are shares of the dense FFN's, prediction included."""
+    out = tables.new(vary, *_TITLES, left=(), close=True)
+    first = points[0]
+    dense = ["dense", "100.0%", "100.0%", "0.000", "0.0000", f"{first.quality.model.perplexity_dense:.2f}", "100.0%"]
+    out.add_row(*dense, "100.0%", "1.00", _number(first.dense_tokens_per_second, ".1f"), "1.00", "")
+    for p in points:
+        shown = "" if p.value is None else p.value if isinstance(p.value, str) else f"{p.value:g}"
+        out.add_row(shown, *_cells(p.to_dict()))
+    return out
+
+
+def sweep_table(records: Sequence[Mapping[str, Any]], swept: Sequence[Setting]) -> Table:
+    """A row a point of every record; `swept` is what differs between their configs."""
+    out = tables.new(*(setting.name for setting in swept), *_TITLES, left=(), close=True)
+    for number, record in enumerate(records):
+        for point in record["summary"]["points"]:
+            out.add_row(*(Text(setting.values[number]) for setting in swept), *_cells(point))
+    return out
+
+
+def _cells(point: Mapping[str, Any]) -> list[str]:
+    """Of a point as plain values."""
+    quality, faster = point["quality"], point["speedup"]
+    mean, model, cost = quality["mean"], quality["model"], quality["cost"]
+    share = (cost["predictor_bytes"] + cost["sparse_bytes"]) / cost["dense_bytes"]
+    return [
+        f"{mean['kept']:.1%}", f"{mean['energy']:.1%}", f"{mean['error']:.3f}", f"{model['kl']:.4f}",
+        f"{model['perplexity']:.2f}", f"{model['same_top']:.1%}", f"{share:.1%}", f"{point['by_bytes']:.2f}",
+        _number(point["tokens_per_second"], ".1f"), f"{faster['ratio_of_totals']:.2f}" if faster else "-",
+        intervals.shown(*timing_ends(faster)) if faster else "-",
+    ]  # fmt: skip
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def figure(points: Sequence[Point], *, vary: str, title: str) -> Figure:
+    """KL, perplexity and speed-up against the share of neurons kept; a row a point, with every number of it."""
+    rows = tuple(
+        {vary: p.value, **asdict(p.quality.mean), **asdict(p.quality.model), **asdict(p.quality.cost),
+         "by_bytes": p.by_bytes, "tokens_per_second": p.tokens_per_second,
+         "dense_tokens_per_second": p.dense_tokens_per_second, "speedup": p.speedup and p.speedup.ratio_of_totals}
+        for p in points
+    )  # fmt: skip
+    caption = "Against the dense model; by bytes: the speed-up that the bytes read would give."
+    return Figure("sparsity", title, caption, rows, partial(_draw, vary=vary, title=title), (12.0, 4.0))
+
+
+def _draw(canvas: Canvas, rows: Sequence[Row], *, vary: str, title: str) -> None:
+    rows = sorted(rows, key=lambda row: row["kept"])
+    kept, by_name = [row["kept"] for row in rows], isinstance(rows[0][vary], str)
+    line = "" if by_name else "-"  # predictors are no steps of one thing
+    kl, perplexity, speed = canvas.subplots(1, 3)
+    kl.plot(kept, [row["kl"] for row in rows], marker="o", linestyle=line)
+    kl.set(ylabel="KL(dense, sparse), nats", ylim=(0, None))
+    perplexity.plot(kept, [row["perplexity"] for row in rows], marker="o", linestyle=line, label="sparse")
+    perplexity.axhline(rows[0]["perplexity_dense"], color=FAINT, linestyle="--", label="dense")
+    perplexity.set(ylabel="perplexity")
+    speed.plot(kept, [row["by_bytes"] for row in rows], marker=".", linestyle="" if by_name else "--", label="by bytes")
+    if all(row["speedup"] is not None for row in rows):
+        speed.plot(kept, [row["speedup"] for row in rows], marker="o", linestyle=line, label="measured")
+    speed.axhline(1.0, color=FAINT, linewidth=0.8)
+    speed.set(ylabel="speed-up over dense decoding", ylim=(0, None))
+    for axes in (kl, perplexity, speed):
+        axes.set(xlabel="neurons kept", xlim=(0, 1.02))
+    if by_name:
+        for row in rows:
+            kl.annotate(row[vary], (row["kept"], row["kl"]), (4, 4), textcoords="offset points")
+    perplexity.legend()
+    speed.legend()
+    canvas.suptitle(title)

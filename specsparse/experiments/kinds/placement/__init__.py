@@ -1,1 +1,0 @@
-"""Which neurons belong on the accelerator: counted activations, placements by every rule, and one carried out."""

@@ -1,1 +1,0 @@
-"""Sparse FFNs: what leaving neurons out costs and gains, alone and under speculation."""

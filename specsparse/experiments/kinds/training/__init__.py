@@ -1,1 +1,0 @@
-"""Trainings that go on where they were stopped: drafters, ReLU models, predictors of active neurons."""
