@@ -15,12 +15,11 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_args
 from rich.console import Console, RenderableType
 
 from specsparse.engine.model import Model
-from specsparse.experiments import trackers
 from specsparse.experiments.settings import DecodingSettings, ModelSpec
 from specsparse.experiments.trackers import Tracker
 from specsparse.runtime.results import Generation
 from specsparse.support import terminal
-from specsparse.support.registry import Choice, Registry
+from specsparse.support.registry import Registry
 
 
 class Engine(Protocol):
@@ -37,17 +36,15 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class Lab:
+class RunContext:
     """Where a kind runs.
 
     Attributes:
-        tracking: where rows go.
         directory: of the run's files; it is there from the first use of `tracker` on.
         engine: loads models and decodes.
         console: for progress; what a kind found is printed by the runner.
     """
 
-    tracking: Choice
     directory: Path
     engine: Engine
     console: Console
@@ -55,7 +52,7 @@ class Lab:
     @cached_property
     def tracker(self) -> Tracker:
         """Takes rows while the run goes on; what an earlier run left in the directory is removed."""
-        return trackers.make(self.tracking.name, self.tracking.options, self.directory)
+        return Tracker(self.directory)
 
     def load(self, model: ModelSpec, **more: Any) -> Model:
         """A model, with a bar; `more` beside what its group of the config overrides."""
@@ -63,7 +60,7 @@ class Lab:
             return self.engine.load(model.path, progress=progress, **more, **model.overrides())
 
 
-class Written(Protocol):
+class Artifact(Protocol):
     """A `report.plots.Figure` or `report.plots.Rows`: numbers that become files."""
 
     @property
@@ -75,7 +72,7 @@ class Written(Protocol):
 
 
 @dataclass(frozen=True)
-class Found:
+class RunResult:
     """What a run found.
 
     Attributes:
@@ -93,7 +90,7 @@ class Found:
     summary: Mapping[str, object]
     result: Any = None
     shown: Sequence[RenderableType] = ()
-    figures: Sequence[Written] = ()
+    figures: Sequence[Artifact] = ()
     files: Sequence[str] = ()
     definitions: Mapping[str, str] = field(default_factory=dict)
     more: Mapping[str, object] = field(default_factory=dict)
@@ -143,7 +140,7 @@ class Kind(abc.ABC, Generic[S]):
         """
 
     @abc.abstractmethod
-    def run(self, cfg: S, lab: Lab) -> Found:
+    def run(self, cfg: S, ctx: RunContext) -> RunResult:
         """Runs with settings that have been checked.
 
         Raises:

@@ -18,7 +18,7 @@ from specsparse import kernels
 from specsparse.errors import UserError
 from specsparse.experiments import trackers
 from specsparse.experiments.compose.config import of_kind
-from specsparse.experiments.kind import KINDS, Engine, Found, Kind, Lab
+from specsparse.experiments.kind import KINDS, Engine, Kind, RunContext, RunResult
 from specsparse.experiments.settings import FfnSpec, RunConfig
 from specsparse.models import catalogue, obtain
 from specsparse.report.record import RECORD_FILE, ROWS_FILE, STOPPED
@@ -53,7 +53,7 @@ def check(cfg: RunConfig) -> CheckedRun:
     except catalogue.NotHere as missing:
         obtain.obtain(missing.wanted, cfg.download)
         kind.check(settings)
-    trackers.check(cfg.tracker.name, cfg.tracker.options)
+    trackers.check(cfg.tracker)
     if cfg.name in ("", ".", "..") or "/" in cfg.name:
         raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
     if cfg.ffn != FfnSpec() and not kind.takes_ffn:
@@ -72,7 +72,7 @@ def run(
     engine: Engine | None = None,
     console: Console | None = None,
     checked: CheckedRun | None = None,
-) -> Found:
+) -> RunResult:
     """Run `cfg`, write its record, tables and figures into `directory`, and show the result.
 
     Args:
@@ -86,25 +86,25 @@ def run(
         UserError: a mistake in the config, the model file or the prompts.
     """
     kind, settings = checked or check(cfg)
-    lab = Lab(cfg.tracker, directory, engine or _api(), console or terminal.console())
+    ctx = RunContext(directory, engine or _api(), console or terminal.console())
     if kind.takes_model and (line := cfg.data.read_as()):
-        lab.console.print(Text(line), soft_wrap=True)
-    found = kind.run(settings, lab)
-    lab.tracker.finish(_record(cfg, kind, found))
+        ctx.console.print(Text(line), soft_wrap=True)
+    found = kind.run(settings, ctx)
+    ctx.tracker.finish(_record(cfg, kind, found))
     for figure in found.figures:
         figure.write(directory)
     for part in found.shown:
-        lab.console.print(part)
+        ctx.console.print(part)
     files = [str(directory / RECORD_FILE), *found.files, *(name for figure in found.figures for name in figure.files)]
-    lab.console.print(Text(f"record: {', '.join(files)}", style="dim"), soft_wrap=True)
+    ctx.console.print(Text(f"record: {', '.join(files)}", style="dim"), soft_wrap=True)
     if cfg.tracker.name == "wandb":
         from specsparse.experiments import wandb_run  # its client takes seconds
 
-        lab.console.print(Text(wandb_run.publish(directory, cfg.tracker.options)), soft_wrap=True)  # not cut
+        ctx.console.print(Text(wandb_run.publish(directory, cfg.tracker.options)), soft_wrap=True)  # not cut
     return found
 
 
-def _record(cfg: RunConfig, kind: Kind, found: Found) -> Mapping[str, object]:
+def _record(cfg: RunConfig, kind: Kind, found: RunResult) -> Mapping[str, object]:
     file = Path(catalogue.resolve(cfg.model.path)) if kind.takes_model else None
     made = manifest.build(cfg.composed, file)
     definitions = {"definitions": found.definitions} if found.definitions else {}

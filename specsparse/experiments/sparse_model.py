@@ -2,7 +2,7 @@
 
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.experiments.kind import Lab
+from specsparse.experiments.kind import RunContext
 from specsparse.experiments.settings import ModelSettings
 from specsparse.powerinfer import zero_skip
 from specsparse.powerinfer.modes import PREDICTED
@@ -32,18 +32,18 @@ def check(cfg: ModelSettings, *, union_cap: bool = False) -> None:
     gating.check(cfg)
 
 
-def load(cfg: ModelSettings, lab: Lab) -> Model:
+def load(cfg: ModelSettings, ctx: RunContext) -> Model:
     """The model, its predictor fitted where the config asks for one.
 
     Raises:
         UserError: a mistake in the model file, or predictors that do not fit it.
     """
-    model = lab.load(cfg.model, **cfg.ffn.overrides())
+    model = ctx.load(cfg.model, **cfg.ffn.overrides())
     if cfg.ffn.name != PREDICTED:
         return model
     from specsparse.experiments.methods import gating
 
-    return gating.sparse_of(cfg, lab, model).model
+    return gating.sparse_of(cfg, ctx, model).model
 
 
 def label(model: Model) -> dict[str, str]:

@@ -14,7 +14,7 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.experiments import runner
 from specsparse.experiments.compose.shorthand import flags_first
-from specsparse.experiments.kind import Found
+from specsparse.experiments.kind import RunResult
 from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.speculative.drafters import get_drafter
 from specsparse.support.terminal import until_the_reader_leaves
@@ -22,7 +22,7 @@ from specsparse.testing import write_tiny_gguf
 
 
 def test_newcomer_with_two_checkouts_sees_which_one_runs(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "run", lambda *_, **__: Found({}, None))
+    monkeypatch.setattr(runner, "run", lambda *_, **__: RunResult({}, None))
     monkeypatch.chdir(tmp_path)
     mine = Path(specsparse.__file__).resolve().parent
     for other in ("", f", not {tmp_path / 'specsparse'}"):
@@ -37,7 +37,7 @@ def test_newcomer_with_two_checkouts_sees_which_one_runs(capsys, tmp_path, monke
 
 def test_newcomer_runs_a_sweep_without_m_and_is_told(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runner, "run", lambda *_, **__: Found({}, None))
+    monkeypatch.setattr(runner, "run", lambda *_, **__: RunResult({}, None))
     assert run.main(["experiment=sweep_gamma"]) == 0
     assert "one run of a sweep; -m runs all of it: policy.gamma=1,2,3,4,5,6,7,8\n" in capsys.readouterr().err
     assert run.main(["experiment=spec", "policy.gamma=2"]) == 0

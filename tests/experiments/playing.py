@@ -12,7 +12,7 @@ from rich.console import Console
 from specsparse import api
 from specsparse.experiments import runner
 from specsparse.experiments.compose.config import of_kind
-from specsparse.experiments.kind import KINDS, Found, Lab
+from specsparse.experiments.kind import KINDS, RunContext, RunResult
 from specsparse.experiments.settings import DataSpec, ModelSpec, PolicySpec, RunConfig
 from specsparse.support.registry import Choice
 
@@ -24,7 +24,7 @@ _COMMON = {field.name for field in dataclasses.fields(RunConfig)}
 class Played(NamedTuple):
     """What a run handed back, what it printed, and its record.json."""
 
-    found: Found
+    found: RunResult
     text: str
     record: dict[str, Any]
 
@@ -107,6 +107,6 @@ def settings(cfg: RunConfig) -> Any:
     return of_kind(cfg, KINDS.find(cfg.kind).settings)
 
 
-def quiet_lab(directory: Path = Path()) -> Lab:
+def quiet_context(directory: Path = Path()) -> RunContext:
     """One that shows nothing, with the library itself as its engine."""
-    return Lab(Choice("jsonl"), directory, api, Console(file=io.StringIO()))
+    return RunContext(directory, api, Console(file=io.StringIO()))

@@ -274,7 +274,7 @@ MISTAKES = [
     ("download=perhaps", "download=perhaps must be yes, no or ask"),
     ("data=missing.jsonl", "cannot read prompts from missing.jsonl"),
     ("data.tasks=[poetry]", "no prompts of task 'poetry'"),
-    ("+tracker.mod=x", "unknown key tracker.mod"),
+    ("+tracker.mod=x", "tracker.mod is no option"),
     ("--modle", "unrecognized arguments: --modle"),
 ]
 # The same check of the same types at other keys; tests/support has each type's mistakes.

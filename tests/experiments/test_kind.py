@@ -11,7 +11,7 @@ from tests.experiments.playing import play, replaced, run_config
 
 MINE = '''
 from specsparse.errors import UserError
-from specsparse.experiments.kind import Found, Kind
+from specsparse.experiments.kind import RunResult, Kind
 from specsparse.report.plots import Figure, Rows
 
 
@@ -24,11 +24,11 @@ class Dice(Kind):
         if cfg.seed == 6:
             raise UserError("seed=6 is no seed for dice")
 
-    def run(self, cfg, lab):
-        lab.tracker.log({"thrown": 1})
+    def run(self, cfg, ctx):
+        ctx.tracker.log({"thrown": 1})
         rows = ({"face": 1, "count": 3}, {"face": 2, "count": 5})
         bars = Figure("faces", "faces", "", rows, lambda canvas, rows: canvas.subplots().bar(1, rows[0]["count"]))
-        return Found({"mean": 3.5}, shown=["a mean of 3.5"], figures=[bars, Rows("raw", rows)],
+        return RunResult({"mean": 3.5}, shown=["a mean of 3.5"], figures=[bars, Rows("raw", rows)],
                      definitions={"mean": "m"}, more={"throws": 8}, as_promised=False, objective=3.5)
 
 
@@ -85,7 +85,7 @@ def test_settings_of_a_kind_are_those_in_its_brackets_unless_it_says_others():
         ({"kind": "dice_kind:NoKind"}, "kind=dice_kind:NoKind is no Kind: derive it from"),
         ({"kind": "no_such_module:Dice"}, "there is no module no_such_module"),
         ({"name": "a/b"}, "name=a/b: a plain name is needed"),
-        ({"tracker": Choice("w")}, "unknown tracker 'w'"),
+        ({"tracker": Choice("w")}, "tracker=w is unknown"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_written(cfg, tmp_path, changes, says):

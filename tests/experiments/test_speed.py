@@ -316,7 +316,7 @@ def test_a_prompt_beyond_the_context_is_told_before_any_is_decoded(cfg, tmp_path
         ({"verifier": Choice("gready")}, "verifier=gready"),
         ({"verifier": Choice("token")}, "verifier=token cannot verify one_hot"),
         ({"sampling": {"temperature": 0.5}}, "greedy cannot verify"),
-        ({"tracker": Choice("csv")}, "unknown tracker"),
+        ({"tracker": Choice("csv")}, "tracker=csv is unknown"),
         ({"data": DataSpec(source="none.txt")}, "none.txt"),
     ],
 )

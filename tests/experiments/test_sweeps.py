@@ -116,7 +116,7 @@ def cells(tmp_path, monkeypatch):
 
     def run_it(cfg, directory, **_):
         done.append(cfg.policy.gamma)
-        tracker = trackers.make("jsonl", {}, directory)
+        tracker = trackers.Tracker(directory)
         tracker.log({"gamma": cfg.policy.gamma})
         tracker.finish({"name": cfg.name, "summary": {}, "config": cfg.composed})
         return Done
@@ -173,7 +173,7 @@ def stopped(cells, monkeypatch):
         cells.append(cfg.policy.gamma)
         if cfg.policy.gamma == 2 and not asked["rows"]:
             os.kill(os.getpid(), asked["signal"])
-        tracker = trackers.make("jsonl", {}, directory)
+        tracker = trackers.Tracker(directory)
         tracker.log({"gamma": cfg.policy.gamma})
         if cfg.policy.gamma == 2 and asked["signal"]:
             os.kill(os.getpid(), asked["signal"])
@@ -215,7 +215,7 @@ def test_passes_of_an_earlier_run_are_not_the_stopped_ones(tmp_path, cells, stop
 
 def test_a_record_that_was_written_is_not_a_stopped_one(tmp_path, cells, monkeypatch, capsys):
     def run_it(cfg, directory, **_):
-        trackers.make("jsonl", {}, directory).finish({"summary": {"whole": 1}})
+        trackers.Tracker(directory).finish({"summary": {"whole": 1}})
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runner, "run", run_it)
@@ -231,7 +231,7 @@ from specsparse.experiments import runner, trackers
 class Done:
     as_promised, objective = True, 1.5
 def slow(cfg, directory, **_):
-    tracker = trackers.make("jsonl", {}, directory)
+    tracker = trackers.Tracker(directory)
     tracker.log({"from": "the killed process"})
     print("gamma", cfg.policy.gamma, flush=True)
     time.sleep(0 if cfg.policy.gamma == 1 else 60)
@@ -378,7 +378,7 @@ def test_optuna_finds_the_best_and_lives_with_invalid_combinations(tmp_path, cel
         if cfg.policy.gamma == 1:
             raise UserError("one is refused")
         files.write_atomically(directory / "record.json", '{"summary": {}}')
-        return dataclasses.make_dataclass("Found", ["as_promised", "objective"])(True, -abs(cfg.policy.gamma - 4.0))
+        return dataclasses.make_dataclass("RunResult", ["as_promised", "objective"])(True, -abs(cfg.policy.gamma - 4.0))
 
     monkeypatch.setattr(runner, "run", run_it)
     more = ["hydra.sweeper.n_trials=12", "hydra.sweeper.params=null", "policy.gamma=range(1,7)"]

@@ -18,7 +18,7 @@ from specsparse.predictors.evaluate import fit_layers
 from specsparse.predictors.fit_mlp import save_predictors
 from specsparse.support.registry import Choice
 from specsparse.testing import write_tiny_gguf
-from tests.experiments.playing import GREEDY, play, quiet_lab, replaced, run_config
+from tests.experiments.playing import GREEDY, play, quiet_context, replaced, run_config
 from tests.tolerances import nmse
 
 IDS = [1, 5, 9, 200, 17, 42, 42, 8]
@@ -74,7 +74,7 @@ def test_an_experiment_runs_on_a_gated_model(cfg, tmp_path):
 
 
 def test_the_share_of_a_fitted_predictor_is_kept(cfg, path):
-    model = sparse_model.load(cfg, quiet_lab())
+    model = sparse_model.load(cfg, quiet_context())
     assert model.ffn == "predicted" and model.rule == "gate_threshold(share=0.4)"
     text = gating.calibration_text(cfg, model)
     assert text.shape == (1, 64) and cfg.ffn.tokens == text.size
@@ -91,18 +91,18 @@ def test_trained_predictors_come_from_their_file_or_travel_with_the_model(cfg, p
     save_predictors(file, pairs)
     cfg = replaced(cfg, predictor=Choice("mlp"), ffn=FfnSpec("predicted", weights=str(file)), drafter=Choice("none"))
     runner.check(cfg)
-    model = sparse_model.load(cfg, quiet_lab())
+    model = sparse_model.load(cfg, quiet_context())
     assert model.params.layers[1].sparse.predictor.fc1.shape == (8, d)
     monkeypatch.setattr(
         catalogue, "companion", lambda name, what: file if (name, what) == (str(path), "predictors") else None
     )
     travelling = replaced(cfg, ffn=FfnSpec("predicted"))
     runner.check(travelling)
-    other = sparse_model.load(travelling, quiet_lab())
+    other = sparse_model.load(travelling, quiet_context())
     assert np.array_equal(other.logits(IDS), model.logits(IDS))
     save_predictors(file, pairs[:1])
     with pytest.raises(UserError, match=r"is for 1 layers of .*, and .* has 2 layers of"):
-        sparse_model.load(cfg, quiet_lab())
+        sparse_model.load(cfg, quiet_context())
 
 
 MISTAKES = {

@@ -75,7 +75,7 @@ def speed_run(directory, done, *, findings=None, split=None, verifier="greedy", 
 
 def write(directory, record_, rows=()):
     """A record and its rows, through the tracker that writes them in a run."""
-    tracker = trackers.make("jsonl", {}, directory)
+    tracker = trackers.Tracker(directory)
     for done in rows:
         tracker.log(done.row())
     tracker.finish(record_)

@@ -6,7 +6,7 @@ from typing import Annotated
 from rich.text import Text
 
 from specsparse.errors import UserError
-from specsparse.experiments.kind import Found, Kind, Lab
+from specsparse.experiments.kind import Kind, RunContext, RunResult
 from specsparse.speculative.policies.base import Policy
 from specsparse.speculative.proof.certify import certify
 from specsparse.speculative.proof.chain_law import POWER
@@ -57,12 +57,12 @@ class Certify(Kind[CertifySettings]):
         if not _callables(cfg.certify) and cfg.certify.verifiers == ():
             raise UserError("certify.verifiers=[] certifies nothing: name some, or leave it out for all")
 
-    def run(self, cfg: CertifySettings, lab: Lab) -> Found:
+    def run(self, cfg: CertifySettings, ctx: RunContext) -> RunResult:
         """Enumerates. No model is loaded."""
         spec = cfg.certify
         named = VERIFIERS if spec.verifiers is None else spec.verifiers
         chosen = [*map(get_verifier, named), *_callables(spec)]
-        with terminal.busy(lab.console, "enumerating every draft and every coin, bisecting the driver's"):
+        with terminal.busy(ctx.console, "enumerating every draft and every coin, bisecting the driver's"):
             report = certify(
                 chosen, vocab=spec.vocab, gamma=spec.gamma, seed=cfg.seed, mutants=spec.mutants, museum=spec.museum
             )
@@ -71,7 +71,7 @@ class Certify(Kind[CertifySettings]):
         legend = Text("\n".join(report.legend()), style="dim")
         verdict = Text(kept, style="green") if report.passed else Text(broken, style="bold red")
         worst = _worst(report, RULE)
-        return Found(
+        return RunResult(
             {
                 "as_promised": report.passed,
                 "worst_lossless": worst,

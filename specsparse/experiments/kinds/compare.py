@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specsparse.errors import UserError
-from specsparse.experiments.kind import Found, Kind, Lab
+from specsparse.experiments.kind import Kind, RunContext, RunResult
 from specsparse.experiments.methods import decoding, findings, measured
 from specsparse.experiments.methods.decoding import Passes
 from specsparse.experiments.methods.findings import Prediction
@@ -132,11 +132,11 @@ class Compare(Kind[CompareSettings]):
         """Unknown names, and lists without a valid pair are refused."""
         decoding.check(cfg, map(measured.spec_of, pairs(cfg)[0].values()))
 
-    def run(self, cfg: CompareSettings, lab: Lab) -> Found:
+    def run(self, cfg: CompareSettings, ctx: RunContext) -> RunResult:
         """Decodes and ranks, with a line of prompts.jsonl for each pass."""
-        started, console = time.perf_counter(), lab.console
+        started, console = time.perf_counter(), ctx.console
         chosen, refused = pairs(cfg)
-        bench = decoding.prepare(cfg, lab, map(measured.spec_of, chosen.values()))
+        bench = decoding.prepare(cfg, ctx, map(measured.spec_of, chosen.values()))
         chosen = {name: measured.filled(pair, bench.model, console) for name, pair in chosen.items()}
         specs = {name: measured.spec_of(pair) for name, pair in chosen.items()}
         sides = {name: spec.arguments() for name, spec in specs.items()}
@@ -144,8 +144,8 @@ class Compare(Kind[CompareSettings]):
         if cfg.compare.advise:
             bound = {name: (chosen[name], resolve(spec, bench.model)) for name, spec in specs.items()}
             costs = findings.costs_of(bench.model, bound, bar=decoding.bar_on(console))
-        tracker = lab.tracker
-        passes = Passes(cfg, lab, bench.model, {PLAIN: {}, **sides})
+        tracker = ctx.tracker
+        passes = Passes(cfg, ctx, bench.model, {PLAIN: {}, **sides})
         if cfg.warmup:
             passes.show(bench.jobs, PLAIN, started)
         done = []
@@ -166,7 +166,7 @@ class Compare(Kind[CompareSettings]):
         predicted = {} if costs is None else findings.predictions({e.name: e.groups for e in found.entries}, *costs)
         title = Text(f"{cfg.name}: {len(sides)} methods on {len(bench.jobs)} prompts", style="bold")
         said = [Text(line, style="dim") for line in lines(found)]
-        return Found(
+        return RunResult(
             {**_summary(found), **findings.prediction_summary(predicted)},
             found,
             shown=[

@@ -15,7 +15,7 @@ from specsparse.engine.model import Model
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.experiments import sparse_model
-from specsparse.experiments.kind import Found, Kind, Lab
+from specsparse.experiments.kind import Kind, RunContext, RunResult
 from specsparse.experiments.settings import ModelSettings
 from specsparse.models import catalogue
 from specsparse.runtime.perplexity import Scores, Windows, score, windows
@@ -75,20 +75,20 @@ class Perplexity(Kind[PerplexitySettings]):
             raise UserError(f"perplexity.stride={cfg.perplexity.stride}: must be {wanted}")
         read_text(cfg)
 
-    def run(self, cfg: PerplexitySettings, lab: Lab) -> Found:
+    def run(self, cfg: PerplexitySettings, ctx: RunContext) -> RunResult:
         """Scores the text.
 
         Raises:
             UserError: a text that is too short, a base of another vocabulary.
         """
-        model = sparse_model.load(cfg, lab)
+        model = sparse_model.load(cfg, ctx)
         text = cut(cfg, model.tokenizer)
-        with base_law(cfg, lab, text) as law:
-            found = scored(model, text, lab.console, cfg.model.path, base=law)
+        with base_law(cfg, ctx, text) as law:
+            found = scored(model, text, ctx.console, cfg.model.path, base=law)
         facts = {"base": cfg.perplexity.base, "windows": text.tokens.shape[0], "window": text.tokens.shape[1]}
         summary = {**found.summary(), **facts, **sparse_model.label(model)}
         shown = [Text(line) for line in lines(summary)]
-        return Found(summary, shown=shown, definitions=DEFINITIONS, objective=-summary["perplexity"])
+        return RunResult(summary, shown=shown, definitions=DEFINITIONS, objective=-summary["perplexity"])
 
 
 def read_text(cfg: PerplexitySettings) -> str:
@@ -130,9 +130,9 @@ def scored(
 
 
 @contextmanager
-def base_law(cfg: PerplexitySettings, lab: Lab, text: Windows) -> Iterator[np.ndarray | None]:
+def base_law(cfg: PerplexitySettings, ctx: RunContext, text: Windows) -> Iterator[np.ndarray | None]:
     """Log-probabilities float32[N, V] of the base on the text, in a file that goes with the block."""
-    console = lab.console
+    console = ctx.console
     if cfg.perplexity.base is None:
         yield None
         return
@@ -142,9 +142,9 @@ def base_law(cfg: PerplexitySettings, lab: Lab, text: Windows) -> Iterator[np.nd
         whole = {} if cfg.ffn.name is None else {"ffn": "dense"}
         path, options = cfg.model.path, {**options, **IN_FLOAT32, **whole}
     with terminal.loading(console, f"loading {path} as the base") as progress:
-        model = lab.engine.load(path, progress=progress, **options)
-    lab.directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=lab.directory, prefix=".base-") as folder:
+        model = ctx.engine.load(path, progress=progress, **options)
+    ctx.directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ctx.directory, prefix=".base-") as folder:
         shape = (text.scored, model.config.vocab_size)
         law = np.lib.format.open_memmap(Path(folder) / "law.npy", mode="w+", dtype=np.float32, shape=shape)
         scored(model, text, console, f"{path}, the base", keep=law)

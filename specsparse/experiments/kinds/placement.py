@@ -28,7 +28,7 @@ from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
-from specsparse.experiments.kind import Engine, Found, Kind, Lab
+from specsparse.experiments.kind import Engine, Kind, RunContext, RunResult
 from specsparse.experiments.settings import ModelSettings
 from specsparse.measure import machine
 from specsparse.measure.conditions import Conditions
@@ -189,17 +189,17 @@ class Place(Kind[PlacementSettings]):
         _check_activations(cfg)
         cfg.data.prompts()
 
-    def run(self, cfg: PlacementSettings, lab: Lab) -> Found:
+    def run(self, cfg: PlacementSettings, ctx: RunContext) -> RunResult:
         """Counts activations, places by every rule, and reads or writes the gpuidx file of the chosen one.
 
         Raises:
             UserError: a mistake in the model file or the activations.
         """
-        directory = lab.directory
+        directory = ctx.directory
         f = open_gguf(catalogue.resolve(cfg.model.path))
         overrides = {k: v for k, v in cfg.model.overrides().items() if k in OVERRIDES}
         config = ModelConfig.from_gguf(f, overrides=overrides)
-        stats = activations_of_run(cfg, f, config, lab)
+        stats = activations_of_run(cfg, f, config, ctx)
         parts = ModelParts.from_gguf(f, config, context=cfg.placement.context, kv_dtype=cfg.model.kv_dtype or "f16")
         pair = {side: get_device(getattr(cfg.placement, f"{side}_device")) for side in ("hot", "cold")}
         problem = problem_for(cfg, parts, config, probabilities(stats, rows=cfg.placement.rows), pair)
@@ -217,7 +217,7 @@ class Place(Kind[PlacementSettings]):
         if cfg.placement.decode:
             ids, meter = text_ids(cfg, f, config), machine.Meter()
             meter.sample()
-            measured = measure_decoding(cfg, found[chosen], ids, lab, layers=found["layers"])
+            measured = measure_decoding(cfg, found[chosen], ids, ctx, layers=found["layers"])
             meter.sample()
             taken = meter.conditions(1 / measured["one"])
         save_stats(directory / STATS_FILE, stats)
@@ -233,7 +233,7 @@ def layers_instead(found: Mapping[str, Placement], problem: Problem) -> bool:
 
 def _found(
     cfg: PlacementSettings, result: Placed, problem: Problem, parts: ModelParts, pair: Mapping[str, Device]
-) -> Found:
+) -> RunResult:
     summary = _summary(result.chosen, result.found, problem, parts)
     summary["devices"] = {side: {"title": d.title, "on_paper": not d.measured} for side, d in pair.items()}
     shown = [*_tables(result.chosen, result.found, problem, parts, pair)]
@@ -244,7 +244,7 @@ def _found(
         shown.append(Text("expected times only, placement.decode=32 measures"))
     elif result.conditions is not None:
         summary |= {"measured": result.measured, "conditions": result.conditions.to_dict()}
-    return Found(
+    return RunResult(
         summary,
         result,
         shown=[*shown, *display.condition_lines(result.conditions)],
@@ -351,7 +351,7 @@ def _companion(cfg: PlacementSettings) -> Path | None:
     return None if cfg.model.overrides() else catalogue.companion(cfg.model.path, "activations")
 
 
-def activations_of_run(cfg: PlacementSettings, f: GGUFFile, config: ModelConfig, lab: Lab) -> ActivationStats:
+def activations_of_run(cfg: PlacementSettings, f: GGUFFile, config: ModelConfig, ctx: RunContext) -> ActivationStats:
     """Counts of `placement.activations`, those that travel with the model, or of the run's text.
 
     Raises:
@@ -361,18 +361,18 @@ def activations_of_run(cfg: PlacementSettings, f: GGUFFile, config: ModelConfig,
     if given is None and cfg.predictor.name == "none" and cfg.placement.active_share is None:
         given = _companion(cfg)
         if given is not None:
-            lab.console.print(Text(f"activation counts: {given}", style="dim"))
+            ctx.console.print(Text(f"activation counts: {given}", style="dim"))
     if given is None:
-        return _counted(cfg, f, lab)
+        return _counted(cfg, f, ctx)
     read = read_activations if Path(given).is_dir() else load_stats
     return read(given, layers=config.n_layers, d_ff=config.d_ff)
 
 
-def _counted(cfg: PlacementSettings, f: GGUFFile, lab: Lab) -> ActivationStats:
-    model = lab.load(cfg.model, ffn="dense")
+def _counted(cfg: PlacementSettings, f: GGUFFile, ctx: RunContext) -> ActivationStats:
+    model = ctx.load(cfg.model, ffn="dense")
     text = text_windows(cfg, model)
     active, params = _rule(cfg, f, model, text)
-    with terminal.counting(lab.console, "counting activations", len(text)) as bar:
+    with terminal.counting(ctx.console, "counting activations", len(text)) as bar:
         done = lambda count: bar.update(bar.task_ids[0], completed=count)  # noqa: E731 (a name for the line below)
         return profiler.profile(model, text, active, params=params, progress=done)
 
@@ -421,7 +421,7 @@ def _texts(cfg: PlacementSettings, tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def measure_decoding(
-    cfg: PlacementSettings, placement: Placement, ids: np.ndarray, lab: Lab, *, layers: Placement | None = None
+    cfg: PlacementSettings, placement: Placement, ids: np.ndarray, ctx: RunContext, *, layers: Placement | None = None
 ) -> dict[str, Any]:
     """Times of `placement.decode` tokens after `ids`, a trace where there are two devices, and the KL of hot=dense.
 
@@ -429,11 +429,11 @@ def measure_decoding(
         cfg: the run.
         placement: the chosen one.
         ids: int32[n], a text.
-        lab: where it runs.
+        ctx: where it runs.
         layers: whole layers within the same budget, the baseline; None is not measured.
     """
-    load, named = _loader(cfg, placement, lab.engine), cfg.placement.devices
-    with terminal.busy(lab.console, f"decoding {cfg.placement.decode} tokens"):
+    load, named = _loader(cfg, placement, ctx.engine), cfg.placement.devices
+    with terminal.busy(ctx.console, f"decoding {cfg.placement.decode} tokens"):
         model = load(1 if named is None else (named[1], named[1]))
         one = _step_seconds(model, ids, cfg.placement.decode)
         tokens = _greedy(model, ids, cfg.placement.decode)
@@ -447,10 +447,10 @@ def measure_decoding(
             if layers is not None:
                 whole = _step_seconds(load(both, placement=layers), ids, cfg.placement.decode)
             model = load(both)
-            timing = _two(model, model.devices, ids, cfg.placement.decode, one, lab.directory)
+            timing = _two(model, model.devices, ids, cfg.placement.decode, one, ctx.directory)
             timing = replace(timing, layers=whole)
             found["same_tokens"] = _greedy(model, ids, cfg.placement.decode) == tokens
-    lab.console.print(_measured_table(timing, found))
+    ctx.console.print(_measured_table(timing, found))
     return {**found, **asdict(timing), "over_halves": timing.over_halves, "over_layers": timing.over_layers}
 
 

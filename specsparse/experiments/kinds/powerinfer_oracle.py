@@ -18,7 +18,7 @@ from specsparse import kernels
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.experiments.kind import Engine, Found, Kind, Lab
+from specsparse.experiments.kind import Engine, Kind, RunContext, RunResult
 from specsparse.experiments.settings import ModelSettings
 from specsparse.models import catalogue
 from specsparse.support import tables, terminal
@@ -106,13 +106,13 @@ class PowerInferOracle(Kind[PowerInferSettings]):
         if not cfg.powerinfer.threads or any(t < 1 for t in cfg.powerinfer.threads):
             raise UserError("powerinfer.threads must be counts of at least 1, such as [1,2,4]")
 
-    def run(self, cfg: PowerInferSettings, lab: Lab) -> Found:
+    def run(self, cfg: PowerInferSettings, ctx: RunContext) -> RunResult:
         """Compares.
 
         Raises:
             UserError: results that do not fit the model.
         """
-        engine = lab.engine
+        engine = ctx.engine
         path = Path(catalogue.resolve(cfg.model.path))
         wanted = _results(cfg, path)
         faithful = cfg.ffn.faithful_f16
@@ -120,7 +120,7 @@ class PowerInferOracle(Kind[PowerInferSettings]):
         found, first = [], None
         for variant in _variants(wanted, path):
             options = {**cfg.model.overrides(), **VARIANTS[variant], "faithful_f16": faithful}
-            with terminal.loading(lab.console, f"loading {path.name} for {variant}") as progress:
+            with terminal.loading(ctx.console, f"loading {path.name} for {variant}") as progress:
                 model = engine.load(str(path), progress=progress, **options)
             first = first or model
             found.append(_compared(variant, model.logits(wanted["tokens"]), wanted[f"{_stem(path)}/{variant}"], limits))
@@ -129,7 +129,7 @@ class PowerInferOracle(Kind[PowerInferSettings]):
         result = Agreement(tuple(found), greedy, tried, identical, faithful)
         title = Text(f"{cfg.name}: {path.name} against PowerInfer's logits", style="bold")
         said = [Text(line, style="green" if good else "bold red") for line, good in _lines(result)]
-        return Found(
+        return RunResult(
             {**asdict(result), "as_promised": result.as_promised}, result, shown=[title, _table(result), *said],
             as_promised=result.as_promised, objective=-max(c.max for c in result.logits),
         )  # fmt: skip

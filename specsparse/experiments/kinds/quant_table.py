@@ -15,7 +15,7 @@ from specsparse.engine.gguf.reader import FLOAT_TYPES, open_gguf
 from specsparse.engine.model import Model
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
-from specsparse.experiments.kind import Engine, Found, Kind, Lab
+from specsparse.experiments.kind import Engine, Kind, RunContext, RunResult
 from specsparse.experiments.kinds import perplexity
 from specsparse.experiments.kinds.perplexity import PerplexitySettings
 from specsparse.measure import conditions, trials
@@ -101,7 +101,7 @@ class Quantisations(Kind[QuantTableSettings]):
         if not cfg.quant_table.types and not cfg.quant_table.files:
             raise UserError("quant_table.types and quant_table.files are empty: there is nothing to compare")
 
-    def run(self, cfg: QuantTableSettings, lab: Lab) -> Found:
+    def run(self, cfg: QuantTableSettings, ctx: RunContext) -> RunResult:
         """Makes the files (kept in the cache), scores and times each.
 
         Raises:
@@ -110,14 +110,14 @@ class Quantisations(Kind[QuantTableSettings]):
         source = Path(catalogue.resolve(cfg.model.path))
         f = open_gguf(source)
         notes = () if f.main_type() in FLOAT_TYPES else (BASE_IS_QUANTISED,)
-        files = [requantised(source, name, lab.console) for name in cfg.quant_table.types]
+        files = [requantised(source, name, ctx.console) for name in cfg.quant_table.types]
         files += [Path(catalogue.resolve(file)) for file in cfg.quant_table.files]
         text = perplexity.cut(cfg, Tokenizer.from_metadata(f.metadata, where=str(source)))
-        with perplexity.base_law(cfg, lab, text) as law:
-            found = QuantTable(tuple(_row(cfg, lab.engine, file, text, law, lab.console) for file in files), notes)
+        with perplexity.base_law(cfg, ctx, text) as law:
+            found = QuantTable(tuple(_row(cfg, ctx.engine, file, text, law, ctx.console) for file in files), notes)
         said = (f"{text.scored} tokens scored; KL from {_base_name(cfg)}", *notes)
         taken = display.condition_lines(found.conditions, None, found.warnings)
-        return Found(
+        return RunResult(
             {"rows": found.rows, "notes": notes, "conditions": found.conditions.to_dict()}, found,
             shown=[table(found.rows), *map(Text, said), *taken], definitions=DEFINITIONS, objective=found.objective,
         )  # fmt: skip

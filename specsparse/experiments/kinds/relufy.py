@@ -19,7 +19,7 @@ from specsparse.api import load
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.experiments.kind import Found, Lab
+from specsparse.experiments.kind import RunContext, RunResult
 from specsparse.experiments.kinds import train_settings
 from specsparse.experiments.kinds.train_settings import Training, TrainKeys, TrainSettings
 from specsparse.models import catalogue
@@ -103,13 +103,13 @@ class Relufy(Training):
         catalogue.resolve(cfg.model.path)
         out_type(Options.of(cfg).own.quantise)
 
-    def run(self, cfg: TrainSettings, lab: Lab) -> Found:
+    def run(self, cfg: TrainSettings, ctx: RunContext) -> RunResult:
         """Writes text, rebuilds, distils, exports; each goes on where an earlier run of the same output stopped.
 
         Raises:
             UserError: a model without a gate or with ReLU already, or another training's output directory.
         """
-        console, model = lab.console, lab.load(cfg.model)
+        console, model = ctx.console, ctx.load(cfg.model)
         ffn_model.check(model.config)
         folder = folder_of(cfg, model)
         claim(folder, cfg, model)
@@ -120,7 +120,7 @@ class Relufy(Training):
         write_relu(open_gguf(model.path), ffn, path, out_type(Options.of(cfg).own.quantise))
         make_delta(model.path, path, delta)
         rows = _layers(layers, curve[-1]["share"])
-        return Found(
+        return RunResult(
             {"model": str(path), "delta": str(delta), "layers": rows, "curve": list(curve)},
             Relufied(path, delta, tuple(layers), tuple(curve)),
             shown=[

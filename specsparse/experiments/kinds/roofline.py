@@ -9,7 +9,7 @@ from specsparse.data import devices
 from specsparse.engine.config import OVERRIDES, ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
-from specsparse.experiments.kind import Found, Kind, Lab
+from specsparse.experiments.kind import Kind, RunContext, RunResult
 from specsparse.experiments.methods import decoding, measured
 from specsparse.experiments.settings import DecodingSettings
 from specsparse.measure.conditions import Conditions
@@ -57,19 +57,19 @@ class RooflineKind(Kind[RooflineSettings]):
         devices.known(cfg.roofline.device)
         measured.drafting_settings(cfg, cfg.roofline.drafters, cfg.roofline.trees)
 
-    def run(self, cfg: RooflineSettings, lab: Lab) -> Found:
+    def run(self, cfg: RooflineSettings, ctx: RunContext) -> RunResult:
         """Predicts for a device; `roofline.device=this` alone loads the weights, and measures once per file.
 
         Raises:
             UserError: a mistake in the model file.
         """
-        out, table = lab.console, None
+        out, table = ctx.console, None
         f = open_gguf(catalogue.resolve(cfg.model.path))
         overrides = {k: v for k, v in cfg.model.overrides().items() if k in OVERRIDES}
         config = ModelConfig.from_gguf(f, overrides=overrides)
         methods: list[dict[str, object]] = []
         if cfg.roofline.device == devices.THIS:
-            model = lab.load(cfg.model)
+            model = ctx.load(cfg.model)
             table = _measured(cfg, model, out)
             device = device_of(table)
             if cfg.roofline.drafters or cfg.roofline.trees:
@@ -85,7 +85,7 @@ class RooflineKind(Kind[RooflineSettings]):
         taken = None if table is None else Conditions(table.bandwidth, plain_tokens_per_second=1 / table.plain_s)
         found["conditions"] = taken and taken.to_dict()
         shown = [*tables(found), *display.condition_lines(taken)]
-        return Found(found, shown=shown, objective=found["devices"][0]["tokens_per_second"])
+        return RunResult(found, shown=shown, objective=found["devices"][0]["tokens_per_second"])
 
 
 def _measured(cfg: RooflineSettings, model: Model, out: Console) -> CostTable:

@@ -20,7 +20,7 @@ from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments import sparse_model
 from specsparse.experiments.compose.config import choice_options
-from specsparse.experiments.kind import Found, Kind, Lab
+from specsparse.experiments.kind import Kind, RunContext, RunResult
 from specsparse.experiments.methods import gating
 from specsparse.experiments.settings import DataSpec, ModelSettings
 from specsparse.measure import conditions, intervals, machine, speedups
@@ -135,26 +135,26 @@ class SparsityKind(Kind[SparsitySettings]):
             sparse_model.check(point)
         cfg.data.prompts()
 
-    def run(self, cfg: SparsitySettings, lab: Lab) -> Found:
+    def run(self, cfg: SparsitySettings, ctx: RunContext) -> RunResult:
         """Judges and times every point.
 
         Raises:
             UserError: a text that is too short, or a mistake in the model file.
         """
-        dense = lab.load(cfg.model, ffn=DENSE)
+        dense = ctx.load(cfg.model, ffn=DENSE)
         text = judged_text(cfg.data, cfg.sparsity, dense)
         evaluator, judged = Evaluator(dense, text), []
-        sparse = _sparse(cfg, lab, dense)
-        with terminal.counting(lab.console, "judging", len(sparse)) as bar:
+        sparse = _sparse(cfg, ctx, dense)
+        with terminal.counting(ctx.console, "judging", len(sparse)) as bar:
             for one in sparse:
                 judged.append(evaluator(one.predictor, one.weights))
                 bar.advance(bar.task_ids[0])
         sides, ids = [dense, *(one.model for one in sparse)], text[0, :_PROMPT].tolist()
-        seconds, taken = _timed(cfg, lab, sides, ids) if cfg.sparsity.tokens else (None, None)
+        seconds, taken = _timed(cfg, ctx, sides, ids) if cfg.sparsity.tokens else (None, None)
         return _found(cfg, dense, Sparsity(tuple(_points(cfg, dense, sparse, judged, seconds)), taken))
 
 
-def _found(cfg: SparsitySettings, dense: Model, result: Sparsity) -> Found:
+def _found(cfg: SparsitySettings, dense: Model, result: Sparsity) -> RunResult:
     points, vary = result.points, "predictor" if cfg.sparsity.predictors else cfg.sparsity.vary
     title = f"{cfg.name}: {Path(dense.path).name}, {', '.join(dict.fromkeys(p.quality.name for p in points))} (lossy)"
     summary = {
@@ -164,7 +164,7 @@ def _found(cfg: SparsitySettings, dense: Model, result: Sparsity) -> Found:
         "conditions": result.conditions and result.conditions.to_dict(),
     }
     shown_points = table(points, vary=vary)
-    return Found(
+    return RunResult(
         summary,
         result,
         shown=[Text(title, style="bold"), shown_points, *display.condition_lines(result.conditions)],
@@ -204,19 +204,19 @@ def judged_text(data: DataSpec, spec: SparsitySpec, model: Model) -> np.ndarray:
     return windows([model.tokenizer.encode(p.text, add_special=True) for p in found], length)[: spec.judged]
 
 
-def _sparse(cfg: SparsitySettings, lab: Lab, dense: Model) -> list[gating.GatedModel]:
+def _sparse(cfg: SparsitySettings, ctx: RunContext, dense: Model) -> list[gating.GatedModel]:
     """The sparse model of every point; calibration text is read once."""
     rows, found = None, []
     for point in settings(cfg):
         if point.ffn.name == PREDICTED and rows is None:
             ffn = FFN.from_config(dense.config, dense.kernels)
             kind = get_predictor(point.predictor.name, ffn, **point.predictor.options)
-            rows = gating.residuals(point, dense, lab.console) if kind.needs is Needs.TEXT else None
-        found.append(gating.sparse_of(point, lab, dense, rows=rows))
+            rows = gating.residuals(point, dense, ctx.console) if kind.needs is Needs.TEXT else None
+        found.append(gating.sparse_of(point, ctx, dense, rows=rows))
     return found
 
 
-def _timed(cfg: SparsitySettings, lab: Lab, sides: list[Model], ids: list[int]) -> tuple[np.ndarray, Conditions]:
+def _timed(cfg: SparsitySettings, ctx: RunContext, sides: list[Model], ids: list[int]) -> tuple[np.ndarray, Conditions]:
     """float64[sides, repeats], seconds per token of each model in turn, and what they were taken at.
 
     The first side is plain decoding, the first round is not timed.
@@ -224,10 +224,10 @@ def _timed(cfg: SparsitySettings, lab: Lab, sides: list[Model], ids: list[int]) 
     repeats, meter = cfg.sparsity.repeats, machine.Meter()
 
     def once(model: Model) -> float:
-        stats = lab.engine.generate(model, ids, max_tokens=cfg.sparsity.tokens, ignore_eos=True).stats
+        stats = ctx.engine.generate(model, ids, max_tokens=cfg.sparsity.tokens, ignore_eos=True).stats
         return stats.decode_s / stats.decode_tokens
 
-    with terminal.counting(lab.console, "timing", len(sides) * (repeats + 1)) as bar:
+    with terminal.counting(ctx.console, "timing", len(sides) * (repeats + 1)) as bar:
         taken = interleaved(
             {i: partial(once, model) for i, model in enumerate(sides)},
             repeats=repeats, before=meter.sample, done=lambda: bar.advance(bar.task_ids[0]),

@@ -19,7 +19,7 @@ from rich.text import Text
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments import sparse_model
-from specsparse.experiments.kind import Found, Kind, Lab
+from specsparse.experiments.kind import Kind, RunContext, RunResult
 from specsparse.experiments.kinds.sparsity import SparsitySpec, judged_text
 from specsparse.experiments.methods import decoding, gating, measured
 from specsparse.experiments.methods.decoding import Passes, PreparedPrompt
@@ -189,21 +189,21 @@ class SpecSparse(Kind[SpecSparseSettings]):
         if spec.drafter is None:
             raise UserError("kind=spec_sparse compares speculation with plain decoding: give drafter=prompt_lookup")
 
-    def run(self, cfg: SpecSparseSettings, lab: Lab) -> Found:
+    def run(self, cfg: SpecSparseSettings, ctx: RunContext) -> RunResult:
         """Decodes every cell in turn, watches what the passes read, judges the quality.
 
         Raises:
             UserError: a mistake in the model file or the prompts.
         """
-        dense = lab.load(cfg.model, ffn="dense")
-        sparse = gating.sparse_of(cfg, lab, dense)
-        method = measured.spec_of(measured.filled(cfg, dense, lab.console)).arguments()
+        dense = ctx.load(cfg.model, ffn="dense")
+        sparse = gating.sparse_of(cfg, ctx, dense)
+        method = measured.spec_of(measured.filled(cfg, dense, ctx.console)).arguments()
         sides = _sides(cfg, dense, sparse, method)
-        jobs = decoding.prepared_prompts(cfg, lab.engine, dense)
-        loop = _passes(cfg, lab, sides)
+        jobs = decoding.prepared_prompts(cfg, ctx.engine, dense)
+        loop = _passes(cfg, ctx, sides)
         passes = list(loop.timed(jobs))
         lossy = [name for name in sides if name in (SPEC_SPARSE, SPEC_CAPPED)]
-        seen = {name: _watched(cfg, lab, *sides[name], jobs[0]) for name in lossy}
+        seen = {name: _watched(cfg, ctx, *sides[name], jobs[0]) for name in lossy}
         windows, rows = judged_text(cfg.data, cfg.sparsity, dense), method["drafter"].max_nodes + 1
         text = _of_text(union.masks(sparse.model, sparse.predictor, windows), rows)
         exact = {name for name, (model, _) in sides.items() if zero_skip.skips(model.params)}
@@ -227,11 +227,11 @@ class SpecSparse(Kind[SpecSparseSettings]):
         return _found(cfg, dense, sparse.model, found)
 
 
-def _found(cfg: SpecSparseSettings, dense: Model, sparse: Model, found: Joined) -> Found:
+def _found(cfg: SpecSparseSettings, dense: Model, sparse: Model, found: Joined) -> RunResult:
     title = f"{cfg.name}: {Path(dense.path).name}, {cfg.drafter.name} x {cfg.verifier.name}, ffn {sparse.rule}"
     cells = {name: {**asdict(c), "speedup": c.speedup.to_dict()} for name, c in found.cells.items()}
     taken = display.condition_lines(found.conditions, found.repeats, found.warnings)
-    return Found(
+    return RunResult(
         {**asdict(found), "cells": cells, "warnings": list(found.warnings),
          "product": found.product, "over_better": found.over_better,
          "repeats": found.repeats and found.repeats.to_dict(), **sparse_model.label(sparse)},
@@ -265,18 +265,20 @@ def _predictor(cfg: SpecSparseSettings, name: str, sparse: GatedModel) -> Predic
     return UnionCap(sparse.predictor, cfg.ffn.union_cap) if name == SPEC_CAPPED else sparse.predictor
 
 
-def _passes(cfg: SpecSparseSettings, lab: Lab, sides: Sides) -> Passes:
+def _passes(cfg: SpecSparseSettings, ctx: RunContext, sides: Sides) -> Passes:
     """Every side in turn; the first decoding of each compiles and is not timed."""
     methods, of = ({name: side[i] for name, side in sides.items()} for i in (1, 0))
-    return Passes(replace(cfg, warmup=True), lab, of[PLAIN_DENSE], methods, other_models=of)
+    return Passes(replace(cfg, warmup=True), ctx, of[PLAIN_DENSE], methods, other_models=of)
 
 
-def _watched(cfg: SpecSparseSettings, lab: Lab, model: Model, method: dict, job: PreparedPrompt) -> list[UnionPoint]:
+def _watched(
+    cfg: SpecSparseSettings, ctx: RunContext, model: Model, method: dict, job: PreparedPrompt
+) -> list[UnionPoint]:
     """What the verification passes of one decoding kept, stepped from the host."""
     watch = union.UnionWatch(model.config.d_ff)
     options = {**decoding.draws(cfg, job.prompt), **method}
-    with terminal.busy(lab.console, "watching what the passes read"):
-        lab.engine.generate(
+    with terminal.busy(ctx.console, "watching what the passes read"):
+        ctx.engine.generate(
             model, job.ids, **options, watch=lambda r: watch(1 + int(np.asarray(r.draft.count)[0]), r.stats)
         )
     return watch.points()

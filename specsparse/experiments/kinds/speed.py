@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from specsparse.experiments import sparse_model
-from specsparse.experiments.kind import Found, Kind, Lab
+from specsparse.experiments.kind import Kind, RunContext, RunResult
 from specsparse.experiments.methods import decoding, findings, measured
 from specsparse.experiments.methods.decoding import Bench, Passes, PreparedPrompt
 from specsparse.experiments.settings import DecodingSettings
@@ -27,14 +27,14 @@ class Speed(Kind[DecodingSettings]):
         """What `decoding.check` finds wrong, and a drafter, policy or verifier that does not fit are refused."""
         decoding.check(cfg, [measured.spec_of(cfg)])
 
-    def run(self, cfg: DecodingSettings, lab: Lab) -> Found:
+    def run(self, cfg: DecodingSettings, ctx: RunContext) -> RunResult:
         """Decodes, with a line of prompts.jsonl for each pass."""
         started = time.perf_counter()
-        bench = decoding.prepare(cfg, lab, [measured.spec_of(cfg)])
-        spec = measured.spec_of(measured.filled(cfg, bench.model, lab.console))
+        bench = decoding.prepare(cfg, ctx, [measured.spec_of(cfg)])
+        spec = measured.spec_of(measured.filled(cfg, bench.model, ctx.console))
         method = spec.arguments()
-        tracker = lab.tracker
-        passes = Passes(cfg, lab, bench.model, sides(cfg, method))
+        tracker = ctx.tracker
+        passes = Passes(cfg, ctx, bench.model, sides(cfg, method))
         side = SPECULATIVE if method else PLAIN
         first_text_s = passes.show(bench.jobs, side, started) if cfg.warmup else None
         done = []
@@ -49,7 +49,7 @@ class Speed(Kind[DecodingSettings]):
         found = findings.explain(found, done, passes, split=split, table=table, drafter=key)
         found = dataclasses.replace(found, notes=(*resolved.notes, *found.notes))
         parts = found.to_dict()
-        return Found(
+        return RunResult(
             parts["summary"], found, shown=display.report(found), definitions=DEFINITIONS,
             more={"method": parts["method"], "tasks": parts["tasks"]},
             as_promised=found.as_promised, objective=found.objective,

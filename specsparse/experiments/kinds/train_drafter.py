@@ -16,7 +16,7 @@ from rich.text import Text
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.experiments.kind import Found, Lab
+from specsparse.experiments.kind import RunContext, RunResult
 from specsparse.experiments.kinds import train_settings
 from specsparse.experiments.kinds.train_settings import Training, TrainKeys, TrainSettings
 from specsparse.models import catalogue
@@ -106,13 +106,13 @@ class TrainDrafter(Training):
         documents(cfg)
         cfg.data.prompts()
 
-    def run(self, cfg: TrainSettings, lab: Lab) -> Found:
+    def run(self, cfg: TrainSettings, ctx: RunContext) -> RunResult:
         """Writes text, trains, exports, judges; each of these goes on where an earlier run of the same output stopped.
 
         Raises:
             UserError: another training's output directory, or text without answers.
         """
-        console, model = lab.console, lab.load(cfg.model)
+        console, model = ctx.console, ctx.load(cfg.model)
         chosen, folder = Options.of(cfg), folder_of(cfg, model)
         claim(folder, cfg, model)
         found, written = texts(cfg, model, folder, console)
@@ -123,7 +123,7 @@ class TrainDrafter(Training):
         shape, gamma = (chosen.train.rows, chosen.train.drafting), chosen.own.gamma
         answers = held_out(cfg, model, console)
         drafting = evaluate(model, form, state.weights, trainer.frozen(ids), answers, gamma=gamma, shape=shape)
-        return Found(
+        return RunResult(
             {form.name: str(path), "text": asdict(written), "drafting": asdict(drafting), "curve": list(curve)},
             Trained(path, drafting, form),
             shown=[

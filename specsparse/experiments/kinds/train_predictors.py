@@ -22,7 +22,7 @@ from specsparse.engine.config import OVERRIDES, ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.experiments.kind import Found, Lab
+from specsparse.experiments.kind import RunContext, RunResult
 from specsparse.experiments.kinds import train_settings
 from specsparse.experiments.kinds.train_settings import Training, TrainSettings
 from specsparse.models import catalogue
@@ -65,7 +65,7 @@ class TrainPredictors(Training):
             need_zeros(FFN.from_config(config, any_ffn.kernels), cfg.train.active_share)
         cfg.data.prompts()
 
-    def run(self, cfg: TrainSettings, lab: Lab) -> Found:
+    def run(self, cfg: TrainSettings, ctx: RunContext) -> RunResult:
         """Collects, trains or fits, judges. Training goes on where it was stopped.
 
         The predictors of a PowerInfer file are judged as they are.
@@ -73,8 +73,8 @@ class TrainPredictors(Training):
         Raises:
             UserError: a text that is too short, a model without dense matrices, another run's output directory.
         """
-        console = lab.console
-        model = lab.load(cfg.model, ffn="dense")
+        console = ctx.console
+        model = ctx.load(cfg.model, ffn="dense")
         text, judged = split(cfg, model)
         evaluator = Evaluator(model, judged)
         predictor = get_predictor(cfg.predictor.name, evaluator.ffn, **cfg.predictor.options)
@@ -97,10 +97,10 @@ class TrainPredictors(Training):
         return _found(cfg, found, notes)
 
 
-def _found(cfg: TrainSettings, found: list[Evaluation], notes: dict[str, object]) -> Found:
+def _found(cfg: TrainSettings, found: list[Evaluation], notes: dict[str, object]) -> RunResult:
     first = found[0]
     shares = "bytes and time of one token as shares of the dense FFN's (own: the prediction alone)"
-    return Found(
+    return RunResult(
         {"evaluations": [asdict(e) for e in found], "label": "lossy", **notes},
         tuple(found),
         shown=[

@@ -16,7 +16,7 @@ from specsparse.engine.model import Model
 from specsparse.engine.noise import seed_at
 from specsparse.errors import UserError
 from specsparse.experiments import sparse_model
-from specsparse.experiments.kind import Engine, Lab
+from specsparse.experiments.kind import Engine, RunContext
 from specsparse.experiments.settings import DecodingSettings
 from specsparse.measure import machine, speedups
 from specsparse.measure.conditions import Conditions
@@ -109,16 +109,16 @@ def label(verifier: Verifier | str) -> str:
     return "lossless in law" if isinstance(verifier, str) or verifier.lossless else "lossy"
 
 
-def prepare(cfg: DecodingSettings, lab: Lab, specs: Iterable[MethodSpec] = ()) -> Bench:
+def prepare(cfg: DecodingSettings, ctx: RunContext, specs: Iterable[MethodSpec] = ()) -> Bench:
     """Loads the model, as wide as these methods need it where nobody says, and encodes the prompts.
 
     Where steps have one width, all prompts share a size of caches.
     """
     started = time.perf_counter()
-    model = sparse_model.load(cfg, lab)
+    model = sparse_model.load(cfg, ctx)
     model = model.holding(1 + max((resolve(spec).max_nodes for spec in specs), default=0))
     load_s = time.perf_counter() - started
-    jobs = prepared_prompts(cfg, lab.engine, model)
+    jobs = prepared_prompts(cfg, ctx.engine, model)
     longest = max((len(job.ids) for job in jobs), default=0)
     return Bench(model.sharing(longest + cfg.max_tokens), jobs, load_s)
 
@@ -192,11 +192,11 @@ class _Watching:
         self._watchers, self._recorder, self._directory = [w for w in (trace, recorder) if w], recorder, directory
 
     @classmethod
-    def of(cls, cfg: DecodingSettings, lab: Lab) -> "_Watching | None":
+    def of(cls, cfg: DecodingSettings, ctx: RunContext) -> "_Watching | None":
         """As the config asks for it; None if it does not."""
-        trace = Trace(lab.directory / TRACE_FILE, lab.console) if cfg.trace else None
+        trace = Trace(ctx.directory / TRACE_FILE, ctx.console) if cfg.trace else None
         recorder = Recorder(cfg.record_laws) if cfg.record_laws else None
-        return cls(trace, recorder, lab.directory) if trace or recorder else None
+        return cls(trace, recorder, ctx.directory) if trace or recorder else None
 
     def __enter__(self) -> "_Watching":
         return self
@@ -234,14 +234,14 @@ class Passes:
     def __init__(
         self,
         cfg: DecodingSettings,
-        lab: Lab,
+        ctx: RunContext,
         model: Model,
         sides: Sides,
         *,
         other_models: Mapping[str, Model] | None = None,
     ):
         """`other_models`: of the sides that `model` does not decode."""
-        self._cfg, self._lab, self.model = cfg, lab, model
+        self._cfg, self._ctx, self.model = cfg, ctx, model
         self.sides = sides
         self._other_models = other_models or {}
         self._meter, self._done = machine.Meter(), list[Pass]()
@@ -253,34 +253,34 @@ class Passes:
     def show(self, jobs: list[PreparedPrompt], side: str, started: float) -> float | None:
         """Show every prompt's text once, untimed; returns the seconds from `started` to the first text."""
         first = None
-        watched = _Watching.of(self._cfg, self._lab) if side != PLAIN else None
+        watched = _Watching.of(self._cfg, self._ctx) if side != PLAIN else None
         with watched or contextlib.nullcontext():
             for index, job in enumerate(jobs, 1):
                 if self._cfg.stream:
-                    display.show_prompt(self._lab.console, index, len(jobs), job.prompt.task, job.prompt.text)
+                    display.show_prompt(self._ctx.console, index, len(jobs), job.prompt.task, job.prompt.text)
                 if watched is None:
                     generation, at = self._stream(job, side, first is None)
                 else:
                     generation = self.generate(job, side, watch=watched.start(job.prompt.id))
                     at = time.perf_counter()
                     if self._cfg.stream:
-                        self._lab.console.out(generation.text, highlight=False)
+                        self._ctx.console.out(generation.text, highlight=False)
                 first = first or at - started
                 self._keep(job, side, WARM_UP, generation)
         return first
 
     def _stream(self, job: PreparedPrompt, side: str, is_first: bool) -> tuple[Generation, float]:
-        stream = self._lab.engine.stream(self.model, job.ids, **draws(self._cfg, job.prompt), **self.sides[side])
+        stream = self._ctx.engine.stream(self.model, job.ids, **draws(self._cfg, job.prompt), **self.sides[side])
         pieces = iter(stream)
         what = "compiling and reading the prompt" if is_first else "reading the prompt"
-        with terminal.busy(self._lab.console, what):
+        with terminal.busy(self._ctx.console, what):
             piece = next(pieces, "")
         at = time.perf_counter()
         for text in itertools.chain([piece], pieces):
             if self._cfg.stream:
-                self._lab.console.out(text, end="", highlight=False)
+                self._ctx.console.out(text, end="", highlight=False)
         if self._cfg.stream:
-            self._lab.console.out("\n")
+            self._ctx.console.out("\n")
         return stream.generation, at
 
     def _keep(self, job: PreparedPrompt, side: str, repeat: int, generation: Generation) -> None:
@@ -294,12 +294,12 @@ class Passes:
         The machine is looked at before each repeat and after the last.
         """
         if self._cfg.warmup:
-            with terminal.busy(self._lab.console, "compiling the decode loops"):
+            with terminal.busy(self._ctx.console, "compiling the decode loops"):
                 for side in self.sides:
                     self._keep(jobs[0], side, WARM_UP, self.generate(jobs[0], side))
         total = speedups.most_repeats(self._cfg.repeats) * len(jobs) * len(self.sides)
         self._meter = machine.Meter()  # what was compiled before is no load of others
-        with terminal.counting(self._lab.console, "timing", total) as progress:
+        with terminal.counting(self._ctx.console, "timing", total) as progress:
             names = [(job, side) for job in jobs for side in self.sides]
             for repeat, (job, side) in schedule(
                 names, repeats=self._enough, order=self._order, before=self._meter.sample
@@ -349,4 +349,4 @@ class Passes:
     def generate(self, job: PreparedPrompt, side: str, **more: Any) -> Generation:
         """One decoding."""
         model = self._other_models.get(side, self.model)
-        return self._lab.engine.generate(model, job.ids, **{**draws(self._cfg, job.prompt), **self.sides[side], **more})
+        return self._ctx.engine.generate(model, job.ids, **{**draws(self._cfg, job.prompt), **self.sides[side], **more})

@@ -11,7 +11,7 @@ from specsparse import kernels
 from specsparse.data import prompts
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.experiments.kind import Lab
+from specsparse.experiments.kind import RunContext
 from specsparse.experiments.settings import ModelSettings
 from specsparse.models import catalogue
 from specsparse.powerinfer.fewer import gated
@@ -62,18 +62,18 @@ class GatedModel(NamedTuple):
     weights: Sequence[Any]
 
 
-def sparse_of(cfg: ModelSettings, lab: Lab, dense: Model, *, rows: np.ndarray | None = None) -> GatedModel:
+def sparse_of(cfg: ModelSettings, ctx: RunContext, dense: Model, *, rows: np.ndarray | None = None) -> GatedModel:
     """The config's sparse model beside a dense one of the same file.
 
     Args:
         cfg: with an `ffn` that is not dense.
-        lab: loads a PowerInfer file once more, with its predictors.
+        ctx: loads a PowerInfer file once more, with its predictors.
         dense: the model with its dense matrices.
         rows: `residuals` where they have been read before.
     """
     ffn = FFN.from_config(dense.config, dense.kernels)
     if cfg.ffn.name == "powerinfer":
-        own = lab.load(cfg.model, **cfg.ffn.overrides())
+        own = ctx.load(cfg.model, **cfg.ffn.overrides())
         return GatedModel(own, Mlp(ffn), [layer.sparse.predictor for layer in own.params.layers])
     if cfg.ffn.name == "oracle":
         predictor = get_predictor("oracle", ffn)
@@ -84,7 +84,7 @@ def sparse_of(cfg: ModelSettings, lab: Lab, dense: Model, *, rows: np.ndarray | 
         weights = _trained(cfg, dense, codes)
     else:
         needed = predictor.needs is Needs.TEXT
-        rows = residuals(cfg, dense, lab.console) if needed and rows is None else rows
+        rows = residuals(cfg, dense, ctx.console) if needed and rows is None else rows
         weights = fit_layers(predictor, dense.params.layers, rows if needed else None)
     return GatedModel(gated(dense, predictor, weights), predictor, weights)
 
