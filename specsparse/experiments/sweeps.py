@@ -21,7 +21,7 @@ from rich.text import Text
 from specsparse import kernels
 from specsparse.errors import UserError
 from specsparse.experiments.kinds import placement, sparsity
-from specsparse.experiments.methods import measured
+from specsparse.experiments.methods import configured
 from specsparse.experiments.settings import RunConfig
 from specsparse.kernels.processor import cpu_info
 from specsparse.measure import conditions
@@ -116,7 +116,7 @@ def _files(cfg: RunConfig) -> Iterator[str]:
     named = [Path(text).expanduser() for text in _texts(cfg.composed) if "/" in text or "." in text]
     with contextlib.suppress(UserError):  # a kind that needs no model; the others have been checked
         named.append(catalogue.resolve(cfg.model.path))
-        named += map(catalogue.resolve, resolve(measured.spec_of(cfg)).files.values())
+        named += map(catalogue.resolve, resolve(configured.spec_of(cfg)).files.values())
     for part in (cfg.drafter, cfg.verifier, cfg.tree, cfg.policy, cfg.predictor):
         named += source_of(part.name)
     yield from (sha256_of(path) for path in named if path.is_file())

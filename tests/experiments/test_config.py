@@ -20,7 +20,7 @@ from specsparse.errors import UserError
 from specsparse.experiments import runner
 from specsparse.experiments.compose import config, parts, shorthand
 from specsparse.experiments.kinds.compare import CompareSettings, pairs
-from specsparse.experiments.methods.measured import spec_of
+from specsparse.experiments.methods.configured import spec_of
 from specsparse.experiments.settings import RunConfig
 from specsparse.models import catalogue
 from specsparse.runtime.method import resolve

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from specsparse.errors import UserError
 from specsparse.experiments.kind import Kind, RunContext, RunResult
-from specsparse.experiments.methods import decoding, findings, measured
+from specsparse.experiments.methods import configured, decoding, findings
 from specsparse.experiments.methods.decoding import Passes
 from specsparse.experiments.methods.findings import Prediction
 from specsparse.experiments.settings import DecodingSettings
@@ -130,15 +130,15 @@ class Compare(Kind[CompareSettings]):
 
     def check(self, cfg: CompareSettings) -> None:
         """Unknown names, and lists without a valid pair are refused."""
-        decoding.check(cfg, map(measured.spec_of, pairs(cfg)[0].values()))
+        decoding.check(cfg, map(configured.spec_of, pairs(cfg)[0].values()))
 
     def run(self, cfg: CompareSettings, ctx: RunContext) -> RunResult:
         """Decodes and ranks, with a line of prompts.jsonl for each pass."""
         started, console = time.perf_counter(), ctx.console
         chosen, refused = pairs(cfg)
-        bench = decoding.prepare(cfg, ctx, map(measured.spec_of, chosen.values()))
-        chosen = {name: measured.filled(pair, bench.model, console) for name, pair in chosen.items()}
-        specs = {name: measured.spec_of(pair) for name, pair in chosen.items()}
+        bench = decoding.prepare(cfg, ctx, map(configured.spec_of, chosen.values()))
+        chosen = {name: configured.filled(pair, bench.model, console) for name, pair in chosen.items()}
+        specs = {name: configured.spec_of(pair) for name, pair in chosen.items()}
         sides = {name: spec.arguments() for name, spec in specs.items()}
         costs = None
         if cfg.compare.advise:
@@ -217,12 +217,12 @@ def pairs(cfg: CompareSettings) -> tuple[dict[str, CompareSettings], tuple[str, 
     for name, verifier in itertools.product(cfg.compare.drafters, verifiers):
         pair = dataclasses.replace(
             cfg,
-            drafter=measured.drafter_choice(cfg, name),
+            drafter=configured.drafter_choice(cfg, name),
             verifier=cfg.verifier if cfg.verifier.name == verifier else Choice(verifier),
             tree=cfg.tree if drafts_trees(name) else Choice(CHAIN),
         )
         try:
-            method = resolve(measured.spec_of(pair))
+            method = resolve(configured.spec_of(pair))
         except UnfitPair as error:
             if cfg.compare.verifiers:
                 refused.append(f"{name} x {verifier}: {verifier} does not verify {error.kind.value} drafts here")

@@ -10,7 +10,7 @@ from specsparse.engine.config import OVERRIDES, ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
 from specsparse.experiments.kind import Kind, RunContext, RunResult
-from specsparse.experiments.methods import decoding, measured
+from specsparse.experiments.methods import configured, decoding
 from specsparse.experiments.settings import DecodingSettings
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs.forecast import device_of
@@ -55,7 +55,7 @@ class RooflineKind(Kind[RooflineSettings]):
         """A model file that is not there, an unknown device, drafter or tree are refused."""
         catalogue.resolve(cfg.model.path)
         devices.known(cfg.roofline.device)
-        measured.drafting_settings(cfg, cfg.roofline.drafters, cfg.roofline.trees)
+        configured.drafting_settings(cfg, cfg.roofline.drafters, cfg.roofline.trees)
 
     def run(self, cfg: RooflineSettings, ctx: RunContext) -> RunResult:
         """Predicts for a device; `roofline.device=this` alone loads the weights, and measures once per file.
@@ -74,8 +74,8 @@ class RooflineKind(Kind[RooflineSettings]):
             device = device_of(table)
             if cfg.roofline.drafters or cfg.roofline.trees:
                 prompts, bar = decoding.calibration(cfg, model), decoding.bar_on(out)
-                chosen = measured.drafting_settings(cfg, cfg.roofline.drafters, cfg.roofline.trees)
-                methods = list(measured.drafting_rows(chosen, model, prompts, bar=bar))
+                chosen = configured.drafting_settings(cfg, cfg.roofline.drafters, cfg.roofline.trees)
+                methods = list(configured.drafting_rows(chosen, model, prompts, bar=bar))
                 table = timing_cache.load(model) or table
         else:
             device = get_device(cfg.roofline.device)

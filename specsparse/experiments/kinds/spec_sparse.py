@@ -21,7 +21,7 @@ from specsparse.errors import UserError
 from specsparse.experiments import sparse_model
 from specsparse.experiments.kind import Kind, RunContext, RunResult
 from specsparse.experiments.kinds.sparsity import SparsitySpec, judged_text
-from specsparse.experiments.methods import decoding, gating, measured
+from specsparse.experiments.methods import configured, decoding, gating
 from specsparse.experiments.methods.decoding import Passes, PreparedPrompt
 from specsparse.experiments.methods.gating import GatedModel
 from specsparse.experiments.settings import DecodingSettings
@@ -180,7 +180,7 @@ class SpecSparse(Kind[SpecSparseSettings]):
 
     def check(self, cfg: SpecSparseSettings) -> None:
         """A dense FFN, plain decoding, and what `decoding.check` finds wrong are refused."""
-        spec = measured.spec_of(cfg)
+        spec = configured.spec_of(cfg)
         decoding.check(cfg, [spec], union_cap=True)
         if cfg.ffn.name in (None, "dense"):
             raise UserError(
@@ -197,7 +197,7 @@ class SpecSparse(Kind[SpecSparseSettings]):
         """
         dense = ctx.load(cfg.model, ffn="dense")
         sparse = gating.sparse_of(cfg, ctx, dense)
-        method = measured.spec_of(measured.filled(cfg, dense, ctx.console)).arguments()
+        method = configured.spec_of(configured.filled(cfg, dense, ctx.console)).arguments()
         sides = _sides(cfg, dense, sparse, method)
         jobs = decoding.prepared_prompts(cfg, ctx.engine, dense)
         loop = _passes(cfg, ctx, sides)

@@ -9,7 +9,7 @@ from typing import Any
 
 from specsparse.experiments import sparse_model
 from specsparse.experiments.kind import Kind, RunContext, RunResult
-from specsparse.experiments.methods import decoding, findings, measured
+from specsparse.experiments.methods import configured, decoding, findings
 from specsparse.experiments.methods.decoding import Bench, Passes, PreparedPrompt
 from specsparse.experiments.settings import DecodingSettings
 from specsparse.report import display, record
@@ -25,13 +25,13 @@ class Speed(Kind[DecodingSettings]):
 
     def check(self, cfg: DecodingSettings) -> None:
         """What `decoding.check` finds wrong, and a drafter, policy or verifier that does not fit are refused."""
-        decoding.check(cfg, [measured.spec_of(cfg)])
+        decoding.check(cfg, [configured.spec_of(cfg)])
 
     def run(self, cfg: DecodingSettings, ctx: RunContext) -> RunResult:
         """Decodes, with a line of prompts.jsonl for each pass."""
         started = time.perf_counter()
-        bench = decoding.prepare(cfg, ctx, [measured.spec_of(cfg)])
-        spec = measured.spec_of(measured.filled(cfg, bench.model, ctx.console))
+        bench = decoding.prepare(cfg, ctx, [configured.spec_of(cfg)])
+        spec = configured.spec_of(configured.filled(cfg, bench.model, ctx.console))
         method = spec.arguments()
         tracker = ctx.tracker
         passes = Passes(cfg, ctx, bench.model, sides(cfg, method))
@@ -45,7 +45,7 @@ class Speed(Kind[DecodingSettings]):
         done = [with_split(p, split.get(p.task)) for p in done]
         resolved = resolve(spec, bench.model)  # with what the passes have loaded
         found = _record(cfg, passes, done, bench, first_text_s=first_text_s, method=resolved)
-        table, key = timing_cache.load(bench.model), measured.draft_key(cfg)
+        table, key = timing_cache.load(bench.model), configured.draft_key(cfg)
         found = findings.explain(found, done, passes, split=split, table=table, drafter=key)
         found = dataclasses.replace(found, notes=(*resolved.notes, *found.notes))
         parts = found.to_dict()

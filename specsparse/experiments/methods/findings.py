@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from specsparse.engine.model import Model
+from specsparse.experiments.methods.configured import shape_of
 from specsparse.experiments.methods.decoding import Passes
-from specsparse.experiments.methods.measured import shape_of
 from specsparse.experiments.settings import MethodSettings
 from specsparse.measure import intervals, speedups
 from specsparse.measure.costs import measuring

@@ -14,7 +14,7 @@ from specsparse.errors import UserError
 from specsparse.experiments import runner
 from specsparse.experiments.compose.config import from_omegaconf
 from specsparse.experiments.kinds import roofline
-from specsparse.experiments.methods import measured
+from specsparse.experiments.methods import configured
 from specsparse.measure.costs import acceptance, measuring
 from specsparse.measure.costs.acceptance import acceptance_over_seeds
 from specsparse.run import conf_dir
@@ -176,7 +176,7 @@ def test_the_roofline_measures_drafters_and_trees(path, table, kept, monkeypatch
     cfg = config(path, drafters="[prompt_lookup]", trees="[static]")
     record, text, _ = play(cfg, tmp_path / "run", width=120)
     chain, tree = record.summary["drafting"]
-    assert chain["method"] == measured.draft_key(cfg)  # a run with this drafter finds it
+    assert chain["method"] == configured.draft_key(cfg)  # a run with this drafter finds it
     assert tree["method"] == "layer_skip, tree static"
     assert 0 <= chain["alpha"] <= 1 and chain["predicted_speedup"] >= 1
     assert tree["round_s"] >= 0 and tree["token_s"] == 0

@@ -13,7 +13,7 @@ from specsparse.errors import UserError
 from specsparse.experiments.compose.parts import PARTS, completed
 from specsparse.experiments.kinds import compare
 from specsparse.experiments.kinds.compare import CompareSpec
-from specsparse.experiments.methods import measured
+from specsparse.experiments.methods import configured
 from specsparse.experiments.settings import PolicySpec
 from specsparse.measure.costs import acceptance, measuring
 from specsparse.runtime import timing_cache
@@ -146,7 +146,7 @@ def cfg(model):
 
 
 def found(cfg, model):
-    return measured.filled(cfg, model, Console(file=io.StringIO()))
+    return configured.filled(cfg, model, Console(file=io.StringIO()))
 
 
 def shape(cfg):
@@ -185,7 +185,7 @@ def test_policies_read_the_measured_acceptance(model, table, cfg):
     key = acceptance.acceptance_key("prompt_lookup", "greedy", GREEDY, "chain")
     kept = dataclasses.replace(table, acceptance={key: (0.37,)})
     timing_cache.save(model, kept.with_draft("prompt_lookup", DraftCost(token_s=table.plain_s / 2)))
-    policy = resolve(measured.spec_of(found(cfg, model))).drafter.policy
+    policy = resolve(configured.spec_of(found(cfg, model))).drafter.policy
     assert policy.cost.prior == 0.37 and policy.cost.c == 0.5 and policy.cost.v == (1.0,) * 4
     fixed = replaced(cfg, policy=PolicySpec("fixed", 3))
     assert found(fixed, model) is fixed
@@ -196,8 +196,8 @@ def test_compare_reads_the_cost_of_each_drafter(model, table, cfg):
     policy = PolicySpec("cost", 3, {"v": None, "prior": 0.5})
     cfg = settings(replaced(cfg, kind="compare", compare=pairs, tree=Choice("chain"), policy=policy))
     for name, cost in (("prompt_lookup", 0.25), ("suffix", 0.75)):
-        key = cost_key(name, measured.drafter_choice(cfg, name).options)  # as `roofline` keeps it
+        key = cost_key(name, configured.drafter_choice(cfg, name).options)  # as `roofline` keeps it
         table = table.with_draft(key, DraftCost(token_s=cost * table.plain_s))
     timing_cache.save(model, table)
-    drafters = [resolve(measured.spec_of(found(pair, model))).drafter for pair in compare.pairs(cfg)[0].values()]
+    drafters = [resolve(configured.spec_of(found(pair, model))).drafter for pair in compare.pairs(cfg)[0].values()]
     assert [drafter.policy.cost.c for drafter in drafters] == [0.25, 0.75]
