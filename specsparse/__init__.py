@@ -7,7 +7,7 @@ from specsparse.errors import UserError
 
 if TYPE_CHECKING:
     from specsparse.api import Generation, GenerationStats, Model, SamplingParams, Stream, generate, load, stream
-    from specsparse.speculative.drafters.registry import get_drafter, register
+    from specsparse.speculative.drafters import get_drafter, register
     from specsparse.speculative.proof.certify import certify
     from specsparse.speculative.proof.handed import Handed
     from specsparse.speculative.proof.results import CertificateReport
@@ -38,9 +38,9 @@ _HOMES = {
     "CertificateReport": "specsparse.speculative.proof.results",
     "Handed": "specsparse.speculative.proof.handed",
     "citation": "specsparse.support.citations",
-    "get_drafter": "specsparse.speculative.drafters.registry",
+    "get_drafter": "specsparse.speculative.drafters",
     "load": "specsparse.runtime.load",  # a model is loaded without what drafts and verifies
-    "register": "specsparse.speculative.drafters.registry",
+    "register": "specsparse.speculative.drafters",
 }
 
 

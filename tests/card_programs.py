@@ -16,7 +16,7 @@ from specsparse.engine.sampling import pipeline
 from specsparse.engine.weights import Layer, Params
 from specsparse.kernels import Kernels
 from specsparse.speculative import loop, origins
-from specsparse.speculative.drafters.scripted import Scripted
+from specsparse.speculative.drafters.synthetic import Scripted
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import get_verifier
 

@@ -17,9 +17,8 @@ from specsparse.models import obtain
 from specsparse.runtime.load import load
 from specsparse.runtime.timing_cache import draft_share, policy_times
 from specsparse.speculative.base import Drafter, DraftKind, Verifier, check_facts
-from specsparse.speculative.drafters.options import draw_temperature
+from specsparse.speculative.drafters import DRAFTERS, draw_temperature, get_drafter, takes
 from specsparse.speculative.drafters.plan import Bound, DrafterPlan
-from specsparse.speculative.drafters.registry import DRAFTERS, get_drafter, takes
 from specsparse.speculative.drafters.synthetic import Synthetic, synthetic_verifier
 from specsparse.speculative.drafters.with_policy import WithPolicy, with_policy
 from specsparse.speculative.gamma import GAMMA_NAMES, SHORT_GAMMA
@@ -263,7 +262,7 @@ def load_drafter(target: Model, plan: DrafterPlan) -> Bound:
             target.check_whole("the drafter with these options")
         target.drafters[key] = plan.prepare(target, partial(_load, target))
     bound = target.drafters[key]
-    return bound._replace(drafter=with_policy(bound.drafter, plan.style.policy))
+    return bound._replace(drafter=with_policy(bound.drafter, plan.style.length_policy))
 
 
 def _load(target: Model, kind: str, spec: Any) -> Any:

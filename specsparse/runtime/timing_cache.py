@@ -23,8 +23,8 @@ from specsparse.errors import UserError
 from specsparse.kernels.processor import cpu_info
 from specsparse.models import catalogue
 from specsparse.speculative import expected
+from specsparse.speculative.drafters import DRAFTERS, takes
 from specsparse.speculative.drafters.plan import Bound
-from specsparse.speculative.drafters.registry import DRAFTERS, takes
 from specsparse.support.files import atomically, cache_dir
 from specsparse.support.options import as_yaml, values_of
 from specsparse.support.registry import Registry, source_of
@@ -210,7 +210,7 @@ def cost_key(name: str, options: Mapping[str, object] | None = None, *, among: R
     Raises:
         UserError: a draft model or a head that is not there.
     """
-    defaults = values_of(among.read(name, {})) if among.is_builtin(name) else {}
+    defaults = values_of(among.make(name, {})) if among.is_builtin(name) else {}
     given = {
         key: value
         for key, value in sorted((options or {}).items())

@@ -29,13 +29,13 @@ class Choice:
 class Registry(Generic[T]):
     """Classes of one group by name.
 
-    A class is named `module:Class` and imported when it is asked for, so that the names alone cost nothing. The fields
-    of a class are its options. A built-in choice is named by its home in `package`; where its module imports jax, by
-    the home and a dataclass for its options, which are then read without it, and the home is called with them.
+    A class is named `module:Class` and imported when it is asked for, so that the names alone cost nothing. It is a
+    frozen dataclass, and its fields are its options.
 
     Attributes:
         group: of the config, such as "drafter"; packages bring their own under the entry points `specsparse.drafters`,
             `specsparse.policies` and so on.
+        aliases: other names, and the name each stands for.
     """
 
     def __init__(
@@ -43,14 +43,12 @@ class Registry(Generic[T]):
         group: str,
         base: str | tuple[str, ...],
         package: str = "",
-        builtin: Mapping[str, str | tuple[str, type]] | None = None,
-        aliases: Mapping[str, str] | None = None,
+        builtin: Mapping[str, str] = types.MappingProxyType({}),
+        aliases: Mapping[str, str] = types.MappingProxyType({}),
     ):
-        pairs = {name: home if isinstance(home, tuple) else (home, None) for name, home in (builtin or {}).items()}
         self.group, self._bases = group, (base,) if isinstance(base, str) else base
-        self._homes: dict[str, str | type] = {name: f"{package}.{home}" for name, (home, _) in pairs.items()}
-        self._aliases = dict(aliases or {})
-        self._options = {name: options for name, (_, options) in pairs.items() if options is not None}
+        self._homes: dict[str, str | type] = {name: f"{package}.{home}" for name, home in builtin.items()}
+        self.aliases = dict(aliases)
 
     def register(self, name: str, owner: type, *, aliases: tuple[str, ...] = ()) -> None:
         """Makes a class known by name.
@@ -61,11 +59,11 @@ class Registry(Generic[T]):
         for word in (name, *aliases):
             if not isinstance(word, str) or not re.fullmatch(r"[\w.-]+", word):
                 raise UserError(f"{self.group}={shown(word)} can be no name: use letters, digits, -, _ and .")
-            if word in self._homes or word in self._aliases:
+            if word in self._homes or word in self.aliases:
                 raise UserError(f"{self.group}={word} is registered already: choose another name")
         self._check_kind(name, owner)
         self._homes[name] = owner
-        self._aliases |= dict.fromkeys(aliases, name)
+        self.aliases |= dict.fromkeys(aliases, name)
 
     def names(self) -> list[str]:
         """All names, without aliases: the built-in and registered ones, then those of installed packages."""
@@ -73,12 +71,7 @@ class Registry(Generic[T]):
 
     def canonical(self, name: str) -> str:
         """The name that an alias stands for; any other as it is."""
-        return self._aliases.get(name, name)
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Other names, and the name each stands for."""
-        return types.MappingProxyType(self._aliases)
+        return self.aliases.get(name, name)
 
     def is_builtin(self, name: str) -> bool:
         """Whether the name, or alias, is known without looking for installed packages."""
@@ -86,8 +79,7 @@ class Registry(Generic[T]):
 
     def holds(self, name: str) -> bool:
         """Whether the name is known, or is a `module:Class` that may be."""
-        key = self.canonical(str(name))
-        return key in self._homes or ":" in key or key in entry_points(self.group)
+        return self.is_builtin(str(name)) or ":" in str(name) or str(name) in entry_points(self.group)
 
     def look(self, name: str) -> Any:
         """What a name, an alias or `module:Class` stands for, whatever it is.
@@ -96,12 +88,10 @@ class Registry(Generic[T]):
             UserError: an unknown name (with the nearest), or a module that cannot be imported.
         """
         key = self.canonical(str(name))
-        home = self._homes.get(key)
-        if home is None and ":" not in key:
-            home = entry_points(self.group).get(key)
-            if home is None:
-                raise UserError(f"{self.group}={name} is unknown{nearest(key, [*self.names(), *self._aliases])}")
-        return home if isinstance(home, type) else load(home or key, f"{self.group}={name}")
+        home = self._homes.get(key) or (key if ":" in key else entry_points(self.group).get(key))
+        if home is None:
+            raise UserError(f"{self.group}={name} is unknown{nearest(key, [*self.names(), *self.aliases])}")
+        return home if isinstance(home, type) else load(home, f"{self.group}={name}")
 
     def find(self, name: str) -> type[T]:
         """The class of a name, an alias, or `module:Class`.
@@ -114,16 +104,8 @@ class Registry(Generic[T]):
         if not self.is_builtin(name):
             self._check_kind(name, found)
         if missing := sorted(getattr(found, "__abstractmethods__", ())):
-            homes = " or ".join(base.replace(":", ".") for base in self._bases)
-            raise UserError(f"{self.group}={name} has no {', '.join(missing)}: see {homes}")
+            raise UserError(f"{self.group}={name} has no {', '.join(missing)}: see {self._named_bases()}")
         return found
-
-    def _check_kind(self, name: str, found: object) -> None:
-        """Refuses what is not derived from one of the bases."""
-        bases = tuple(load(base, self.group) for base in self._bases)
-        if not (isinstance(found, type) and issubclass(found, bases)):
-            homes = " or ".join(base.replace(":", ".") for base in self._bases)
-            raise UserError(f"{self.group}={name} is no {bases[0].__name__}: derive it from {homes}")
 
     def options(self, name: str) -> Mapping[str, Option]:
         """The options of a choice by name; see `find`, and `support.options.options_of`.
@@ -131,32 +113,28 @@ class Registry(Generic[T]):
         Raises:
             UserError: it is no frozen dataclass, too.
         """
-        return options_of(self._owner(name))
+        found = self.find(name)
+        if not dataclasses.is_dataclass(found) or not found.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            raise UserError(f"{self.group}={name} must be a dataclass: put @dataclass(frozen=True) above the class")
+        return options_of(found)
 
-    def read(self, name: str, options: Mapping[str, object]) -> Any:
-        """The checked options: an instance of the choice itself, or of the dataclass that stands for its options.
+    def make(self, name: str, options: Mapping[str, object]) -> Any:
+        """An instance with checked options.
 
         Raises:
             UserError: as `options` and `support.options.read`.
         """
-        return read(self._owner(name), options, group=self.group, name=str(name))
+        self.options(name)  # it is a frozen dataclass
+        return read(self.find(name), options, group=self.group, name=str(name))
 
-    def make(self, name: str, options: Mapping[str, object]) -> T:
-        """An instance with checked options; see `read`."""
-        values = self.read(name, options)
-        if self.canonical(str(name)) not in self._options:
-            return values
-        given = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
-        return self.look(name)(**given)
+    def _check_kind(self, name: str, found: object) -> None:
+        """Refuses what is not derived from one of the bases."""
+        bases = tuple(load(base, self.group) for base in self._bases)
+        if not (isinstance(found, type) and issubclass(found, bases)):
+            raise UserError(f"{self.group}={name} is no {bases[0].__name__}: derive it from {self._named_bases()}")
 
-    def _owner(self, name: str) -> type:
-        """The dataclass whose fields are the options of that name."""
-        if own := self._options.get(self.canonical(str(name))):
-            return own
-        found = self.find(name)
-        if not dataclasses.is_dataclass(found) or not found.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-            raise UserError(f"{self.group}={name} must be a dataclass: put @dataclass(frozen=True) above the class")
-        return found
+    def _named_bases(self) -> str:
+        return " or ".join(base.replace(":", ".") for base in self._bases)
 
 
 def entry_points(group: str) -> dict[str, str]:

@@ -4,7 +4,7 @@
 """
 
 from specsparse.kernels.packing.random_blocks import random_quantised
-from specsparse.speculative.drafters.scripted import Scripted
+from specsparse.speculative.drafters.synthetic import Scripted
 from specsparse.testing.contract import check_drafter, check_policy, check_tree
 from specsparse.testing.damaged import Runner, load_everything, mutate
 from specsparse.testing.drafting import draft_context, drafted_ids

@@ -25,7 +25,7 @@ from specsparse.experiments.settings import RunConfig
 from specsparse.models import catalogue
 from specsparse.runtime.method import resolve
 from specsparse.speculative.base import DraftKind
-from specsparse.speculative.drafters.registry import get_drafter
+from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.policies import get_policy
 from specsparse.testing import write_tiny_gguf
 from tests.cells import cells

@@ -469,4 +469,4 @@ def test_policies_go_with_drafters_that_can_follow_them():
     with pytest.raises(UserError, match=r"policy=p_min looks at .*, and drafter=prompt_lookup has none"):
         drafter("prompt_lookup", "p_min", p_min=0.5)
     own = drafter("layer_skip", "p_min", gamma=5, p_min=0.5)
-    assert own.style.policy.p_min == 0.5 and own.max_nodes == 5
+    assert own.style.length_policy.p_min == 0.5 and own.max_nodes == 5

@@ -188,7 +188,7 @@ class PairsHead(PublishedPlan):
 
     def prepare(self, target, load):
         table = self.head_file(load)
-        return Bound(Pairs(self.style.policy.gamma), lambda capacity: table, table.nbytes)
+        return Bound(Pairs(self.style.length_policy.gamma), lambda capacity: table, table.nbytes)
 '''
 
 SHORT = ["max_tokens=8", "data.tasks=[code]", "data.chat=false", "time_split=0", "stream=false"]

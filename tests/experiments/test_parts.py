@@ -8,7 +8,7 @@ import pytest
 from specsparse import run
 from specsparse.errors import UserError
 from specsparse.experiments.compose.parts import completed, described, help_text
-from specsparse.speculative.drafters.registry import DRAFTERS
+from specsparse.speculative.drafters import DRAFTERS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "drafters.md"
 FOR_TESTS = ("scripted",)

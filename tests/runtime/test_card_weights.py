@@ -11,7 +11,7 @@ from specsparse.kernels.native import cpu
 from specsparse.powerinfer.fewer import gated, with_fewer_neurons
 from specsparse.predictors import FFN
 from specsparse.predictors.bounds import Oracle
-from specsparse.speculative.drafters.registry import get_drafter
+from specsparse.speculative.drafters import get_drafter
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import random_head
 from tests.tolerances import FORWARD_NMSE, nmse

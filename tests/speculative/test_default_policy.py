@@ -26,8 +26,8 @@ from specsparse.runtime.method import Method, MethodSpec, resolve
 from specsparse.runtime.session import Session
 from specsparse.runtime.timing_cache import guessed_v, policy_times
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
-from specsparse.speculative.drafters.either import Either
-from specsparse.speculative.drafters.registry import get_drafter
+from specsparse.speculative.drafters import get_drafter
+from specsparse.speculative.drafters.lookup import Either
 from specsparse.speculative.drafters.with_policy import with_policy
 from specsparse.speculative.policies import default_policy
 from specsparse.speculative.tree import TreeTemplate

@@ -12,9 +12,8 @@ import specsparse
 from specsparse.engine.noise import NoiseStream, uniform
 from specsparse.errors import UserError
 from specsparse.speculative.base import ROOT, Draft, Drafted, Drafter, DraftKind
-from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.registry import DRAFTERS
-from specsparse.speculative.drafters.scripted import Scripted
+from specsparse.speculative.drafters import DRAFTERS, get_drafter
+from specsparse.speculative.drafters.synthetic import Scripted
 from specsparse.speculative.drafters.with_policy import with_policy
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.tree import TreeTemplate
@@ -279,7 +278,7 @@ def test_prompt_lookup_names():
         ("suffix", {"min_match": 65}, ["min_match=65", "longest=64"]),
         ("synthetic", {"rate": 1.5}, ["drafter.rate=1.5"]),
         ("synthetic", {"process": "poisson"}, ["poisson", "geometric", "minimum_variance"]),
-        ("synthetic", {"rate": 0.5, "length": 2}, ["either"]),
+        ("synthetic", {"rate": 0.5, "length": 2}, ["give one of them"]),
         ("synthetic", {"gamma": 3, "length": 5}, ["5", "1..4"]),
         ("synthetic", {"rates": (0.5, 0.6)}, ["not increase"]),
         ("synthetic", {"rates": "ab"}, ["drafter.rates=ab", "must be a list"]),
@@ -300,7 +299,7 @@ def test_bad_options_are_refused_in_one_line(name, options, words):
 
 def test_registering(monkeypatch):
     monkeypatch.setattr(DRAFTERS, "_homes", dict(DRAFTERS._homes))
-    monkeypatch.setattr(DRAFTERS, "_aliases", dict(DRAFTERS._aliases))
+    monkeypatch.setattr(DRAFTERS, "aliases", dict(DRAFTERS.aliases))
     specsparse.register("mine", Bad, aliases=("my-own",))
     assert specsparse.get_drafter("my-own", wrong="nothing") == Bad("nothing")
     with pytest.raises(UserError, match="mine"):

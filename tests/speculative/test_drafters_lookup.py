@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specsparse.speculative.drafters.ngram import NGram
-from specsparse.speculative.drafters.suffix import Suffix
+from specsparse.speculative.drafters.lookup import NGramMap, NGramSimple, PromptLookup, Suffix
 from specsparse.testing.drafting import draft_context, drafted_ids
 
 C = 40
@@ -20,7 +19,7 @@ def proposed(drafter, ctx):
 
 
 def looked_up(ids, nodes, n_max, n_min, *, newest, hits=1, follow=1, copy=None, least=0):
-    """What the documentation of NGram says, in Python."""
+    """What the documentation of NGrams says, in Python."""
     for n in range(n_max, n_min - 1, -1):
         ends = [e for e in range(n, len(ids)) if ids[e - n : e] == ids[-n:] and len(ids) - e >= follow]
         if len(ends) >= hits:
@@ -30,22 +29,26 @@ def looked_up(ids, nodes, n_max, n_min, *, newest, hits=1, follow=1, copy=None, 
     return []
 
 
+class NewestOfThree(PromptLookup):
+    newest, min_hits = True, 3
+
+
 NGRAMS = {
     "prompt_lookup": (
-        NGram(5, 3, 1),
+        PromptLookup(3, 1, 5),
         lambda ids: looked_up(ids, 5, 3, 1, newest=False),
     ),
-    "prompt_lookup_2_4": (NGram(3, 4, 2), lambda ids: looked_up(ids, 3, 4, 2, newest=False)),
+    "prompt_lookup_2_4": (PromptLookup(4, 2, 3), lambda ids: looked_up(ids, 3, 4, 2, newest=False)),
     "ngram_simple": (
-        NGram.ngram_simple(4, 2, 3),
+        NGramSimple(4, 2, 3),
         lambda ids: looked_up(ids, 4, 2, 2, newest=True, copy=3, least=2),
     ),
     "ngram_map": (
-        NGram.ngram_map(8, 2, 5, min_hits=2),
+        NGramMap(8, 2, 5, min_hits=2),
         lambda ids: looked_up(ids, 8, 2, 2, newest=True, hits=2, follow=5, copy=5),
     ),
     "hits": (
-        NGram(4, 3, 1, newest=True, min_hits=3),
+        NewestOfThree(3, 1, 4),
         lambda ids: looked_up(ids, 4, 3, 1, newest=True, hits=3),
     ),
 }
@@ -68,14 +71,14 @@ def test_ngram_equals_the_plain_definition(ngram, ids):
 def test_the_first_or_the_most_recent_match():
     ids = [7, 8, 1, 2, 9, 7, 8, 3, 4, 6, 7, 8]
     ctx = draft_context([ids], capacity=C, budget=2)
-    assert proposed(NGram(2, 3, 1), ctx) == [1, 2]
-    assert proposed(NGram.ngram_simple(2, 2, 4), ctx) == [3, 4]
+    assert proposed(PromptLookup(3, 1, 2), ctx) == [1, 2]
+    assert proposed(NGramSimple(2, 2, 4), ctx) == [3, 4]
 
 
 def test_a_longer_ngram_beats_an_earlier_match():
     ids = [8, 1, 1, 7, 8, 2, 2, 5, 7, 8]
     ctx = draft_context([ids], capacity=C, budget=2)
-    assert proposed(NGram(2, 3, 1), ctx) == [2, 2]
+    assert proposed(PromptLookup(3, 1, 2), ctx) == [2, 2]
 
 
 # Suffix

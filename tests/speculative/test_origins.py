@@ -10,7 +10,7 @@ import specsparse
 from specsparse import SamplingParams
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.scripted import Scripted
+from specsparse.speculative.drafters.synthetic import Scripted
 from specsparse.speculative.origins import KINDS, Origin
 from specsparse.testing import write_tiny_gguf
 

@@ -8,7 +8,7 @@ import pytest
 import specsparse
 from specsparse.errors import UserError
 from specsparse.predictors.base import PREDICTORS
-from specsparse.speculative.drafters.registry import DRAFTERS
+from specsparse.speculative.drafters import DRAFTERS
 from specsparse.speculative.trees import TREES
 from specsparse.speculative.verify import VERIFIERS
 from specsparse.support.citations import METHODS, UNPUBLISHED, WORKS

@@ -15,7 +15,7 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.experiments.compose.parts import PARTS, completed
 from specsparse.experiments.settings import RunConfig
-from specsparse.speculative.drafters.options import draw_temperature
+from specsparse.speculative.drafters import draw_temperature
 from specsparse.support.options import options_of, read
 
 S = TypeVar("S")

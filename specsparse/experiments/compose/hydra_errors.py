@@ -1,13 +1,15 @@
 """Hydra's composition errors in one line each, with the nearest valid name."""
 
+import difflib
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from specsparse.errors import UserError
 from specsparse.experiments.compose.parts import PARTS
 from specsparse.models import catalogue
-from specsparse.support.options import near_keys, nearest
+from specsparse.support.options import nearest
 
 _SAID = {
     r"Ambiguous value for argument '([^']+)'": "{}: several values are a sweep, add -m; a list is written KEY=[a,b]",
@@ -19,6 +21,10 @@ _SAID = {
 
 _MOST_LISTED = 24
 """Keys of one group that a line may list."""
+_NEAR = 0.7
+"""Least likeness of two keys of which one may be a slip for the other."""
+_AS_NEAR = 0.15
+"""A key less like than the best by more than this is not named beside it."""
 
 
 def explain(error: Exception, conf: Path) -> UserError:
@@ -87,7 +93,7 @@ def _near_key(key: str, groups: dict[str, list[str]], conf: Path) -> str:
     keys = list(dict.fromkeys([*valid_keys(), *groups, *sorted(_keys_of_kinds(conf).union(*of_choices))]))
     if key in keys:
         return f" in this config; to add it write +{key}=VALUE"
-    near = near_keys(key, keys)
+    near = _near_keys(key, keys)
     if near:
         return f"; did you mean {' or '.join(filter(None, (', '.join(near[:-1]), near[-1])))}?"
     same = sorted(other for other in keys if other.startswith(f"{head}."))
@@ -95,3 +101,29 @@ def _near_key(key: str, groups: dict[str, list[str]], conf: Path) -> str:
         return f"; valid: {', '.join(same)}"
     named = sorted({*groups, *(other.partition(".")[0] for other in keys if "." in other)})
     return f" and none like it; groups: {', '.join(named)}; all keys of a config: +experiment=NAME --help"
+
+
+def _near_keys(key: str, keys: Iterable[str]) -> list[str]:
+    """Dotted keys like `key`, the nearest first and of equals the first given; at most three.
+
+    Likeness is that of the whole keys, of their last parts, or of the last part and a word of the other one's (`limit`
+    and `data.limit_per_task`). If `key` has a group, keys of a group of such a name go first, else keys without one.
+    """
+    likeness = {other: _likeness(key, other) for other in keys}
+    best = max(likeness.values(), default=0.0)
+    near = [other for other, like in likeness.items() if like and like >= best - _AS_NEAR]
+    return sorted(near, key=lambda other: -likeness[other])[:3]
+
+
+def _likeness(key: str, other: str) -> float:
+    """About 1 if they are the same or nearly, and 1 more for the same group; 0 if they are not alike."""
+
+    def ratio(a: str, b: str) -> float:
+        return difflib.SequenceMatcher(None, a, b).ratio()
+
+    (head, _, name), (group, _, option) = key.rpartition("."), other.rpartition(".")
+    like = max(ratio(name, part) for part in (option, *option.split("_")))
+    if head:
+        return like + ratio(head, group) if like >= _NEAR else 0.0
+    like = max(like, ratio(key, other))
+    return like + (0.0 if group else _AS_NEAR) if like >= _NEAR else 0.0

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from specsparse.errors import UserError
-from specsparse.speculative.drafters.registry import DRAFTERS
+from specsparse.speculative.drafters import DRAFTERS
 from specsparse.speculative.gamma import GAMMA_NAMES
 from specsparse.speculative.policies import POLICIES
 from specsparse.speculative.trees import CHAIN, TREES
@@ -43,7 +43,7 @@ def completed(group: str, given: Mapping[str, object]) -> dict[str, object]:
     for option, key in spelled.items():
         if option in ELSEWHERE and own[key] is not None:
             raise UserError(f"write {ELSEWHERE[option]} instead of {group}.{key}")
-    values = values_of(PARTS[group].read(name, {key: own[key] for key in spelled.values()}))
+    values = values_of(PARTS[group].make(name, {key: own[key] for key in spelled.values()}))
     return {"name": name} | {key: value for key, value in values.items() if key not in ELSEWHERE}
 
 
@@ -64,7 +64,7 @@ def described(group: str, name: str) -> list[Described]:
     """
     if name == NOTHING.get(group):
         return []
-    defaults, options = values_of(PARTS[group].read(name, {})), PARTS[group].options(name).values()
+    defaults, options = values_of(PARTS[group].make(name, {})), PARTS[group].options(name).values()
     return [Described(o.name, defaults[o.name], o.aliases, o.about) for o in options if o.name not in ELSEWHERE]
 
 

@@ -29,7 +29,7 @@ from specsparse.runtime.method import Method, MethodSpec, resolve
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.session import Session
 from specsparse.runtime.timing_cache import CostTable, DraftCost, cost_key
-from specsparse.speculative.drafters.scripted import Scripted
+from specsparse.speculative.drafters.synthetic import Scripted
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees.base import TreeShape

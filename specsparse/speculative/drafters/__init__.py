@@ -1,5 +1,94 @@
-"""Drafters: what proposes tokens. `registry.get_drafter` makes one by name; importing this costs no jax."""
+"""Drafters, which propose tokens, by name, with the option names of llama.cpp, vLLM and Hugging Face.
 
-from specsparse.speculative.drafters.registry import get_drafter
+Importing this costs no jax.
+"""
 
-__all__ = ["get_drafter"]
+from typing import TYPE_CHECKING
+
+from specsparse.speculative.gamma import GAMMA_NAMES
+from specsparse.support.registry import Registry
+
+if TYPE_CHECKING:
+    from specsparse.speculative.base import Drafter
+    from specsparse.speculative.drafters.plan import DrafterPlan
+
+DRAFTERS: "Registry[Drafter | DrafterPlan]" = Registry(
+    "drafter",
+    ("specsparse.speculative.base:Drafter", "specsparse.speculative.drafters.plan:DrafterPlan"),
+    "specsparse.speculative.drafters",
+    {
+        "prompt_lookup": "lookup:PromptLookup",
+        "ngram_simple": "lookup:NGramSimple",
+        "ngram_map": "lookup:NGramMap",
+        "suffix": "lookup:Suffix",
+        "synthetic": "synthetic:Synthetic",
+        "model": "draft_model:ModelPlan",
+        "layer_skip": "self_draft:LayerSkipPlan",
+        "sparse_self": "self_draft:SparseSelfPlan",
+        "head": "heads.head:HeadPlan",
+        "lookup_head": "heads.head:LookupHeadPlan",
+        "eagle3": "heads.eagle3:Eagle3Plan",
+        "dflash": "heads.dflash:DFlashPlan",
+        "scripted": "synthetic:Scripted",
+    },
+    aliases={
+        "ngram": "prompt_lookup",
+        "ngram-simple": "ngram_simple",
+        "ngram-map-k": "ngram_map",
+        "draft_model": "model",
+        "layer-skip": "layer_skip",
+        "eagle": "head",
+    },
+)
+"""Drafters, and the names that other projects give to the same ones. What needs a model is a plan of a drafter."""
+
+register = DRAFTERS.register
+"""Makes a class known by name: `register("mine", MyDrafter, aliases=("my-own",))`. A name can be given once."""
+
+WEIGHS_DRAWS = ("token", "block")
+"""Verifiers of chains that weigh p against the distribution that drafts were drawn from."""
+DRAWS_COLDER = 0.75
+"""Temperature of a head's draws over the target's, where nobody says: a head is less sure than its target, and more of
+p and q is in common when it draws colder (docs/LOG.md)."""
+
+
+def draw_temperature(verifier: str, temperature: float) -> float | None:
+    """That of drafts which that verifier weighs, of a target at `temperature`; None if argmax drafts do."""
+    return DRAWS_COLDER * temperature if verifier in WEIGHS_DRAWS and temperature > 0 else None
+
+
+def get_drafter(name: str, **options: object) -> "Drafter | DrafterPlan":
+    """The drafter of that name or `module:Class`, with its options under their own or other projects' names.
+
+    A drafter that needs a model comes as a plan, to be bound to a target; `specsparse.generate` does that.
+
+    Raises:
+        UserError: unknown name or option (with the nearest valid one), or a value out of range.
+    """
+    from specsparse.speculative.base import Drafter, check_facts
+    from specsparse.speculative.drafters.plan import DrafterPlan
+
+    named = _own_names(name)
+    if "max_nodes" in named:  # everybody's names of it, for a class that does not list them
+        options = {"max_nodes" if key in GAMMA_NAMES and key not in named else key: options[key] for key in options}
+    made = DRAFTERS.make(name, options)
+    if isinstance(made, Drafter):
+        check_facts(made)
+    elif isinstance(made, DrafterPlan):
+        made.check()
+    return made
+
+
+def takes(name: str) -> frozenset[str]:
+    """Names of a drafter's options; empty for an unknown drafter.
+
+    Raises:
+        UserError: a `module:Class` that cannot be had.
+    """
+    named = _own_names(name) if DRAFTERS.holds(name) else frozenset()
+    return named | set(GAMMA_NAMES) if "max_nodes" in named else named
+
+
+def _own_names(name: str) -> frozenset[str]:
+    """The names that the class itself lists."""
+    return frozenset(word for option in DRAFTERS.options(name).values() for word in (option.name, *option.aliases))

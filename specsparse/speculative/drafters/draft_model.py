@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,6 @@ from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, DraftKind, Feedback
 from specsparse.speculative.drafters.chain import ModelDrafter
-from specsparse.speculative.drafters.options import ModelOptions
 from specsparse.speculative.drafters.other_vocabulary import common_tokens, shared_weights
 from specsparse.speculative.drafters.plan import Bound, DrafterPlan, Load, bytes_of
 from specsparse.speculative.drafters.reading import DraftIds, read
@@ -25,6 +25,7 @@ from specsparse.speculative.drafters.slem import StringDrafter, Translator
 from specsparse.speculative.drafters.sources import PREFILL_ROWS, DraftWeights, FedRows, KeptRows, ModelSource, VocabMap
 from specsparse.speculative.intersection import Intersection
 from specsparse.speculative.vocab import check_compatible
+from specsparse.support.options import Also, instance_of
 
 log = logging.getLogger(__name__)
 
@@ -124,10 +125,34 @@ class OwnModel(ModelSource):
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelPlan(DrafterPlan, ModelOptions):
-    """A draft model with a cache of its own, its matrices whole on each device."""
+class ModelPlan(DrafterPlan):
+    """A smaller model, of the target's family or not, with a cache of its own, its matrices whole on each device.
 
+    Attributes:
+        model: its GGUF file, a name as in model.path, or a loaded model.
+        vocabulary: same, an id is the same token in both models, else they are refused; tli, only tokens whose bytes
+            the target has too are drafted, for any verifier; slem, the draft's text is cut into the target's tokens,
+            one-hot chains (both arXiv:2502.05202); auto, same where the vocabularies are, else tli.
+        special_tokens: target goes on with the target's ids where BOS or EOS differ.
+    """
+
+    model: Annotated[
+        Model | str | Path | None, instance_of("a GGUF file, a name or a loaded model", Model, str, Path), Also("path")
+    ] = None
+    vocabulary: Literal["auto", "same", "tli", "slem"] = "auto"
+    special_tokens: Literal["target"] | None = None
     on_mesh = True
+
+    def __post_init__(self):
+        if self.special_tokens is not None and self.vocabulary in ("tli", "slem"):
+            raise UserError(
+                "drafter.special_tokens is for vocabularies that are otherwise the same: leave it out, since "
+                f"vocabulary={self.vocabulary} brings special ids together by itself"
+            )
+        if self.vocabulary == "slem" and self.drafting.tree is not None:
+            raise UserError("drafter.vocabulary=slem drafts chains: leave tree out, or choose vocabulary=tli")
+        if self.vocabulary == "slem" and self.drafting.draft_vocab is not None:
+            raise UserError("drafter.vocabulary=slem scores all that the draft writes: leave draft_vocab out")
 
     def prepare(self, target: Model, load: Load) -> Bound:
         """Loads the draft model where it is a path, and compares the vocabularies."""

@@ -6,9 +6,9 @@ import numpy as np
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.kernels import take_rows
+from specsparse.speculative.drafters.plan import Drafting
 from specsparse.speculative.drafters.reading import Images
 from specsparse.speculative.drafters.sources import DraftWeights
-from specsparse.speculative.drafters.style import Style
 from specsparse.speculative.intersection import Intersection, intersect
 
 
@@ -29,7 +29,7 @@ def common_tokens(target: Model, draft: Model, *, text: bool = False) -> Interse
     return common
 
 
-def shared_weights(style: Style, target: Model, draft: Model, common: Intersection) -> tuple[DraftWeights, int]:
+def shared_weights(style: Drafting, target: Model, draft: Model, common: Intersection) -> tuple[DraftWeights, int]:
     """What token-level intersection drafts with, and how many tokens it scores.
 
     The rows of the draft's output matrix for the tokens that both have: the law of these logits is q restricted to them

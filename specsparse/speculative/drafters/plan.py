@@ -1,21 +1,221 @@
-"""Drafters that need a model: a plan says what is wanted, `prepare` makes the drafter once the target is there."""
+"""Drafters that need a model: how they draft (`Drafting`), what is wanted (a plan), and the drafter that it makes."""
 
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import jax
+import numpy as np
 
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
+from specsparse.engine.sampling.params import SamplingParams
+from specsparse.errors import UserError
+from specsparse.kernels import Matrix, take_rows
 from specsparse.speculative.base import Drafter, DraftKind
-from specsparse.speculative.drafters.options import Drafting, under
-from specsparse.speculative.drafters.style import Style
-from specsparse.speculative.policies.base import Policy
-from specsparse.support.options import Inline
+from specsparse.speculative.draft_law import DraftLaw
+from specsparse.speculative.drafters.chain import ModelDrafter
+from specsparse.speculative.drafters.sources import DraftWeights, Source
+from specsparse.speculative.drafters.tree import TreeDrafter
+from specsparse.speculative.gamma import MAX_GAMMA, SHORT_GAMMA, MaxNodes
+from specsparse.speculative.policies.base import Fixed, PMin, Policy, check_policy
+from specsparse.speculative.trees import get_tree
+from specsparse.speculative.trees.base import TreeShape
+from specsparse.support.options import Also, Inline, Range, Read, instance_of
+
+
+def ids_of(value: str | Path | Iterable) -> tuple[int, ...]:
+    """Token ids of a list, or of a text file."""
+    items = Path(value).read_text().split() if isinstance(value, str | Path) else value
+    return tuple(int(item) for item in items)
+
+
+def _vocab(value: int | str | Path | Iterable) -> int | tuple[int, ...]:
+    """The first so many ids, or those of a list or file."""
+    if not isinstance(value, int):
+        return ids_of(value)
+    if isinstance(value, bool) or value < 1:
+        raise ValueError
+    return value
+
+
+Probability = Annotated[float, Range(0, 1)]
+Temperature = Annotated[float, Range(0, 1e4), Also("draft_temperature")]
+PMinOption = Annotated[float, Range(0, 1), Also("draft_p_min")]
+Vocab = Annotated[int | tuple[int, ...] | None, Read(_vocab, "a number, a list of ids or a file of ids")]
+PolicyOption = Annotated[Policy | None, instance_of("a Policy", Policy)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """How a model drafts, whatever model it is.
+
+    Attributes:
+        max_nodes: tokens drafted at most; by default a few, or what the policy that pays allows.
+        temperature: of the draft: 0 for argmax drafts, for greedy, match and delta; above, drawn from q, for match,
+            token and block.
+        top_k, top_p, min_p: truncation of the draft's law, as in `SamplingParams`.
+        draw: argmax (also greedy) or sampled (also probabilistic); by default as the temperature says.
+        p_min: stop before a law whose top probability (over its top ten) is under it.
+        n_min: drop drafts that are shorter; argmax drafts only.
+        draft_vocab: score these ids only: a number N (the first N, and those that end a text), a list, or a file of
+            ids; by default all, or those of the head's file.
+        policy: a `Policy`, instead of `max_nodes`, `p_min` and `n_min`.
+        tree: a `TreeShape` or the name of one, for drafts that branch.
+    """
+
+    max_nodes: MaxNodes | None = None
+    temperature: Temperature = 0.0
+    top_k: Annotated[int, Range(-1, 2**31 - 1)] = -1
+    top_p: Probability = 1.0
+    min_p: Probability = 0.0
+    draw: Annotated[Literal["argmax", "greedy", "sampled", "probabilistic"] | None, Also("draft_sample_method")] = None
+    p_min: PMinOption = 0.0
+    n_min: Annotated[int, Range(0, MAX_GAMMA), Also("draft_min")] = 0
+    draft_vocab: Vocab = None
+    policy: PolicyOption = None
+    tree: Annotated[TreeShape | str | None, instance_of("a TreeShape or the name of one", TreeShape, str)] = None
+
+    def __post_init__(self):
+        ends_early = self.p_min > 0 or self.n_min > 0
+        if self.policy is not None and ends_early:
+            raise UserError("drafter.p_min and drafter.n_min are for drafts of a fixed length: choose policy=fixed too")
+        check_policy(self.length_policy, self.kind)
+        if self.shape is not None and self.length_policy.needs:
+            raise UserError("p_min, confidence and entropy end chains; a tree has options of its own")
+        outcome = {DraftKind.IID: "are all equal", DraftKind.WOR: "after the first have no mass"}.get(self.kind)
+        if outcome and self.shape is not None and self.shape.branches and self.sampling.greedy:
+            raise UserError(
+                f"siblings drawn as by tree=sampled_{self.kind.value} {outcome} at "
+                f"drafter.temperature={self.sampling.temperature:g}: set it above 0, or choose tree=static"
+            )
+
+    @functools.cached_property
+    def shape(self) -> TreeShape | None:
+        """Of the drafts, None for a chain. It draws as it says, and the policy is then a budget."""
+        return get_tree(self.tree) if isinstance(self.tree, str) else self.tree
+
+    @functools.cached_property
+    def length_policy(self) -> Policy:
+        """How many tokens, and when to stop."""
+        if self.policy is not None:
+            return self.policy
+        nodes = self.shape.max_nodes if self.shape is not None else self.max_nodes or SHORT_GAMMA
+        return PMin(nodes, self.n_min, self.p_min) if self.p_min > 0 else Fixed(nodes, self.n_min)
+
+    @property
+    def free(self) -> bool:
+        """Nobody said how long drafts are: the policy may be one that suits the target and the machine."""
+        return self.max_nodes is self.policy is self.shape is None and self.p_min == self.n_min == 0
+
+    @functools.cached_property
+    def sampling(self) -> SamplingParams:
+        """The draft's own temperature and truncation."""
+        return SamplingParams(temperature=self.temperature or 0.0, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+
+    @property
+    def kind(self) -> DraftKind:
+        """How the tokens are drawn."""
+        if self.shape is not None:
+            return self.shape.kind
+        drawn = self.draw in ("sampled", "probabilistic") if self.draw else not self.sampling.greedy
+        return DraftKind.SAMPLED if drawn else DraftKind.ONE_HOT
+
+    def ids(self, target: Model, available: int) -> np.ndarray | None:
+        """The ids to score, ascending, of those below `available`; None for all."""
+        if self.draft_vocab is None:
+            return None
+        if isinstance(self.draft_vocab, int):
+            stop_ids = {i for i in target.tokenizer.stop_ids if i < available}
+            wanted = stop_ids.union(range(min(self.draft_vocab, available)))
+        else:
+            wanted = set(self.draft_vocab)
+        outside = [i for i in wanted if not 0 <= i < available]
+        if outside or not wanted:
+            raise UserError(f"drafter.draft_vocab holds {outside[:1] or 'no ids'}; ids lie in 0..{available - 1}")
+        return np.array(sorted(wanted), np.int32)
+
+    def drafter(self, source: Source, target: Model) -> Drafter:
+        """What drafts so with that source of logits, for that target."""
+        law = DraftLaw(self.sampling, source.vocab.columns, target.sampling_kernels)
+        if self.shape is not None and self.shape.independent and not source.independent:
+            raise UserError(
+                "tree=ddtree needs laws that do not depend on what was drafted before, those of drafter=dflash; "
+                "choose tree=dynamic for this drafter"
+            )
+        if self.shape is not None:
+            return TreeDrafter(source, law, self.shape)
+        return ModelDrafter(source, law, self.length_policy, self.kind)
+
+    def trim(
+        self, target: Model, output: Matrix, columns: int, *, rows: np.ndarray | None = None
+    ) -> tuple[DraftWeights, int]:
+        """The rows of an output matrix that are scored, and how many; without trimming none and `columns`.
+
+        `rows`: the ids of its rows, where row i is not id i: the matrix then always comes back, its ids ascending.
+
+        Raises:
+            UserError: no row has an id that is to be scored.
+        """
+        ids = self.ids(target, columns)
+        if rows is not None:
+            order = np.argsort(rows)
+            taken = order if ids is None else order[np.isin(rows[order], ids)]
+            if not len(taken):
+                raise UserError("drafter.draft_vocab holds none of the ids that the head scores")
+            ids = rows[taken].astype(np.int32)
+        elif ids is None:
+            return DraftWeights(), columns
+        else:
+            taken = ids
+        return DraftWeights.scoring(take_rows(output, taken), ids), len(ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadDrafting(Drafting):
+    """How a head drafts by itself: as `Drafting`, but for what nobody says.
+
+    Attributes:
+        temperature: of the draft: 0 for argmax; by default 0, or three quarters of the target's under verifier=token
+            and block, which draws drafts from q.
+    """
+
+    temperature: Temperature | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ChainDrafting:
+    """How a model beside a lookup drafts.
+
+    Attributes:
+        max_nodes: tokens drafted at most; by default a few, or what the policy that pays allows.
+        temperature: of the draft: 0 for argmax; by default 0, or three quarters of the target's under verifier=token
+            and block, which draws drafts from q.
+        p_min: stop before a law whose top probability (over its top ten) is under it; by default 0.6 where the length
+            is fixed, else 0.
+        draft_vocab: score these ids only; by default those of the head's file.
+        policy: a `Policy`, instead of `max_nodes` and `p_min`.
+    """
+
+    max_nodes: MaxNodes | None = None
+    temperature: Temperature | None = None
+    p_min: PMinOption | None = None
+    draft_vocab: Vocab = None
+    policy: PolicyOption = None
+
+
+How = TypeVar("How", Drafting, ChainDrafting)
+
+
+def under(how: How, policy: Policy) -> How:
+    """The same under a policy, which says how long drafts are."""
+    lengths = ("max_nodes", "p_min", "n_min")
+    defaults = {field.name: field.default for field in dataclasses.fields(how) if field.name in lengths}
+    return dataclasses.replace(how, policy=policy, **defaults)
 
 
 class Bound(NamedTuple):
@@ -55,7 +255,7 @@ class DrafterPlan(abc.ABC):
     """A drafter whose model is not there yet: what is known of it beforehand, and how to make it.
 
     Derive from it what drafts with the target's model: the fields of a frozen dataclass are its options, beside those
-    of `options.Drafting`, and `prepare` makes the drafter.
+    of `Drafting`, and `prepare` makes the drafter.
 
     Attributes:
         drafting: how it drafts, as far as that is the same for all.
@@ -65,16 +265,10 @@ class DrafterPlan(abc.ABC):
     drafting: Annotated[Drafting, Inline()] = dataclasses.field(default=Drafting(), kw_only=True)
     on_mesh: ClassVar[bool] = False
 
-    def __post_init__(self):
-        checked = getattr(super(), "__post_init__", None)  # of the options, where they have one
-        if checked is not None:
-            checked()
-        assert self.style  # options that exclude each other are found before a model is loaded
-
-    @functools.cached_property
-    def style(self) -> Style:
-        """How it drafts."""
-        return Style.of(self.drafting)
+    @property
+    def style(self) -> Drafting:
+        """How the model drafts."""
+        return self.drafting
 
     @property
     def kind(self) -> DraftKind:
@@ -86,6 +280,14 @@ class DrafterPlan(abc.ABC):
         """Whether drafts are drawn from laws that a verifier can weigh, once a temperature above 0 says so."""
         return True
 
+    def check(self) -> None:
+        """Refuses a plan without a value that it needs, such as the path of a head. By default it needs none.
+
+        Raises:
+            UserError: the option.
+        """
+        return None
+
     @property
     def files(self) -> Mapping[str, str]:
         """Options that name a file or a name of the catalogue, and what they say: it must be there before a run."""
@@ -94,12 +296,12 @@ class DrafterPlan(abc.ABC):
     @property
     def tree(self) -> bool:
         """Whether drafts branch."""
-        return self.style.tree is not None and self.style.tree.branches
+        return self.style.shape is not None and self.style.shape.branches
 
     @property
     def max_nodes(self) -> int:
         """K."""
-        return self.style.policy.gamma if self.style.tree is None else self.style.tree.max_nodes
+        return self.style.length_policy.gamma if self.style.shape is None else self.style.shape.max_nodes
 
     def under(self, policy: Policy) -> Self:
         """The same with that policy, which somebody asked for."""

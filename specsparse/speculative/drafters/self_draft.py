@@ -1,6 +1,7 @@
 """The target drafts for itself, with fewer layers or neurons and on its own cache."""
 
 import dataclasses
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,9 @@ from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, Feedback
-from specsparse.speculative.drafters.options import LayerSkipOptions, SparseSelfOptions
-from specsparse.speculative.drafters.plan import Bound, DrafterPlan, Load, bytes_of
+from specsparse.speculative.drafters.plan import Bound, DrafterPlan, Drafting, Load, bytes_of, ids_of
 from specsparse.speculative.drafters.sources import DraftWeights, FedRows, KeptRows, ModelSource, VocabMap
-from specsparse.speculative.drafters.style import Style
+from specsparse.support.options import Range, Read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +58,19 @@ class TargetLayers(ModelSource):
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerSkipPlan(DrafterPlan, LayerSkipOptions):
-    """Some of the target's layers, on its own cache."""
+class LayerSkipPlan(DrafterPlan):
+    """Some of the target's own layers, on the target's cache (Draft & Verify, arXiv:2309.08168).
+
+    Attributes:
+        layers: those that run; by default the first and the last quarter, and every other one between.
+    """
+
+    layers: tuple[int, ...] | None = None
 
     @property
     def on_mesh(self) -> bool:
         """Unless it cuts rows of its own out of the target's output matrix."""
-        return self.style.vocab is None
+        return self.drafting.draft_vocab is None
 
     def prepare(self, target: Model, load: Load) -> Bound:
         """Checks the layers; no model is loaded."""
@@ -79,8 +85,30 @@ class LayerSkipPlan(DrafterPlan, LayerSkipOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class SparseSelfPlan(DrafterPlan, SparseSelfOptions):
-    """The target with few of its neurons, on its own cache."""
+class SparseSelfPlan(DrafterPlan):
+    """The target with few of its neurons, on the target's cache.
+
+    Attributes:
+        rule: hot, one set with the most energy on a text, as a smaller dense FFN; gate, each token's largest
+            |act(gate)| of a dense target; own, a sparse target's own predictors with another threshold.
+        share: of the neurons, for hot and gate; by default 0.5.
+        threshold: for own.
+        text: token ids (a list or a file) to choose by; by default a text that the target writes itself.
+    """
+
+    rule: Literal["hot", "gate", "own"] = "hot"
+    share: Annotated[float, Range(1e-3, 1)] | None = None
+    threshold: float | None = None
+    text: Annotated[tuple[int, ...] | None, Read(ids_of, "a list of ids or a file of ids")] = None
+
+    def __post_init__(self):
+        own = self.rule == "own"
+        if own != (self.threshold is not None) or (own and self.share is not None):
+            raise UserError("drafter.threshold goes with rule=own, and drafter.share with rule=hot and rule=gate")
+        if own and self.text is not None:
+            raise UserError("drafter.text goes with rule=hot and rule=gate, which choose neurons by it")
+        if self.text == ():
+            raise UserError("drafter.text holds no ids: give some, or leave it out for a text that the target writes")
 
     def prepare(self, target: Model, load: Load) -> Bound:
         """Makes the target with fewer neurons; no model is loaded."""
@@ -97,7 +125,9 @@ def default_layers(count: int) -> tuple[int, ...]:
     return tuple(i for i in range(count) if i < edge or i >= count - edge or (i - edge) % 2)
 
 
-def on_target(style: Style, target: Model, forward: ForwardFn, layers: tuple[int, ...] | None, read: Pytree) -> Bound:
+def on_target(
+    style: Drafting, target: Model, forward: ForwardFn, layers: tuple[int, ...] | None, read: Pytree
+) -> Bound:
     """The drafter that a part of the target makes, on the target's cache.
 
     Args:

@@ -1,27 +1,30 @@
-"""Synthetic acceptance: a run whose acceptance is chosen beforehand, to test speed apart from draft quality.
+"""Acceptance chosen beforehand: made up by rates, to test speed apart from draft quality, or scripted, round by round.
 
-The verdict ignores what the tokens are, so the output is *not text* and the law is not the target's: it is labelled
-`synthetic` wherever it is named. Draft, forward, cache commit and counters are the real ones.
+The verdict of `synthetic` ignores what the tokens are, so the output is *not text* and the law is not the target's: it
+is labelled `synthetic` wherever it is named. Draft, forward, cache commit and counters are the real ones.
 """
 
 import dataclasses
+import functools
 import itertools
 import operator
+from operator import attrgetter
 from typing import Annotated, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
-from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Verdict, Verifier
+from specsparse.speculative.base import ROOT, Draft, DraftContext, Drafted, Drafter, DraftKind, Verdict, Verifier
 from specsparse.speculative.drafters import lookup
 from specsparse.speculative.gamma import MAX_GAMMA, SHORT_GAMMA, MaxNodes
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verifiers import SYNTHETIC
 from specsparse.speculative.verifiers.match import TargetRule
 from specsparse.speculative.verify import match_verdict
-from specsparse.support.options import Also, Inline, Range
+from specsparse.support.options import Also, Inline, Range, Read, instance_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,3 +165,95 @@ class Synthetic(Drafter):
         before_BK = jnp.maximum(ctx.length[:, None] - 1 - K + place_K, 0)
         tokens_BK = jnp.where(place_K < count_B[:, None], jnp.take_along_axis(ctx.tokens, before_BK, axis=1), 0)
         return lookup.drafted(Draft(tokens_BK, TreeTemplate.chain(K).parents_array(batch), count_B), state, ctx)
+
+
+def _ids(value: object) -> tuple[int, ...]:
+    return tuple(int(item) for item in value)  # type: ignore[attr-defined]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scripted(Drafter):
+    """Drafts the true continuation along one path of a tree and wrong tokens everywhere else, for measuring and tests.
+
+    In round r the accepted path ends at node `ends[r % len(ends)]` (`ROOT`: nothing is accepted), if the target goes
+    on as the truth says. Wrong siblings differ from the truth and from each other.
+
+    The truth is int32[n] or int32[B, n], ids by absolute position (prompt first): `params`, or the field `truth` where
+    `params` is None. Beyond its end everything is wrong.
+
+    Attributes:
+        template: the tree; None for a chain.
+        ends: last right node of each round, repeated for ever.
+        vocab_size: ids are drafted below this; more than a node has children.
+        truth: ids of the whole text, if they are not given as `params`.
+        max_nodes: tokens of a chain; with a template its nodes.
+        accept: right tokens of a chain in each round, instead of `ends`; by default all.
+    """
+
+    template: Annotated[TreeTemplate | None, instance_of("a TreeTemplate", TreeTemplate)] = None
+    ends: tuple[int, ...] = ()
+    vocab_size: Annotated[int, Range(2, 2**31 - 1)] = 256
+    truth: Annotated[tuple[int, ...], Read(_ids, "a list of ids")] = ()
+    max_nodes: MaxNodes = SHORT_GAMMA
+    accept: tuple[int, ...] | None = None
+    kind: ClassVar[DraftKind] = DraftKind.ONE_HOT
+
+    def __post_init__(self):
+        object.__setattr__(self, "max_nodes", self.shape.size)
+        if not self.lasts or any(not ROOT <= end < self.max_nodes for end in self.lasts):
+            raise UserError(f"scripted ends {self.lasts} must be nodes of a tree of {self.max_nodes}, or -1")
+        if self.vocab_size <= self.shape.width:
+            raise UserError(f"scripted vocab_size={self.vocab_size} must exceed the tree's width {self.shape.width}")
+
+    @classmethod
+    def chain(cls, gamma: int, accept: tuple[int, ...], *, vocab_size: int, truth: tuple[int, ...] = ()) -> "Scripted":
+        """Drafts of `gamma` tokens of which `accept[r]` are right in round r."""
+        return cls(vocab_size=vocab_size, truth=truth, max_nodes=gamma, accept=accept)
+
+    @functools.cached_property
+    def shape(self) -> TreeTemplate:
+        """The tree."""
+        return TreeTemplate.chain(self.max_nodes) if self.template is None else self.template
+
+    @property
+    def lasts(self) -> tuple[int, ...]:
+        """Last right node of each round."""
+        if self.template is not None:
+            return self.ends
+        return tuple(right - 1 for right in ((self.max_nodes,) if self.accept is None else self.accept))
+
+    max_depth = property(attrgetter("shape.max_depth"))
+
+    @property
+    def tree(self) -> bool:
+        """Whether the template branches."""
+        return self.shape.width > 1
+
+    def draft(self, params: Pytree, state: Pytree, ctx: DraftContext) -> Drafted:
+        """The round's script, cut to the first `budget` nodes; consumes no noise."""
+        batch, K = ctx.tokens.shape[0], self.max_nodes
+        truth_BK = self._truth(params, ctx)
+        right_BK = jnp.take(self._right(), ctx.round % len(self.lasts), axis=0) & (truth_BK >= 0)
+        miss_K = jnp.array(self.shape.ranks, jnp.int32)[None] + 1
+        wrong_BK = (jnp.maximum(truth_BK, 0) + miss_K) % self.vocab_size
+        count_B = lookup.allowed(ctx, jnp.full((batch,), K, jnp.int32), max_nodes=K)
+        tokens_BK = jnp.where(right_BK, truth_BK, wrong_BK)
+        tokens_BK = jnp.where(jnp.arange(K, dtype=jnp.int32)[None] < count_B[:, None], tokens_BK, 0)
+        return lookup.drafted(Draft(tokens_BK, self.shape.parents_array(batch), count_B), state, ctx)
+
+    def _truth(self, params: Pytree, ctx: DraftContext) -> jax.Array:
+        """int32[B, K]: the true id at each node's position, -1 beyond the end of the truth."""
+        given = jnp.array(self.truth, jnp.int32) if params is None else jnp.asarray(params, jnp.int32)
+        batch, n = ctx.tokens.shape[0], given.shape[-1]
+        at_BK = ctx.length[:, None] + jnp.array(self.shape.depths, jnp.int32)[None] - 1
+        if n == 0:
+            return jnp.full(at_BK.shape, -1, jnp.int32)
+        truth_Bn = jnp.broadcast_to(given.reshape(-1, n), (batch, n))
+        return jnp.where(at_BK < n, jnp.take_along_axis(truth_Bn, jnp.minimum(at_BK, n - 1), axis=1), -1)
+
+    def _right(self) -> jax.Array:
+        """bool[len(ends), K]: nodes on the accepted path of each round."""
+        table = np.zeros((len(self.lasts), self.max_nodes), bool)
+        for row, end in enumerate(self.lasts):
+            table[row, list(self.shape.path(end))] = True
+        return jnp.asarray(table)

@@ -23,7 +23,7 @@ from specsparse.speculative.base import Verdict
 from specsparse.speculative.gamma import SHORT_GAMMA
 from specsparse.speculative.policies import POLICIES, get_policy
 from specsparse.speculative.policies.base import Gamma, LawView, Policy, PolicyReport, Unit
-from specsparse.support.options import Also, Count, Inline, Positive, Range, Read, Size
+from specsparse.support.options import Also, Count, Inline, Positive, Range, Size, instance_of
 
 KEPT = "kept"
 """Value of `v` that asks for the times that were kept on this machine."""
@@ -174,12 +174,6 @@ class AutoOffState(NamedTuple):
     wait: jax.Array
 
 
-def _inner(value: object) -> object:
-    if not isinstance(value, Policy | str):
-        raise TypeError
-    return value
-
-
 @dataclasses.dataclass(frozen=True)
 class AutoOff(Policy):
     """Drafts as `inner` says while that is predicted to pay, and nothing but a probe now and then while it is not.
@@ -205,7 +199,7 @@ class AutoOff(Policy):
     name: ClassVar[str] = "auto_off"
     gamma: Gamma = SHORT_GAMMA
     cost: Annotated[CostModel, Inline()] = CostModel(KEPT, prior=0.6, weight=6.0, memory=0.95)
-    inner: Annotated[Policy | str | None, Read(_inner, "a policy or the name of one")] = None
+    inner: Annotated[Policy | str | None, instance_of("a policy or the name of one", Policy, str)] = None
     inner_options: dict[str, object] | None = dataclasses.field(default=None, hash=False)
     margin: Annotated[float, Range(1e-3, 1e3)] = 1.0
     probe: Count = 1

@@ -32,7 +32,7 @@ from specsparse.runtime.load import load
 from specsparse.runtime.method import Method, MethodSpec, resolve
 from specsparse.runtime.requests import prompt_ids
 from specsparse.runtime.session import Session
-from specsparse.speculative.drafters.registry import DRAFTERS
+from specsparse.speculative.drafters import DRAFTERS
 from specsparse.speculative.policies.base import Fixed
 from specsparse.support import tables, terminal
 from specsparse.support.files import Json

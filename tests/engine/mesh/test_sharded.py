@@ -36,7 +36,7 @@ import numpy as np
 import specsparse
 from specsparse.engine.noise import NoiseStream, uniform
 from specsparse.errors import UserError
-from specsparse.speculative.drafters.registry import get_drafter
+from specsparse.speculative.drafters import get_drafter
 from tests.engine.mesh.test_sharded import GREEDY, IDS, SAMPLED, SEEDS
 
 folder, out = Path(sys.argv[1]), {}

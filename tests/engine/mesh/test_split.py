@@ -10,7 +10,7 @@ from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.mesh.sharded import mesh_of
 from specsparse.engine.mesh.split import split
 from specsparse.errors import UserError
-from specsparse.speculative.drafters.registry import get_drafter
+from specsparse.speculative.drafters import get_drafter
 from specsparse.testing import write_tiny_gguf
 from tests.powerinfer.tiny import write_tiny_powerinfer
 

@@ -10,7 +10,7 @@ from specsparse.measure.costs import acceptance
 from specsparse.models import catalogue
 from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Counters
-from specsparse.speculative.drafters.registry import DRAFTERS
+from specsparse.speculative.drafters import DRAFTERS
 
 COUNTED = Counters(
     num_rounds=10, num_drafts=8, num_draft_tokens=24, num_tested=20, num_accepted_tokens=12,

@@ -20,7 +20,7 @@ from specsparse.runtime import timing_cache
 from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.runtime.timing_cache import FREE, CostTable, DraftCost, cost_key
 from specsparse.speculative.drafters.heads import head_file
-from specsparse.speculative.drafters.scripted import Scripted
+from specsparse.speculative.drafters.synthetic import Scripted
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.trees.static import StaticTree

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Annotated
 
 import jax.numpy as jnp
 
@@ -16,15 +17,22 @@ from specsparse.speculative.drafters.heads.dflash_source import BlockSource, DFl
 from specsparse.speculative.drafters.heads.feature_source import of_target
 from specsparse.speculative.drafters.heads.published import PublishedPlan, check_target, scored
 from specsparse.speculative.drafters.heads.published_file import EMBEDDING
-from specsparse.speculative.drafters.options import DFlashOptions
 from specsparse.speculative.drafters.plan import Bound, Load, bytes_of
 from specsparse.speculative.drafters.sources import DraftWeights
+from specsparse.speculative.gamma import MAX_GAMMA
+from specsparse.support.options import Range
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlashPlan(PublishedPlan, DFlashOptions):
-    """A block drafter on the target's features, with the target's embedding and output matrix or its own."""
+class DFlashPlan(PublishedPlan):
+    """A block of tokens in one forward, from the target's features (DFlash, arXiv:2602.06036), with the target's
+    embedding and output matrix or its own.
 
+    Attributes:
+        block_size: rows of a block, the last token among them; by default as many as it was trained for.
+    """
+
+    block_size: Annotated[int, Range(1, MAX_GAMMA)] | None = None
     reader = "specsparse.models.convert.dflash:read_dflash"
 
     def prepare(self, target: Model, load: Load) -> Bound:
@@ -32,7 +40,7 @@ class DFlashPlan(PublishedPlan, DFlashOptions):
         file = self.head_file(load)
         rows = self._rows(file)
         positions = rows - (0 if file.from_anchor else 1)
-        tree = self.style.tree
+        tree = self.drafting.shape
         if tree is not None and tree.max_depth > positions:
             raise UserError(
                 f"a tree of depth {tree.max_depth} is deeper than the {positions} tokens of a block of {file.path}"
@@ -42,10 +50,10 @@ class DFlashPlan(PublishedPlan, DFlashOptions):
         known = file.tensors[EMBEDDING][0] if EMBEDDING in file.tensors else target.params.embedding.shape[0]
         if file.mask_token >= known:
             raise UserError(f"{file.path}: its mask token is {file.mask_token}, the embedding has ids 0 to {known - 1}")
-        if file.ids is not None and self.style.vocab is not None:
+        if file.ids is not None and self.drafting.draft_vocab is not None:
             raise UserError(f"drafter.draft_vocab: {file.path} has a vocabulary of its own, of {len(file.ids)} ids")
         floats = target.kernels.name != "native"
-        weights, columns = scored(file, self.style, target, floats=floats)
+        weights, columns = scored(file, self.drafting, target, floats=floats)
         block, embedding = _packed(file, floats=floats)
         source = BlockSource(
             **of_target(target, columns),
@@ -65,7 +73,7 @@ class DFlashPlan(PublishedPlan, DFlashOptions):
             return weights._replace(params=DFlashParams(block, jnp.asarray(cos), jnp.asarray(sin), embedding))
 
         reads = bytes_of(block, weights.head) // positions
-        return Bound(self.style.drafter(source, target), weights_for, reads)
+        return Bound(self.drafting.drafter(source, target), weights_for, reads)
 
     def _rows(self, file: DFlashFile) -> int:
         if self.block_size is None:

@@ -25,7 +25,6 @@ from specsparse.speculative.drafters.heads.eagle3_head import (
 from specsparse.speculative.drafters.heads.feature_source import HeadState, OneLayerSource, of_target
 from specsparse.speculative.drafters.heads.published import PublishedPlan, check_target, scored
 from specsparse.speculative.drafters.heads.published_file import EMBEDDING
-from specsparse.speculative.drafters.options import Eagle3Options
 from specsparse.speculative.drafters.plan import Bound, Load, bytes_of
 from specsparse.speculative.drafters.sources import DraftWeights, FedRows
 
@@ -107,8 +106,9 @@ class Eagle3Source(OneLayerSource):
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Plan(PublishedPlan, Eagle3Options):
-    """An EAGLE-3 head, with the target's embedding and output matrix where its file has none."""
+class Eagle3Plan(PublishedPlan):
+    """One layer on the features of three of the target's layers, as other projects publish it (EAGLE-3,
+    arXiv:2503.01840), with the target's embedding and output matrix where its file has none."""
 
     reader = "specsparse.models.convert.eagle3:read_eagle3"
 
@@ -119,7 +119,7 @@ class Eagle3Plan(PublishedPlan, Eagle3Options):
         layers = file.layers or default_layers(c.n_layers)
         check_target(file, target, layers=layers, width=file.target_width)
         floats = target.kernels.name != "native"
-        weights, columns = scored(file, self.style, target, floats=floats)
+        weights, columns = scored(file, self.drafting, target, floats=floats)
         head = _packed(file, floats=floats)
         embedding = pack_matrix(file.load(EMBEDDING), floats=floats) if EMBEDDING in file.tensors else None
         source = Eagle3Source(
@@ -127,7 +127,7 @@ class Eagle3Plan(PublishedPlan, Eagle3Options):
             width=shape.width,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
-            tree_rows=0 if self.style.tree is None else self.style.tree.max_rows,
+            tree_rows=0 if self.drafting.shape is None else self.drafting.shape.max_rows,
             shape=shape,
             layers=layers,
         )
@@ -139,7 +139,7 @@ class Eagle3Plan(PublishedPlan, Eagle3Options):
                 params=Eagle3Params(head, jnp.asarray(cos)[None], jnp.asarray(sin)[None], embedding)
             )
 
-        return Bound(self.style.drafter(source, target), weights_for, bytes_of(head, weights.head))
+        return Bound(self.drafting.drafter(source, target), weights_for, bytes_of(head, weights.head))
 
 
 def _packed(file: Eagle3File, *, floats: bool) -> Eagle3Weights:

@@ -2,21 +2,28 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Annotated, Self
 
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.llama import make_layers
 from specsparse.engine.model import Model
-from specsparse.speculative.drafters.either import Either
 from specsparse.speculative.drafters.heads import eagle3_file
 from specsparse.speculative.drafters.heads.eagle3 import Eagle3Plan
 from specsparse.speculative.drafters.heads.feature_source import of_target
 from specsparse.speculative.drafters.heads.head_file import find, read_head
 from specsparse.speculative.drafters.heads.head_source import HeadSource
-from specsparse.speculative.drafters.ngram import NGram
-from specsparse.speculative.drafters.options import ChainDrafting, HeadDrafting, HeadOptions, LookupHeadOptions, under
-from specsparse.speculative.drafters.plan import Bound, DrafterPlan, Load, bytes_of
-from specsparse.speculative.drafters.style import Style
+from specsparse.speculative.drafters.lookup import Either, NGramSizes, PromptLookup
+from specsparse.speculative.drafters.plan import (
+    Bound,
+    ChainDrafting,
+    DrafterPlan,
+    Drafting,
+    HeadDrafting,
+    Load,
+    bytes_of,
+    under,
+)
 from specsparse.speculative.policies.base import Policy
 from specsparse.support.options import Inline
 
@@ -25,24 +32,28 @@ HEAD_P_MIN = 0.6
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadPlan(DrafterPlan, HeadOptions):
-    """A head on the target's features, with the target's embedding and output matrix.
+class HeadPlan(DrafterPlan):
+    """One layer on the target's features, before the target's output matrix (EAGLE, arXiv:2401.15077).
 
     Without ids of its own it scores those of the head's file. A GGUF file of an EAGLE-3 head is one of `eagle3`.
+
+    Attributes:
+        head: its file, or a name; by default the one that was trained for the target.
     """
 
-    drafting: Annotated[HeadDrafting, Inline()] = HeadOptions.drafting
+    head: str | Path | None = None
+    drafting: Annotated[HeadDrafting, Inline()] = dataclasses.field(default=HeadDrafting(), kw_only=True)
 
     def prepare(self, target: Model, load: Load) -> Bound:
         """Reads the head's file; no model is loaded."""
-        c, style = target.config, self.style
+        c, style = target.config, self.drafting
         path = find(self.head, target.params.output_norm)
         f = open_gguf(path)
         if f.get("general.architecture", "str", "") == eagle3_file.ARCHITECTURE:
             return Eagle3Plan(eagle3_file.read_gguf(f), drafting=self.drafting).prepare(target, load)
         found = read_head(path, c, floats=target.kernels.name != "native")
-        if style.vocab is None:
-            style = dataclasses.replace(style, vocab=tuple(found.ids.tolist()))
+        if style.draft_vocab is None:
+            style = dataclasses.replace(style, draft_vocab=tuple(found.ids.tolist()))
         weights, columns = style.trim(target, target.params.output, c.vocab_size)
         source = HeadSource(
             **of_target(target, columns),
@@ -51,7 +62,7 @@ class HeadPlan(DrafterPlan, HeadOptions):
             width=c.d_model,
             kv_heads=c.n_kv_heads,
             head_dim=c.head_dim,
-            tree_rows=0 if style.tree is None else style.tree.max_rows,
+            tree_rows=0 if style.shape is None else style.shape.max_rows,
             features=(*found.below, c.n_layers) if found.below else (),
         )
         weights = weights._replace(params=found.params)
@@ -60,10 +71,19 @@ class HeadPlan(DrafterPlan, HeadOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class LookupHeadPlan(DrafterPlan, LookupHeadOptions):
-    """Prompt lookup where the text repeats itself, else a head. Each is under the policy; its gamma is that of both."""
+class LookupHeadPlan(DrafterPlan, NGramSizes):
+    """Prompt lookup where the text repeats itself, else a head. Each is under the policy; its gamma is that of both.
 
-    drafting: Annotated[ChainDrafting, Inline()] = LookupHeadOptions.drafting
+    Attributes:
+        head: its file, or a name; by default the one that was trained for the target.
+    """
+
+    head: str | Path | None = None
+    drafting: Annotated[ChainDrafting, Inline()] = dataclasses.field(default=ChainDrafting(), kw_only=True)
+
+    def __post_init__(self):
+        NGramSizes.__post_init__(self)
+        assert self.second  # options that exclude each other are found before a model is loaded
 
     @functools.cached_property
     def second(self) -> HeadPlan:
@@ -76,15 +96,15 @@ class LookupHeadPlan(DrafterPlan, LookupHeadOptions):
         return HeadPlan(head=self.head, drafting=full)
 
     @functools.cached_property
-    def first(self) -> NGram:
+    def first(self) -> PromptLookup:
         """The lookup; a policy that is put upon the plan later leaves it the room it had."""
         gamma = self.drafting.max_nodes or self.second.max_nodes
-        return NGram(gamma, self.ngram_max, self.ngram_min)
+        return PromptLookup(self.ngram_max, self.ngram_min, gamma)
 
     @property
-    def style(self) -> Style:
+    def style(self) -> Drafting:
         """The head's."""
-        return self.second.style
+        return self.second.drafting
 
     @property
     def max_nodes(self) -> int:

@@ -4,7 +4,7 @@ import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
@@ -12,24 +12,29 @@ from specsparse.engine.model import Model
 from specsparse.engine.weights import pack_matrix
 from specsparse.errors import UserError
 from specsparse.speculative.drafters.heads.published_file import EMBEDDING, OUTPUT, PublishedHead
-from specsparse.speculative.drafters.plan import DrafterPlan, Load
+from specsparse.speculative.drafters.plan import DrafterPlan, Drafting, Load
 from specsparse.speculative.drafters.sources import DraftWeights
-from specsparse.speculative.drafters.style import Style
+from specsparse.support.options import instance_of
 
 
+@dataclasses.dataclass(frozen=True)
 class PublishedPlan(DrafterPlan):
-    """Base of the plans that read a head's file.
+    """Base of the plans of heads that other projects publish.
 
     Attributes:
-        path: where it lies.
+        path: its folder (config.json and safetensors, or pytorch_model.bin of EAGLE-3), a GGUF file, hf://owner/repo,
+            or a name of the catalogue.
         reader: `module:function` that reads it.
     """
 
-    path: object | None
     reader: ClassVar[str]
 
-    def __post_init__(self):
-        super().__post_init__()
+    path: Annotated[
+        PublishedHead | str | Path | None, instance_of("a folder, a GGUF file or a name", PublishedHead, str, Path)
+    ] = None
+
+    def check(self) -> None:
+        """Its path is needed."""
         if self.path is None or self.path == "":
             raise UserError(
                 "drafter.path: a value is needed, the head's folder or GGUF file, hf://owner/repo or a name of "
@@ -90,13 +95,13 @@ def check_target(file: PublishedHead, target: Model, *, layers: Sequence[int], w
         )
 
 
-def scored(file: PublishedHead, style: Style, target: Model, *, floats: bool) -> tuple[DraftWeights, int]:
+def scored(file: PublishedHead, style: Drafting, target: Model, *, floats: bool) -> tuple[DraftWeights, int]:
     """The output matrix, its ids where they are not all, and how many columns logits have."""
     vocab, own = target.config.vocab_size, OUTPUT in file.tensors
     output = pack_matrix(file.load(OUTPUT), floats=floats) if own else target.params.output
     if own and (file.ids is not None or output.shape[0] > vocab):
         return style.trim(target, output, vocab, rows=np.arange(vocab) if file.ids is None else file.ids)
-    if file.ids is not None and style.vocab is None:
-        style = dataclasses.replace(style, vocab=tuple(file.ids.tolist()))
+    if file.ids is not None and style.draft_vocab is None:
+        style = dataclasses.replace(style, draft_vocab=tuple(file.ids.tolist()))
     weights, columns = style.trim(target, output, vocab)
     return weights if weights.head is not None else weights._replace(head=output), columns
