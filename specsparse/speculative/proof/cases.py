@@ -70,6 +70,12 @@ def flat(law_V: np.ndarray) -> np.ndarray:
     return np.full_like(law_V, 1 / law_V.shape[0])
 
 
+def off_top(law_V: np.ndarray) -> np.ndarray:
+    """Half the likeliest token's mass on all others alike: drawn from the law itself that token alone may be rejected."""
+    moved = law_V[np.argmax(law_V)] / 2
+    return np.where(np.arange(law_V.shape[0]) == np.argmax(law_V), moved, law_V + moved / (law_V.shape[0] - 1))
+
+
 def draw_law(kind: DraftKind, q: Tables) -> RowLaw:
     """The law a node is drawn from when a draft of that kind is made with q."""
 
@@ -192,6 +198,10 @@ CORNERS: dict[str, Callable[[Tables, Tables], tuple[Tables, Tables]]] = {
         map_tables(p, lambda law: towards_top(tie_top(law))),
     ),
     "p flat, q tied": lambda p, q: (map_tables(p, flat), map_tables(q, tie_top)),
+    "q tied, p off one of them": lambda p, q: (
+        map_tables(q, lambda law: off_top(tie_top(law))),
+        map_tables(q, tie_top),
+    ),
 }
 """Corners of (p, q) by name: 0/0 residuals, zeros, supports that differ or never meet, one-hot laws, ties."""
 

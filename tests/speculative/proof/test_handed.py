@@ -303,20 +303,23 @@ def test_ties_are_not_struck_out_with_a_rejected_token():
 
 
 def test_ties_of_drawn_drafts_are_not_struck_out_with_a_rejected_token():
-    """Of the residual whatever has the rejected token's p is struck out, unless nothing is left."""
+    """Of the residual whatever has the rejected token's p, or its q, is struck out, unless nothing is left."""
 
-    def by_value(p, q, drafts, uniforms):
+    def by_p(p, q, drafts, uniforms, looked_at=0):
         accepted, token = leviathan(p, q, drafts, uniforms)
         if accepted == len(drafts):
             return accepted, token
-        rest = np.maximum(p[accepted] - q[accepted], 0)
-        kept = np.where(p[accepted] == p[accepted, drafts[accepted]], 0, rest)
+        rest, value = np.maximum(p[accepted] - q[accepted], 0), (p, q)[looked_at][accepted]
+        kept = np.where(value == value[drafts[accepted]], 0, rest)
         return accepted, draw(kept if kept.sum() > 0 else rest, uniforms[len(drafts)])
 
-    def by_value_sampled(p, q, drafts, generator):
-        return by_value(p, q, drafts, generator.random(2 * len(drafts) + 1))
+    def by_q(p, q, drafts, uniforms):
+        return by_p(p, q, drafts, uniforms, looked_at=1)
 
-    for call in (by_value, by_value_sampled):
+    def by_p_sampled(p, q, drafts, generator):
+        return by_p(p, q, drafts, generator.random(2 * len(drafts) + 1))
+
+    for call in (by_p, by_q, by_p_sampled):
         wrong = {r.corner for r in specsparse.certify(few(call), gamma=1).results if not r.holds}
         assert wrong and all("tied" in corner for corner in wrong)
 
