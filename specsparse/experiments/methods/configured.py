@@ -77,7 +77,7 @@ def filled(cfg: D, model: Model, out: Console) -> D:
             rates = _rates(cfg, model, draw, calibration(cfg, model), bar)
             tree["acceptance"] = [round(rate, 3) for rate in rates]
         if missing := _left_out(cfg.tree.options, "cost", "level_cost"):
-            table, key = measuring.table_for_trees(model, cfg.drafter.name, cfg.drafter.options, draw=draw, bar=bar)
+            table, key = measuring.table_for(model, cfg.drafter.name, cfg.drafter.options, draw=draw, bar=bar)
             times = rounded(table.tree_options(cfg.tree.options.get("nodes") or Sequoia.nodes, key))
             tree |= {key: times[key] for key in missing}
     if not (policy or tree):
@@ -134,7 +134,7 @@ def draft_key(cfg: MethodSettings) -> str:
     """
     key = cost_key(cfg.drafter.name, cfg.drafter.options)
     if cfg.tree.name == SEQUOIA:
-        return measuring.trees_key(cfg.drafter.name, cfg.drafter.options, cfg.tree.options.get("draw") or "top")
+        return measuring.draft_key(cfg.drafter.name, cfg.drafter.options, cfg.tree.options.get("draw") or "top")
     return key if cfg.tree.name == CHAIN else f"{key}, tree {cost_key(cfg.tree.name, cfg.tree.options, among=TREES)}"
 
 

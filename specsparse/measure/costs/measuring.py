@@ -289,8 +289,17 @@ TEMPLATES = (TreeTemplate.kary((3,)), TreeTemplate.kary((3, 1, 1)))
 """Trees of one level and of three, likewise."""
 
 
-def table_for(model: Model, name: str, options: Mapping[str, object], *, bar: Bar = silent) -> tuple[CostTable, str]:
-    """The model's table with the cost of a drafter's chains, measured if it is not known yet, and its key.
+def table_for(
+    model: Model, name: str, options: Mapping[str, object], *, draw: str | None = None, bar: Bar = silent
+) -> tuple[CostTable, str]:
+    """The model's table with the cost of a drafter, measured if it is not known yet, and its key.
+
+    Args:
+        model: the target.
+        name, options: of the drafter.
+        draw: None for chains, `token_s` is then the cost of a token; of static trees how children are drawn, and
+            `token_s` is the cost of a level.
+        bar: shows progress.
 
     Raises:
         UserError: an unknown drafter or option.
@@ -298,29 +307,20 @@ def table_for(model: Model, name: str, options: Mapping[str, object], *, bar: Ba
 
     def methods() -> list[Method]:
         drafter = Choice(name, dict(options))
-        return [resolve(MethodSpec(drafter, policy=Fixed(gamma)), model) for gamma in LENGTHS]
+        if draw is None:
+            specs = [MethodSpec(drafter, policy=Fixed(gamma)) for gamma in LENGTHS]
+        else:
+            trees = [StaticTree(template, DRAWS[draw]) for template in TEMPLATES]
+            specs = [MethodSpec(drafter, policy=Fixed(tree.template.size), tree=tree) for tree in trees]
+        return [resolve(spec, model) for spec in specs]
 
-    key = cost_key(name, options)
+    key = draft_key(name, options, draw)
     return table_with_draft(model, key, methods, bar=bar), key
 
 
-def trees_key(name: str, options: Mapping[str, object] | None = None, draw: str = "top") -> str:
-    """The name under which the cost of a drafter's trees is kept, whatever their shape."""
-    return f"{cost_key(name, options)}, {draw} trees"
-
-
-def table_for_trees(
-    model: Model, name: str, options: Mapping[str, object], *, draw: str = "top", bar: Bar = silent
-) -> tuple[CostTable, str]:
-    """`table_for` for static trees: the cost of a level. `draw`: how children are drawn."""
-
-    def methods() -> list[Method]:
-        trees = [(t, StaticTree(t, DRAWS[draw])) for t in TEMPLATES]
-        drafter = Choice(name, dict(options))
-        return [resolve(MethodSpec(drafter, policy=Fixed(t.size), tree=tree), model) for t, tree in trees]
-
-    key = trees_key(name, options, draw)
-    return table_with_draft(model, key, methods, bar=bar), key
+def draft_key(name: str, options: Mapping[str, object] | None = None, draw: str | None = None) -> str:
+    """The name under which the cost of a drafter's chains is kept, or of its trees whatever their shape."""
+    return cost_key(name, options) + ("" if draw is None else f", {draw} trees")
 
 
 def table_for_tree(

@@ -19,7 +19,7 @@ from specsparse.measure.costs.roofline import get_device
 from specsparse.models import catalogue
 from specsparse.runtime import timing_cache
 from specsparse.runtime.load import load
-from specsparse.runtime.timing_cache import CostTable, cost_key
+from specsparse.runtime.timing_cache import CostTable
 from specsparse.support import tables
 from specsparse.support.files import Json, size_text
 from specsparse.support.options import nearest
@@ -218,14 +218,14 @@ def _measured(
         return not candidate.assumed and (name is None or outline(str(name)).path is not None)
 
     here = [c for c in chosen if is_here(c)]
-    keys = {c.name: (measuring.trees_key if c.tree else cost_key)(c.drafter, c.options) for c in here}
+    draws = {c.name: "top" if c.tree else None for c in here}
+    keys = {c.name: measuring.draft_key(c.drafter, c.options, draws[c.name]) for c in here}
     table = timing_cache.find(target.path, target.config, kv_dtype=kv_dtype)
     if refresh or table is None or any(key not in table.drafts for key in keys.values()):
         model = load(target.path, kv_dtype=kv_dtype)
         table = measuring.load_or_measure(model, refresh=refresh, bar=bar)
         for c in here:
-            table_for = measuring.table_for_trees if c.tree else measuring.table_for
-            table, _ = table_for(model, c.drafter, c.options, bar=bar)
+            table, _ = measuring.table_for(model, c.drafter, c.options, draw=draws[c.name], bar=bar)
     return table, keys
 
 

@@ -1,7 +1,6 @@
 """Advice for this machine: a table that is kept is found without weights, and what is missing alone is measured."""
 
 import dataclasses
-from functools import partial
 
 import pytest
 
@@ -35,7 +34,7 @@ def cache(tmp_path, monkeypatch):
 def test_a_kept_table_is_found_without_weights(model, monkeypatch):
     assert timing_cache.find(model.path, model.config) is None
     table = TABLE
-    for name in (*OWN, measuring.trees_key("layer_skip")):
+    for name in (*OWN, measuring.draft_key("layer_skip", draw="top")):
         table = table.with_draft(name, DraftCost(token_s=0.001, fixed_s=0.0005))
     timing_cache.save(model, table)
     assert timing_cache.find(model.path, model.config) == table == timing_cache.load(model)
@@ -54,12 +53,11 @@ def test_what_is_missing_is_measured_and_nothing_else(model, monkeypatch):
     timing_cache.save(model, TABLE.with_draft("suffix", DraftCost(0.001)))
     asked = []
 
-    def measured(model, name, options, bar, draw=""):
-        asked.append(name + draw)
+    def measured(model, name, options, draw, bar):
+        asked.append(name if draw is None else f"{name} trees")
         return TABLE.with_draft(name, DraftCost(0.002)), name
 
     monkeypatch.setattr(measuring, "table_for", measured)
-    monkeypatch.setattr(measuring, "table_for_trees", partial(measured, draw=" trees"))
     monkeypatch.setattr(module, "load", lambda *args, **options: model)
     advise(Question(str(model.path), alphas=(0.7,), contexts=(10,)))
     assert asked == [*OWN, "layer_skip trees"]
@@ -67,7 +65,7 @@ def test_what_is_missing_is_measured_and_nothing_else(model, monkeypatch):
 
 def test_a_busy_machine_is_said_and_measured_again(model, monkeypatch):
     table = TABLE
-    for name in (*OWN, measuring.trees_key("layer_skip")):
+    for name in (*OWN, measuring.draft_key("layer_skip", draw="top")):
         table = table.with_draft(name, DraftCost(token_s=0.001))
     busy = dataclasses.replace(
         table, residuals={"spread": {"near 1": 0.2, "near 2": 0.14, "near 4": 0.09, "host": 3.0}}
