@@ -71,7 +71,7 @@ def flat(law_V: np.ndarray) -> np.ndarray:
 
 
 def off_top(law_V: np.ndarray) -> np.ndarray:
-    """Half the likeliest token's mass on all others alike: drawn from the law itself that token alone may be rejected."""
+    """Half the likeliest token's mass lies on all others alike: of the law itself that token alone may be rejected."""
     moved = law_V[np.argmax(law_V)] / 2
     return np.where(np.arange(law_V.shape[0]) == np.argmax(law_V), moved, law_V + moved / (law_V.shape[0] - 1))
 
