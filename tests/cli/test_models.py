@@ -17,6 +17,7 @@ def machine(tmp_path, monkeypatch):
     for name in ("SPECSPARSE_CACHE", "SPECSPARSE_MODELS", "XDG_CACHE_HOME", "HF_HOME", catalogue.OWN):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("COLUMNS", raising=False)  # which workers of a parallel run have
     monkeypatch.chdir(tmp_path)
 
 

@@ -10,6 +10,7 @@ from specsparse.testing import write_tiny_gguf
 
 
 def test_newcomer_without_a_compiler_is_told_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("SPECSPARSE_REQUIRE_NATIVE", raising=False)
     monkeypatch.setattr(cpu, "library", lambda: None)
     monkeypatch.setattr(cpu, "_opened", lambda: "libspecsparse_kernels.so was not built")
     load._say_slow.cache_clear()
