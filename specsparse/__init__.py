@@ -52,5 +52,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, imported or not, so that TAB and `help` show them."""
-    return sorted({*globals(), *__all__})
+    """The public names, imported or not, so that TAB and `help` show them, and nothing else does."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

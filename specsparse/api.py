@@ -23,6 +23,7 @@ from specsparse.runtime.stepped import Watch
 from specsparse.runtime.stream import Stream
 from specsparse.speculative.base import Drafter, Verifier
 from specsparse.speculative.drafters.plan import DrafterPlan
+from specsparse.support.options import shown
 
 __all__ = ["Generation", "GenerationStats", "Model", "SamplingParams", "Stream", "generate", "load", "stream"]
 
@@ -68,6 +69,8 @@ def generate(
     Raises:
         UserError: a mistake in any of these, in one line.
     """
+    if not isinstance(common_noise, bool):
+        raise UserError(f"common_noise={shown(common_noise)} must be true or false")
     prompts, many = prompts_of(prompt)
     every = every_params(model, sampling, max_tokens, fields, count=len(prompts), many=many)
     hottest = max(every, key=lambda p: 0.0 if p.greedy else p.temperature)

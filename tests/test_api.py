@@ -413,6 +413,7 @@ def test_newcomer_sees_the_public_names():
     """They are imported when first used; TAB and `help` show them all the same."""
     assert {"load", "generate", "stream", "certify", "UserError"} <= set(specsparse.__all__) <= set(dir(specsparse))
     assert specsparse.UserError is UserError
+    assert {name for name in dir(specsparse) if not name.startswith("__")} == set(specsparse.__all__)
 
 
 def test_newcomer_catches_a_public_error(model):

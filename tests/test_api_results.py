@@ -72,6 +72,8 @@ def test_shared_noise_is_that_of_no_two_prompts_of_a_call(model):
 
 
 def test_shared_noise_can_be_asked_for_and_a_prompts_own_seed_has_no_place(model):
+    with pytest.raises(UserError, match="common_noise=1 must be true or false"):
+        specsparse.generate(model, "ab", common_noise=1)
     coupled = specsparse.generate(model, ["ab"] * 16, sampling=WARM, seed=4, common_noise=True)
     assert len(set(texts(coupled))) == 1 and {g.seed for g in coupled} == {4}
     own = specsparse.generate(model, ["ab"] * 16, sampling=[WARM.merged(seed=4)] * 8 + [WARM] * 8, seed=5)

@@ -316,7 +316,7 @@ def tokens_are_drawn_from_q(case: DrafterCase) -> str:
         The total variation that would have been found.
     """
     if case.drafter.kind is DraftKind.ONE_HOT:
-        return "Its drafts are one-hot: nothing is drawn."
+        return "Not asked here: its drafts are one-hot, no token is drawn."
     (prepare, begin, draft, _), B, K = case._stages, 3, case.drafter.max_nodes
     ctx = prepare(draft_context(texts(0, B), capacity=CAPACITY, budget=GAMMA))
     state, residuals, before = begin(case.weights, ctx), [], []

@@ -113,7 +113,7 @@ def test_the_contract_refuses(wrong, words):
 def test_the_contract_takes_a_chain_of_ones_and_says_so_to_a_newcomer():
     said = str(check_drafter(Bad("nothing"))).splitlines()
     assert said[0] == "Bad keeps the contract of a drafter:" and len(said) == 1 + len(DRAFTER_CHECKS)
-    assert said[-1].endswith("Its drafts are one-hot: nothing is drawn.")
+    assert said[-1].endswith("Not asked here: its drafts are one-hot, no token is drawn.")
 
 
 @dataclasses.dataclass(frozen=True)
