@@ -25,7 +25,7 @@ from specsparse.runtime.metrics import Times
 from specsparse.runtime.round_log import Note, RoundLog
 from specsparse.speculative import loop, origins
 from specsparse.speculative.base import Drafted, TextDrafter
-from specsparse.speculative.drafters.chain import ModelDrafter
+from specsparse.speculative.drafters.model_drafter import ModelDrafter
 from specsparse.speculative.drafters.slem import StringDrafter
 from specsparse.speculative.drafters.with_policy import WithPolicy
 

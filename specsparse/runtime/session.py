@@ -15,7 +15,7 @@ from specsparse.runtime.metrics import Counters
 from specsparse.runtime.round_log import Note
 from specsparse.runtime.stepped import Watch, runner_for
 from specsparse.speculative import origins
-from specsparse.speculative.drafters.chain import ModelDrafter
+from specsparse.speculative.drafters.model_drafter import ModelDrafter
 from specsparse.speculative.drafters.slem import StringDrafter
 from specsparse.speculative.drafters.with_policy import WithPolicy
 from specsparse.speculative.origins import Origin

@@ -223,7 +223,7 @@ def cost_key(name: str, options: Mapping[str, object] | None = None, *, among: R
     if ":" in name:
         words.append(f"#{_fingerprint(source_of(name))}")
     elif "head" in takes(name) - given.keys():  # a target finds its own among those of the package
-        from specsparse.speculative.drafters.heads.head_file import SHIPPED
+        from specsparse.speculative.drafters.heads.head import SHIPPED
 
         words.append(f"head=shipped #{_fingerprint(SHIPPED.glob('*.gguf'))}")
     return f"{name} ({', '.join(words)})" if words else name
@@ -243,7 +243,7 @@ def _file_of_option(option: str, value: object) -> Path | None:
     if option == "model":
         return catalogue.resolve(value)
     if option == "head":
-        from specsparse.speculative.drafters.heads.head_file import find
+        from specsparse.speculative.drafters.heads.head import find
 
         return find(value, None)
     path = os.path.expanduser(value)

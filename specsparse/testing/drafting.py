@@ -21,12 +21,10 @@ from specsparse.engine.weights import Params
 from specsparse.runtime.method import load_drafter
 from specsparse.speculative.base import Draft, DraftContext, Drafter
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.heads import dflash_file, head_file
-from specsparse.speculative.drafters.heads.dflash_block import BlockShape
-from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
-from specsparse.speculative.drafters.heads.eagle3_file import Eagle3File, of_arrays, tensor_shapes
-from specsparse.speculative.drafters.heads.eagle3_head import HeadShape
-from specsparse.speculative.drafters.heads.head_file import write_head
+from specsparse.speculative.drafters.heads import dflash
+from specsparse.speculative.drafters.heads.dflash import BlockShape, DFlashFile
+from specsparse.speculative.drafters.heads.eagle3 import Eagle3File, HeadShape, of_arrays, tensor_shapes
+from specsparse.speculative.drafters.heads.head import matrix_shapes, vector_names, write_head
 from specsparse.speculative.drafters.plan import DrafterPlan
 from specsparse.testing.tiny import DummyTokenizer, write_tiny_gguf
 
@@ -123,9 +121,9 @@ def random_head(
 ) -> Path:
     """A head of `target` with random weights; it scores all ids, or those given, and reads such layers below."""
     rng, c = np.random.default_rng(seed), target.config
-    shapes = head_file.matrix_shapes(c, len(below))
+    shapes = matrix_shapes(c, len(below))
     matrices = {name: rng.normal(0, 1 / np.sqrt(shape[1]), shape) for name, shape in shapes.items()}
-    norms = {name: rng.normal(1, 0.1, c.d_model) for name in head_file.vector_names(len(below))}
+    norms = {name: rng.normal(1, 0.1, c.d_model) for name in vector_names(len(below))}
     tensors = {name: value.astype(np.float32) for name, value in {**matrices, **norms}.items()}
     path = folder / f"head_{seed}_{len(below)}.gguf"
     every = np.arange(c.vocab_size) if ids is None else np.asarray(ids)
@@ -162,14 +160,14 @@ def random_dflash(
         features=(1, c.n_layers), feature_width=c.d_model,
         windows=tuple(windows) or (None,) * layers, causal=tuple(causal) or (False,) * layers,
     )  # fmt: skip
-    sizes = dict(dflash_file.tensor_shapes(shape))
+    sizes = dict(dflash.tensor_shapes(shape))
     if ids is not None:
         sizes["output.weight"] = (len(ids), c.d_model)
     arrays = {
         name: rng.normal(float(len(size) == 1), 0.1 if len(size) == 1 else 1 / np.sqrt(size[-1]), size)
         for name, size in sizes.items()
     }
-    made = dflash_file.of_arrays(
+    made = dflash.of_arrays(
         arrays, path=Path("random_dflash"), shape=shape, block_size=block_size, mask_token=c.vocab_size - 1,
         rope=RopeConfig(1e4, shape.head_dim, "neox"), context=c.context_length,
         ids=None if ids is None else np.asarray(ids, np.int32), from_anchor=from_anchor,

@@ -1,7 +1,7 @@
 """A DFlash block drafter in training (arXiv:2602.06036): a function to differentiate, its start, its file.
 
 One pass over a block drafts all of its tokens, so nothing is run on its own rows: block and window are one forward. The
-layers are those that decode (`speculative.drafters.heads.dflash_block`), with the products of training.
+layers are those that decode (`speculative.drafters.heads.dflash`), with the products of training.
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,19 @@ from specsparse.engine.rope import rope_tables
 from specsparse.engine.rope_config import RopeConfig
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import embed_rows
-from specsparse.speculative.drafters.heads.dflash_block import (
+from specsparse.speculative.drafters.heads.dflash import (
     BlockKeys,
     BlockLayer,
     BlockShape,
     BlockWeights,
     block_rows,
     context_keys,
+    of_arrays,
     sees_block,
     sees_context,
+    tensor_shapes,
+    write_dflash_gguf,
 )
-from specsparse.speculative.drafters.heads.dflash_file import of_arrays, tensor_shapes, write_dflash_gguf
 from specsparse.training.corpus import Text
 from specsparse.training.form import (
     FeatureForm,

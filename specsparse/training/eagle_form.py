@@ -22,11 +22,17 @@ from specsparse.engine.rope import halves
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize, embed_rows
-from specsparse.speculative.drafters.heads import eagle3_head, head_file
-from specsparse.speculative.drafters.heads.eagle3_file import of_arrays, tensor_shapes, write_eagle3_gguf
-from specsparse.speculative.drafters.heads.eagle3_head import Eagle3Weights, HeadRows, HeadShape, Products
-from specsparse.speculative.drafters.heads.head_file import HeadFile, write_head
-from specsparse.speculative.drafters.heads.head_source import HeadParams
+from specsparse.speculative.drafters.heads import eagle3
+from specsparse.speculative.drafters.heads.eagle3 import (
+    Eagle3Weights,
+    HeadRows,
+    HeadShape,
+    Products,
+    of_arrays,
+    tensor_shapes,
+    write_eagle3_gguf,
+)
+from specsparse.speculative.drafters.heads.head import LAYER_MATRICES, NORMS, HeadFile, HeadParams, write_head
 from specsparse.training.corpus import Text
 from specsparse.training.form import (
     FeatureForm,
@@ -123,7 +129,7 @@ class HeadWeights(NamedTuple):
         def matrix(w: QTensor) -> jax.Array:
             return jnp.array(dequantize(w), jnp.float32)
 
-        layer = {name: matrix(getattr(params.layer, name)) for name in head_file.LAYER_MATRICES}
+        layer = {name: matrix(getattr(params.layer, name)) for name in LAYER_MATRICES}
         norms = {name: getattr(params.layer, name) for name in ("attn_norm", "ffn_norm")}
         weights = HeadWeights(
             hidden_norm=params.hidden_norm,
@@ -145,13 +151,13 @@ class HeadWeights(NamedTuple):
     def tensors(self) -> dict[str, np.ndarray]:
         """float32 tensors by their names in the file."""
         w = jax.tree.map(lambda x: np.asarray(x, np.float32), self)
-        own = {f"{name}.weight": getattr(w, name) for name in (*head_file.NORMS, "fc_hidden", "fc_token")}
+        own = {f"{name}.weight": getattr(w, name) for name in (*NORMS, "fc_hidden", "fc_token")}
         if w.fc_below is not None:
             own |= {"own_norm.weight": w.own_norm, "fc_own.weight": w.fc_own}
             parts = np.split(w.fc_below, len(w.below_norm), axis=1)
             for i, (norm, matrix) in enumerate(zip(w.below_norm, parts, strict=True)):
                 own |= {f"below_norm.{i}.weight": norm, f"fc_below.{i}.weight": matrix}
-        layer = (*head_file.LAYER_MATRICES, "attn_norm", "ffn_norm")
+        layer = (*LAYER_MATRICES, "attn_norm", "ffn_norm")
         return {**own, **{f"blk.0.{name}.weight": getattr(w.layer, name) for name in layer}}
 
 
@@ -292,7 +298,7 @@ EAGLE3_NAMES = {
 class Eagle3Form(FeatureForm):
     """One layer on fused rows of several of the target's, under the target's output matrix.
 
-    What it computes is the drafter's own (`speculative.drafters.heads.eagle3_head`).
+    What it computes is the drafter's own (`speculative.drafters.heads.eagle3`).
     """
 
     name: ClassVar[str] = "eagle3"
@@ -343,12 +349,12 @@ class Eagle3Form(FeatureForm):
         embedded_nD = embed_rows(embedding, window.tokens)
 
         def again(y_mD: jax.Array) -> HeadRows:
-            g_mD = eagle3_head.again(shape, w, products, y_mD)
-            return eagle3_head.enter(shape, w, products, embedded_nD[window.rows], g_mD)
+            g_mD = eagle3.again(shape, w, products, y_mD)
+            return eagle3.enter(shape, w, products, embedded_nD[window.rows], g_mD)
 
-        g_nD = eagle3_head.fuse(shape, w, products, window.hidden[:, : w.fc.shape[1]])
-        first = eagle3_head.enter(shape, w, products, embedded_nD, g_nD)
-        leave = partial(eagle3_head.leave, w, products)
+        g_nD = eagle3.fuse(shape, w, products, window.hidden[:, : w.fc.shape[1]])
+        first = eagle3.enter(shape, w, products, embedded_nD, g_nD)
+        leave = partial(eagle3.leave, w, products)
         found = streams(frozen, window, first, again, leave, count, head_dim=shape.head_dim, pairing="neox")
         return [times(rms_norm(y, w.output_norm, shape.eps), frozen.head) for y in found]
 

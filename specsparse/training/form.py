@@ -16,7 +16,7 @@ from specsparse.engine.pytree import Pytree
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.kernels.packing.rows import take_rows
-from specsparse.speculative.drafters.heads.eagle3_head import default_layers
+from specsparse.speculative.drafters.heads.eagle3 import default_layers
 from specsparse.training.corpus import Text
 from specsparse.training.text_windows import Features, Window
 

@@ -23,8 +23,7 @@ from specsparse.kernels.packing.dequant import dequantize, embed_rows
 from specsparse.models.convert.dflash import read_dflash, write_folder
 from specsparse.runtime.method import load_drafter
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.heads.dflash_block import BlockLayer, BlockWeights, rms_norm
-from specsparse.speculative.drafters.heads.dflash_file import write_dflash_gguf
+from specsparse.speculative.drafters.heads.dflash import BlockLayer, BlockWeights, rms_norm, write_dflash_gguf
 from specsparse.speculative.trees import get_tree
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import draft_context, on_target, random_dflash, target_rows

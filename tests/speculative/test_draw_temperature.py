@@ -14,8 +14,8 @@ from specsparse.kernels.packing.dequant import dequantize
 from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.drafters import DRAWS_COLDER, draw_temperature, get_drafter
-from specsparse.speculative.drafters.chain import ModelDrafter
-from specsparse.speculative.drafters.heads.head_file import find, read_head
+from specsparse.speculative.drafters.heads.head import find, read_head
+from specsparse.speculative.drafters.model_drafter import ModelDrafter
 from specsparse.support.registry import Choice
 from specsparse.training.corpus import Text
 from specsparse.training.eagle_form import HeadForm

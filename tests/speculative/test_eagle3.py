@@ -21,8 +21,8 @@ from specsparse.kernels.packing.dequant import dequantize
 from specsparse.models.convert.eagle3 import read_eagle3
 from specsparse.runtime.method import load_drafter
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.heads.eagle3_file import write_eagle3_gguf
-from specsparse.speculative.drafters.heads.published_file import EMBEDDING
+from specsparse.speculative.drafters.heads.eagle3 import write_eagle3_gguf
+from specsparse.speculative.drafters.heads.published import EMBEDDING
 from specsparse.speculative.drafters.sources import FedRows
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import draft_context, on_target, random_eagle3, target_rows

@@ -12,8 +12,8 @@ from specsparse.errors import UserError
 from specsparse.runtime.method import load_drafter
 from specsparse.speculative.base import ROOT, DraftKind
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.heads import head_file
-from specsparse.speculative.drafters.heads.head_file import write_head
+from specsparse.speculative.drafters.heads import head as heads
+from specsparse.speculative.drafters.heads.head import write_head
 from specsparse.speculative.trees import get_tree
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import draft_context, on_target, random_eagle3, random_head, target_rows
@@ -184,44 +184,44 @@ def test_a_head_that_reads_layers_below_decodes(model, tmp_path):
 
 def test_a_file_gives_the_weights_that_it_was_made_of(model, tmp_path):
     made = random_head(tmp_path, model, below=(0, 1))
-    found = head_file.read_head(made, model.config, floats=True)
+    found = heads.read_head(made, model.config, floats=True)
     assert found.below == (0, 1)
     tensors = HeadWeights.from_params(found.params).tensors()
     again = write_head(tmp_path / "again.gguf", model, tensors, found.ids, below=(0, 1), name="h")
-    read = [head_file.read_head(p, model.config, floats=True).params for p in (made, again)]
+    read = [heads.read_head(p, model.config, floats=True).params for p in (made, again)]
     both = list(map(HeadWeights.from_params, read))
     jax.tree.map(np.testing.assert_array_equal, *both)
     bad = write_head(tmp_path / "bad.gguf", model, both[0].tensors(), found.ids, below=(0, 99))
     with pytest.raises(UserError, match=r"layers_below=\[0, 99\]: the target has layers 0 to"):
-        head_file.read_head(bad, model.config, floats=True)
+        heads.read_head(bad, model.config, floats=True)
 
 
 def test_quantised_heads_load(model, file, tmp_path):
     c = model.config
-    tensors = {n: np.ones(s, np.float32) for n, s in head_file.matrix_shapes(c).items()}
-    tensors |= dict.fromkeys(head_file.vector_names(), np.ones(c.d_model, np.float32))
+    tensors = {n: np.ones(s, np.float32) for n, s in heads.matrix_shapes(c).items()}
+    tensors |= dict.fromkeys(heads.vector_names(), np.ones(c.d_model, np.float32))
     path = write_head(tmp_path / "q.gguf", model, tensors, np.arange(V), quant="Q8_0", name="q")
     assert path.stat().st_size < file.stat().st_size / 3
-    found = head_file.read_head(path, c, floats=False)
+    found = heads.read_head(path, c, floats=False)
     assert found.params.fc_hidden.layout.source == "Q8_0" and len(found.ids) == V
     with pytest.raises(UserError, match="type Q5_X cannot be written: choose F32"):
         write_head(tmp_path / "x.gguf", model, tensors, np.arange(V), quant="Q5_X")
 
 
 def test_a_head_is_found_by_target_by_name_and_by_path(model, file, tmp_path, monkeypatch):
-    monkeypatch.setattr(head_file, "SHIPPED", tmp_path)
+    monkeypatch.setattr(heads, "SHIPPED", tmp_path)
     with pytest.raises(UserError, match="no head was trained for this model"):
-        head_file.find(None, model.params.output_norm)
+        heads.find(None, model.params.output_norm)
     (tmp_path / "mine.gguf").write_bytes(file.read_bytes())
-    assert head_file.find(None, model.params.output_norm) == head_file.find("mine", None) == tmp_path / "mine.gguf"
-    assert head_file.find(str(file), None) == file
+    assert heads.find(None, model.params.output_norm) == heads.find("mine", None) == tmp_path / "mine.gguf"
+    assert heads.find(str(file), None) == file
     with pytest.raises(UserError, match=r"drafter\.head=other: no such file; heads with a name: mine"):
-        head_file.find("other", None)
+        heads.find("other", None)
 
 
 def test_mistakes_are_one_line(model, file, tmp_path):
-    tensors = {n: np.ones(s, np.float32) for n, s in head_file.matrix_shapes(model.config).items()}
-    tensors |= dict.fromkeys(head_file.vector_names(), np.ones(model.config.d_model, np.float32))
+    tensors = {n: np.ones(s, np.float32) for n, s in heads.matrix_shapes(model.config).items()}
+    tensors |= dict.fromkeys(heads.vector_names(), np.ones(model.config.d_model, np.float32))
     other = write_tiny_gguf(tmp_path / "other.gguf", quant="F32", vocab_size=V, d_model=32, d_ff=32)
     cases = {
         "is no head": model.path,
@@ -235,7 +235,7 @@ def test_mistakes_are_one_line(model, file, tmp_path):
     }
     for message, path in cases.items():
         with pytest.raises(UserError, match=message):
-            head_file.read_head(path, model.config, floats=True)
+            heads.read_head(path, model.config, floats=True)
     with pytest.raises(UserError, match="the target needs"):
         specsparse.generate(specsparse.load(other), "hello", drafter=get_drafter("head", head=str(file)))
 

@@ -17,7 +17,7 @@ from specsparse.runtime.stepped import Pieces, runner_for
 from specsparse.speculative import intersection
 from specsparse.speculative.base import ROOT, DraftKind, Feedback
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.reading import read
+from specsparse.speculative.drafters.sources import draft_ids
 from specsparse.speculative.intersection import intersect
 from specsparse.speculative.proof.cases import outcomes, random_tables
 from specsparse.speculative.proof.exact import continuations, output_law, total_variation
@@ -156,7 +156,7 @@ def test_a_text_is_read_token_by_token(pair, target, draft):
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, t.config.vocab_size, n).tolist() for n in (1, 7, 40)] + [[t.tokenizer.bos_id, 9]]
     ctx = draft_context(texts, capacity=64, budget=1)
-    text, every = jax.jit(read)(weights.images, ctx), np.tile(np.arange(64, dtype=np.int32), (len(texts), 1))
+    text, every = jax.jit(draft_ids)(weights.images, ctx), np.tile(np.arange(64, dtype=np.int32), (len(texts), 1))
     ids_read = np.asarray(jax.jit(lambda text, images: text.at(images, every))(text, weights.images))
     bos = [d.tokenizer.bos_id] if d.tokenizer.add_bos else []
     for b, ids in enumerate(texts):
@@ -432,7 +432,7 @@ def test_tli_mistakes_are_one_line(pair, options, words):
 
 
 def test_models_without_a_common_token_are_refused():
-    from specsparse.speculative.drafters.other_vocabulary import common_tokens
+    from specsparse.speculative.drafters.draft_model import common_tokens
 
     class Model:
         path, config = "d.gguf", type("Config", (), {"vocab_size": 2})

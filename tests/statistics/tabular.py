@@ -25,11 +25,10 @@ from specsparse.engine.sampling import pipeline
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.speculative import draft_law, loop
 from specsparse.speculative.base import Drafter, DraftKind, Verifier
-from specsparse.speculative.drafters.chain import ModelDrafter
 from specsparse.speculative.drafters.draft_model import OwnModel
+from specsparse.speculative.drafters.model_drafter import ModelDrafter, TreeDrafter
 from specsparse.speculative.drafters.self_draft import TargetLayers
 from specsparse.speculative.drafters.sources import DraftWeights, VocabMap
-from specsparse.speculative.drafters.tree import TreeDrafter
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.trees.base import TreeShape
 

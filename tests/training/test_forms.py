@@ -13,7 +13,7 @@ from specsparse.engine.rope import rope_tables
 from specsparse.engine.rope_config import RopeConfig
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.models.convert.eagle3 import read_eagle3
-from specsparse.speculative.drafters.heads.eagle3_head import Eagle3Weights
+from specsparse.speculative.drafters.heads.eagle3 import Eagle3Weights
 from specsparse.testing import write_tiny_gguf
 from specsparse.training.eagle_form import EAGLE3_NAMES, Eagle3Form
 from specsparse.training.form import Frozen, last_inputs

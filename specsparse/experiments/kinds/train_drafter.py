@@ -21,8 +21,8 @@ from specsparse.experiments.kinds import train_settings
 from specsparse.experiments.kinds.train_settings import Training, TrainKeys, TrainSettings
 from specsparse.models import catalogue
 from specsparse.report.plots import Rows
-from specsparse.speculative.drafters.heads.head_file import find, read_head
-from specsparse.speculative.drafters.heads.published_file import matrix_type
+from specsparse.speculative.drafters.heads.head import find, read_head
+from specsparse.speculative.drafters.heads.published import matrix_type
 from specsparse.support import terminal
 from specsparse.support.options import Count, Range
 from specsparse.support.tables import new

@@ -19,7 +19,7 @@ from specsparse.measure.costs.outlines import ModelOutline
 from specsparse.measure.costs.roofline import Matrix, Roofline, Traffic, bits_per_weight, kv_bytes
 from specsparse.runtime.timing_cache import FREE, STEP_FLOOR, CostTable, DraftCost
 from specsparse.speculative import expected
-from specsparse.speculative.drafters.heads import head_file
+from specsparse.speculative.drafters.heads.head import DRAFT_IDS, shipped_for
 from specsparse.speculative.drafters.self_draft import default_layers
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees.static import GUESSED_ACCEPTANCE, sequoia
@@ -90,10 +90,10 @@ def _trained_head(target: ModelOutline) -> Candidate | None:
     """The head that travels with specsparse for this target, by its header, or None."""
     if target.file is None or "output_norm.weight" not in target.file.tensors:
         return None
-    head = head_file.shipped_for(target.file.tensors["output_norm.weight"].dequantize())
+    head = shipped_for(target.file.tensors["output_norm.weight"].dequantize())
     if head is None:
         return None
-    c, ids = target.config, head.get_numbers(head_file.DRAFT_IDS)
+    c, ids = target.config, head.get_numbers(DRAFT_IDS)
     share = (c.vocab_size if ids is None else len(ids)) / c.vocab_size
     own = [Matrix(t.type.name, t.nbytes, math.prod(t.shape) if len(t.shape) == 2 else 0) for t in head.tensors.values()]
     output = [

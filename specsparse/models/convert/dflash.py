@@ -14,9 +14,8 @@ from specsparse.errors import UserError
 from specsparse.models.convert import heads
 from specsparse.models.convert.checkpoint import Checkpoint
 from specsparse.models.convert.hf_config import HfConfig
-from specsparse.speculative.drafters.heads.dflash_block import BlockShape
-from specsparse.speculative.drafters.heads.dflash_file import DFlashFile, read_gguf, write_dflash_gguf
-from specsparse.speculative.drafters.heads.published_file import EMBEDDING, OUTPUT
+from specsparse.speculative.drafters.heads.dflash import BlockShape, DFlashFile, read_gguf, write_dflash_gguf
+from specsparse.speculative.drafters.heads.published import EMBEDDING, OUTPUT
 from specsparse.support.files import Json
 
 FolderForm = Literal["authors", "speculators"]

@@ -16,17 +16,19 @@ from specsparse.errors import UserError
 from specsparse.models.convert import heads
 from specsparse.models.convert.checkpoint import Checkpoint
 from specsparse.models.convert.hf_config import HfConfig
-from specsparse.speculative.drafters.heads import head_file
-from specsparse.speculative.drafters.heads.eagle3_file import (
+from specsparse.speculative.drafters.heads import head
+from specsparse.speculative.drafters.heads.eagle3 import (
     ARCHITECTURE,
     FEATURE_NORM,
+    PROJECTIONS,
     Eagle3File,
+    HeadShape,
+    default_layers,
     features_of,
     read_gguf,
     write_eagle3_gguf,
 )
-from specsparse.speculative.drafters.heads.eagle3_head import PROJECTIONS, HeadShape, default_layers
-from specsparse.speculative.drafters.heads.published_file import DRAFT_IDS
+from specsparse.speculative.drafters.heads.published import DRAFT_IDS
 from specsparse.support.files import Json
 
 FolderForm = Literal["original", "speculators"]
@@ -83,7 +85,7 @@ def read_eagle3(path: str | Path) -> Eagle3File:
     if os.path.isdir(path):
         return read_folder(path)
     f = open_gguf(path)
-    if f.get("general.architecture", "str", "") == head_file.ARCHITECTURE:
+    if f.get("general.architecture", "str", "") == head.ARCHITECTURE:
         raise UserError(f"{path}: {_EAGLE_1}: drafter=head drafter.head={path} drafts with it")
     return read_gguf(f)
 

@@ -22,9 +22,9 @@ from specsparse.errors import UserError
 from specsparse.models import hub
 from specsparse.models.convert.checkpoint import LAYER, QK_NORMS, Checkpoint, read_json
 from specsparse.models.convert.hf_config import HfConfig, class_name, gguf_rope
-from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
-from specsparse.speculative.drafters.heads.eagle3_file import Eagle3File
-from specsparse.speculative.drafters.heads.published_file import DRAFT_IDS, EMBEDDING, OUTPUT, PublishedHead
+from specsparse.speculative.drafters.heads.dflash import DFlashFile
+from specsparse.speculative.drafters.heads.eagle3 import Eagle3File
+from specsparse.speculative.drafters.heads.published import DRAFT_IDS, EMBEDDING, OUTPUT, PublishedHead
 from specsparse.support.files import Json, atomically, to_json, write_atomically
 
 AnyHead = TypeVar("AnyHead", bound=PublishedHead)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from specsparse.engine import cache as kv
@@ -16,14 +17,23 @@ from specsparse.engine.cache import LANES, KVCache
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
+from specsparse.kernels import take_rows
 from specsparse.speculative.base import DraftContext, DraftKind, Feedback
-from specsparse.speculative.drafters.chain import ModelDrafter
-from specsparse.speculative.drafters.other_vocabulary import common_tokens, shared_weights
-from specsparse.speculative.drafters.plan import Bound, DrafterPlan, Load, bytes_of
-from specsparse.speculative.drafters.reading import DraftIds, read
+from specsparse.speculative.drafters.model_drafter import ModelDrafter
+from specsparse.speculative.drafters.plan import Bound, DrafterPlan, Drafting, Load, bytes_of
 from specsparse.speculative.drafters.slem import StringDrafter, Translator
-from specsparse.speculative.drafters.sources import PREFILL_ROWS, DraftWeights, FedRows, KeptRows, ModelSource, VocabMap
-from specsparse.speculative.intersection import Intersection
+from specsparse.speculative.drafters.sources import (
+    PREFILL_ROWS,
+    DraftIds,
+    DraftWeights,
+    FedRows,
+    Images,
+    KeptRows,
+    ModelSource,
+    VocabMap,
+    draft_ids,
+)
+from specsparse.speculative.intersection import Intersection, intersect
 from specsparse.speculative.vocab import check_compatible
 from specsparse.support.options import Also, instance_of
 
@@ -63,7 +73,7 @@ class OwnModel(ModelSource):
             head_dim=self.head_dim,
             dtype=self.kv_dtype,
         )
-        text = read(weights.images, ctx)
+        text = draft_ids(weights.images, ctx)
         until_B = jnp.clip(text.length - 1, 0, min(self.context, capacity))
         rows = min(PREFILL_ROWS, capacity)
 
@@ -77,7 +87,7 @@ class OwnModel(ModelSource):
 
     def room(self, weights: DraftWeights, state: KVCache, ctx: DraftContext) -> jax.Array:
         """Up to the end of the model's context and of its cache: the last node drafted is not fed."""
-        text = read(weights.images, ctx)
+        text = draft_ids(weights.images, ctx)
         room_B = min(self.context, state.capacity) - text.length + 1
         return jnp.where(text.length > 0, room_B, 0)  # nothing was read: nothing follows it
 
@@ -85,7 +95,7 @@ class OwnModel(ModelSource):
         self, weights: DraftWeights, state: KVCache, ctx: DraftContext, live_B: jax.Array
     ) -> tuple[KVCache, jax.Array]:
         """Feeds what was emitted since the last draft, and at least the last token that it reads."""
-        text = read(weights.images, ctx)
+        text = draft_ids(weights.images, ctx)
         if weights.images is not None:  # the last token of the target may be read as nothing
             state = kv.rollback(state, jnp.maximum(text.length - 1, 0))
         until_B = jnp.where(live_B, text.length, state.length)
@@ -101,7 +111,7 @@ class OwnModel(ModelSource):
 
     def close(self, weights: DraftWeights, state: KVCache, cache: KVCache, ctx: DraftContext) -> tuple[KVCache, Pytree]:
         """Its own cache, rolled back to the committed tokens; the target's as it was."""
-        return kv.rollback(cache, read(weights.images, ctx).length), ctx.cache
+        return kv.rollback(cache, draft_ids(weights.images, ctx).length), ctx.cache
 
     def keep(
         self, weights: DraftWeights, state: KVCache, ctx: DraftContext, feedback: Feedback, kept: KeptRows
@@ -235,3 +245,49 @@ def _source(model: Model, target_size: int, columns: int, expansion: float) -> O
     vocab = VocabMap(target_size, c.vocab_size, columns, 0 if unknown is None else unknown)
     sizes = c.n_layers, c.n_kv_heads, c.head_dim
     return OwnModel(model.forward, vocab, c.context_length, None, *sizes, model.cache_dtype, expansion)
+
+
+def common_tokens(target: Model, draft: Model, *, text: bool = False) -> Intersection:
+    """The tokens that both models have; `text` says that they need have none, since text goes between them.
+
+    Raises:
+        UserError: they have no text in common.
+    """
+    common = intersect(
+        target.tokenizer, draft.tokenizer, target_size=target.config.vocab_size, draft_size=draft.config.vocab_size
+    )
+    if not common.texts and not text:
+        raise UserError(
+            f"{draft.path} has no token in common with the target: take a draft model whose vocabulary overlaps, or a "
+            "drafter without a model (drafter=prompt_lookup)"
+        )
+    return common
+
+
+def shared_weights(style: Drafting, target: Model, draft: Model, common: Intersection) -> tuple[DraftWeights, int]:
+    """What token-level intersection drafts with, and how many tokens it scores.
+
+    The rows of the draft's output matrix for the tokens that both have: the law of these logits is q restricted to them
+    and normalised anew, before the draft's temperature and truncation see it.
+
+    Raises:
+        UserError: none of the ids of `drafter.draft_vocab` is shared.
+    """
+    wanted, keep = style.ids(target, target.config.vocab_size), np.ones(len(common.target_ids), bool)
+    if wanted is not None:
+        keep = np.isin(common.target_ids, wanted)
+    ids, own = common.target_ids[keep], common.draft_ids[keep]
+    if not len(ids):
+        raise UserError(f"drafter.draft_vocab holds no token that {draft.path} has too")
+    weights = DraftWeights(
+        head=take_rows(draft.params.output, own),
+        ids=jnp.asarray(ids),
+        images=images_of(draft, common),
+    )
+    return weights, len(ids)
+
+
+def images_of(draft: Model, common: Intersection) -> Images:
+    """What the draft model is fed for the target's tokens, after its BOS where its tokenizer adds one."""
+    bos = draft.tokenizer.bos_id if draft.tokenizer.add_bos else None
+    return Images(jnp.asarray(common.starts), jnp.asarray(common.pieces), jnp.int32(-1 if bos is None else bos))

@@ -18,9 +18,8 @@ from specsparse.errors import UserError
 from specsparse.kernels import Matrix, take_rows
 from specsparse.speculative.base import Drafter, DraftKind
 from specsparse.speculative.draft_law import DraftLaw
-from specsparse.speculative.drafters.chain import ModelDrafter
+from specsparse.speculative.drafters.model_drafter import ModelDrafter, TreeDrafter
 from specsparse.speculative.drafters.sources import DraftWeights, Source
-from specsparse.speculative.drafters.tree import TreeDrafter
 from specsparse.speculative.gamma import MAX_GAMMA, SHORT_GAMMA, MaxNodes
 from specsparse.speculative.policies.base import Fixed, PMin, Policy, check_policy
 from specsparse.speculative.trees import get_tree

@@ -18,7 +18,7 @@ import numpy as np
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.speculative.base import DraftContext, Drafted, DraftKind, Feedback, TextDrafter
-from specsparse.speculative.drafters.chain import ModelDrafter, ModelState
+from specsparse.speculative.drafters.model_drafter import ModelDrafter, ModelState
 from specsparse.speculative.drafters.sources import DraftWeights
 from specsparse.speculative.intersection import Intersection
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, Drafted, Drafter, Feedback
-from specsparse.speculative.drafters.chain import ModelDrafter
 from specsparse.speculative.drafters.lookup import Either
+from specsparse.speculative.drafters.model_drafter import ModelDrafter
 from specsparse.speculative.drafters.slem import StringDrafter
 from specsparse.speculative.loop import check_drafted, check_state, traced
 from specsparse.speculative.policies.base import Policy, check_policy

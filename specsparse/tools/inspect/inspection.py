@@ -13,9 +13,9 @@ from specsparse.errors import UserError
 from specsparse.measure.costs.roofline import Roofline, Traffic
 from specsparse.models.convert.heads import head_facts
 from specsparse.speculative import expected, vocab
-from specsparse.speculative.drafters.heads import dflash_file, eagle3_file
-from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
-from specsparse.speculative.drafters.heads.eagle3_file import Eagle3File
+from specsparse.speculative.drafters.heads import dflash, eagle3
+from specsparse.speculative.drafters.heads.dflash import DFlashFile
+from specsparse.speculative.drafters.heads.eagle3 import Eagle3File
 from specsparse.speculative.intersection import intersect
 from specsparse.support.files import Json
 
@@ -23,7 +23,7 @@ KV_LENGTH = 128
 """Tokens in the cache."""
 ALPHAS = (0.5, 0.7, 0.9)
 _LONGEST = 100  # characters of a value that are shown
-_HEADS = {module.ARCHITECTURE: module.read_gguf for module in (dflash_file, eagle3_file)}
+_HEADS = {module.ARCHITECTURE: module.read_gguf for module in (dflash, eagle3)}
 
 
 @dataclass(frozen=True)

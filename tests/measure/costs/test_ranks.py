@@ -19,7 +19,7 @@ from specsparse.measure.costs import acceptance, measuring
 from specsparse.runtime import timing_cache
 from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.runtime.timing_cache import FREE, CostTable, DraftCost, cost_key
-from specsparse.speculative.drafters.heads import head_file
+from specsparse.speculative.drafters.heads import head as heads
 from specsparse.speculative.drafters.synthetic import Scripted
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.trees import get_tree
@@ -130,7 +130,7 @@ def test_another_file_of_the_same_name_is_another_drafter(tmp_path, monkeypatch)
     assert len(seen) == 2 * len(cases) and all(f"={file} #" in key for key in seen)
     os.utime(file, ns=(1, 1))
     assert cost_key("head", {"head": file}) not in seen
-    monkeypatch.setattr(head_file, "SHIPPED", tmp_path)
+    monkeypatch.setattr(heads, "SHIPPED", tmp_path)
     own = {cost_key(name, {"head": None}) for name in ("head", "lookup_head", "eagle")}
     file.write_text("")
     assert len(own | {cost_key("head")}) == 4 and cost_key("model") == "model"

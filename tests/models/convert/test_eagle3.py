@@ -16,7 +16,7 @@ from specsparse.engine.rope import interleaved
 from specsparse.errors import UserError
 from specsparse.models.convert.eagle3 import convert_eagle3, read_eagle3, write_folder
 from specsparse.powerinfer.torch_zip import write_torch
-from specsparse.speculative.drafters.heads.eagle3_file import write_eagle3_gguf
+from specsparse.speculative.drafters.heads.eagle3 import write_eagle3_gguf
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import random_eagle3, random_head
 

@@ -1,26 +1,629 @@
-"""A block drafter: one forward drafts a block of tokens from the target's features (DFlash, arXiv:2602.06036)."""
+"""The DFlash drafter as functions: keys and values of the context, and a block of rows over them (arXiv:2602.06036).
+
+A layer is one of Qwen3. Its keys and values are projections of two kinds of rows: the target's features of the context,
+fused by one matrix, and the block's own rows [last token, mask, mask, ...]; its queries are of the block only. So the
+context is read once, and the whole block is drafted in one pass.
+
+The products are an argument, `kernels.api.Kernels.linear` or `training.layer.linear`, so that the same lines decode
+with quantised weights and are differentiated in float32 (`training.dflash_form`).
+"""
 
 import dataclasses
 import functools
-from typing import Annotated
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from typing import Annotated, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
+from specsparse.engine import cache as kv
+from specsparse.engine.cache import LANES, KVCache
+from specsparse.engine.config import MAX_CONTEXT, RopeConfig
+from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.engine.model import Model
+from specsparse.engine.pytree import Pytree
 from specsparse.engine.rope import rope_tables
 from specsparse.engine.weights import pack_matrix
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
-from specsparse.speculative.drafters.heads.dflash_block import BlockLayer, BlockWeights
-from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
-from specsparse.speculative.drafters.heads.dflash_source import BlockSource, DFlashParams
-from specsparse.speculative.drafters.heads.feature_source import of_target
-from specsparse.speculative.drafters.heads.published import PublishedPlan, check_target, scored
-from specsparse.speculative.drafters.heads.published_file import EMBEDDING
+from specsparse.kernels.reference.dense import append, rotate
+from specsparse.speculative.base import DraftContext
+from specsparse.speculative.drafters.heads.feature_source import FeatureSource, of_target, pick
+from specsparse.speculative.drafters.heads.published import (
+    EMBEDDING,
+    MAX_SIZE,
+    OUTPUT,
+    HeadKeys,
+    LayerShape,
+    PublishedHead,
+    PublishedPlan,
+    check_target,
+    loader,
+    scored,
+    write_head_gguf,
+)
 from specsparse.speculative.drafters.plan import Bound, Load, bytes_of
-from specsparse.speculative.drafters.sources import DraftWeights
+from specsparse.speculative.drafters.sources import DraftWeights, FedRows
 from specsparse.speculative.gamma import MAX_GAMMA
+from specsparse.speculative.tree import node_depths
 from specsparse.support.options import Range
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+_NOT = -1e30
+
+Linear = Callable[..., tuple[jax.Array, ...]]
+"""(x f32[R, I], matrices, *, norm, eps, residual, act) -> f32[R, O] of each, as `kernels.reference.dense.linear`."""
+Matrix = QTensor | jax.Array
+"""[outputs, inputs]: packed for the kernels, or float32 for `training.layer.linear`."""
+
+
+@dataclass(frozen=True)
+class BlockShape(LayerShape):
+    """The static facts of a drafter.
+
+    Attributes:
+        features: layers of the target whose incoming rows are fused, in order; its number of layers is what comes out
+            of the last one.
+        feature_width: of one of them, the target's width.
+        windows: of each layer, positions that a row sees back, itself among them; None for all.
+        causal: of each layer, whether a row of the block sees only those before it and itself.
+        pairing: of the rotation.
+    """
+
+    features: tuple[int, ...]
+    feature_width: int
+    windows: tuple[int | None, ...]
+    causal: tuple[bool, ...]
+    pairing: str = "neox"
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return len(self.windows)
+
+
+class BlockLayer(NamedTuple):
+    """Norms f32[D], of heads f32[d], and matrices of a layer."""
+
+    attn_norm: jax.Array
+    attn_q: Matrix
+    attn_k: Matrix
+    attn_v: Matrix
+    attn_q_norm: jax.Array
+    attn_k_norm: jax.Array
+    attn_output: Matrix
+    ffn_norm: jax.Array
+    ffn_gate: Matrix
+    ffn_up: Matrix
+    ffn_down: Matrix
+
+
+class BlockWeights(NamedTuple):
+    """The weights of a drafter, without embedding and output matrix, which are mostly the target's.
+
+    Attributes:
+        fc: [D, features * feature_width].
+        hidden_norm: f32[D], after it.
+        layers: L of them.
+        output_norm: f32[D].
+    """
+
+    fc: Matrix
+    hidden_norm: jax.Array
+    layers: tuple[BlockLayer, ...]
+    output_norm: jax.Array
+
+
+class BlockKeys(NamedTuple):
+    """Keys, rotated, and values of R rows in one layer: f32[R, G, d] each."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+Each = Callable[..., jax.Array]
+"""(function of a row of each array, arrays) -> the function's results by row: all at once, or one after the other."""
+
+
+def at_once(function: Callable[..., jax.Array], *rows: jax.Array) -> jax.Array:
+    """The function of all rows as one batch, whose bits may depend on how many there are."""
+    return jax.vmap(function)(*rows)
+
+
+def one_by_one(function: Callable[..., jax.Array], *rows: jax.Array) -> jax.Array:
+    """The function of each row by itself, so that its bits are its own (contract C1)."""
+    return jax.lax.map(lambda row: function(*row), rows)
+
+
+Attend = Callable[[int, jax.Array, BlockKeys], jax.Array]
+"""(layer, queries f32[R, H, d] of the block's rows, their own keys and values) -> f32[R, H * d]."""
+
+
+def context_keys(
+    linear: Linear, shape: BlockShape, w: BlockWeights, features_RE: jax.Array, cos_RP: jax.Array, sin_RP: jax.Array,
+    each: Each = at_once,
+) -> list[BlockKeys]:  # fmt: skip
+    """Keys and values of rows of the context in every layer.
+
+    Args:
+        linear: the products.
+        shape: of the drafter.
+        w: its weights.
+        features_RE: f32[R, features * feature_width], the target's rows side by side.
+        cos_RP, sin_RP: f32[R, d/2], the rotation at their positions.
+        each: how norms of heads go over rows.
+    """
+    (fused_RD,) = linear(features_RE, (w.fc,))
+    found = []
+    for layer in w.layers:
+        k, v = linear(fused_RD, (layer.attn_k, layer.attn_v), norm=w.hidden_norm, eps=shape.eps)
+        found.append(_keys(shape, layer, k, v, cos_RP, sin_RP, each))
+    return found
+
+
+def block_rows(
+    linear: Linear, shape: BlockShape, w: BlockWeights, x_RD: jax.Array, cos_RP: jax.Array, sin_RP: jax.Array,
+    attend: Attend, each: Each = at_once,
+) -> jax.Array:  # fmt: skip
+    """f32[R, D]: rows of blocks after all layers, before the output norm.
+
+    Args:
+        linear: the products.
+        shape: of the drafter.
+        w: its weights.
+        x_RD: the embedded tokens of the blocks.
+        cos_RP, sin_RP: f32[R, d/2], the rotation at their positions.
+        attend: attention over the context and the block.
+        each: how norms of heads go over rows.
+    """
+    for i, layer in enumerate(w.layers):
+        with jax.named_scope(f"block{i}"):
+            q, k, v = linear(
+                x_RD, (layer.attn_q, layer.attn_k, layer.attn_v), norm=layer.attn_norm, eps=shape.eps
+            )  # fmt: skip
+            q_RHd = _heads(shape, q, layer.attn_q_norm, cos_RP, sin_RP, each)
+            out = attend(i, q_RHd, _keys(shape, layer, k, v, cos_RP, sin_RP, each))
+            (x_RD,) = linear(out, (layer.attn_output,), residual=x_RD)
+            (h,) = linear(x_RD, (layer.ffn_gate, layer.ffn_up), norm=layer.ffn_norm, eps=shape.eps, act="silu")
+            (x_RD,) = linear(h, (layer.ffn_down,), residual=x_RD)
+    return x_RD
+
+
+def masked_attention(
+    shape: BlockShape, q_nHd: jax.Array, keys: Sequence[BlockKeys], seen_nm: Sequence[jax.Array]
+) -> jax.Array:
+    """f32[n, H * d]: each query over those rows of several lots of keys that it sees; at least one."""
+    q = q_nHd.reshape(len(q_nHd), shape.kv_heads, -1, shape.head_dim) * (shape.head_dim**-0.5)
+    scores = [
+        jnp.where(seen[None, None], jnp.einsum("ngid,mgd->ginm", q, key.k, precision=_HIGHEST), _NOT)
+        for key, seen in zip(keys, seen_nm, strict=True)
+    ]
+    p = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+    v_mGd = jnp.concatenate([key.v for key in keys])
+    return jnp.einsum("ginm,mgd->ngid", p, v_mGd, precision=_HIGHEST).reshape(len(q_nHd), -1)
+
+
+def sees_context(window: int | None, position_n: jax.Array, context_m: jax.Array) -> jax.Array:
+    """bool[n, m]: whether rows at `position` see keys at `context`, which stand before them."""
+    back_nm = position_n[:, None] - context_m[None]
+    return back_nm >= 0 if window is None else (back_nm >= 0) & (back_nm < window)
+
+
+def sees_block(causal: bool, window: int | None, rows: int) -> jax.Array:
+    """bool[n, n]: whether a row of a block sees another of it."""
+    ahead = jnp.arange(rows)[None] - jnp.arange(rows)[:, None]
+    seen = ahead <= 0 if causal else jnp.ones((rows, rows), bool)
+    return seen if window is None else seen & (ahead < window) & (-ahead < window)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) * weight over the last axis."""
+    square = jnp.mean(x * x, axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(square + jnp.float32(eps)) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+
+
+def _heads(shape: BlockShape, x_RO: jax.Array, norm_d: jax.Array, cos_RP, sin_RP, each: Each) -> jax.Array:
+    """Heads, each normed, then rotated: f32[R, heads, d]."""
+
+    def row(x_O, cos_P, sin_P):
+        x_Hd = rms_norm(x_O.reshape(-1, shape.head_dim), norm_d, shape.eps)
+        return rotate(x_Hd, cos_P[None], sin_P[None], shape.pairing)
+
+    return each(row, x_RO, cos_RP, sin_RP)
+
+
+def _keys(shape: BlockShape, layer: BlockLayer, k_RO, v_RO, cos_RP, sin_RP, each: Each) -> BlockKeys:
+    k_RGd = _heads(shape, k_RO, layer.attn_k_norm, cos_RP, sin_RP, each)
+    return BlockKeys(k_RGd, v_RO.reshape(v_RO.shape[0], -1, shape.head_dim))
+
+
+ARCHITECTURE = "dflash"
+"""`general.architecture` of these files."""
+MASK = "tokenizer.ggml.mask_token_id"
+MAX_BLOCK = 64
+"""Rows of a block: what one verifying forward may hold."""
+_OWN_KEYS = ("attention.causal", "attention.sliding_window", "attention.sliding_window_pattern", "block_size",
+             "sample_from_anchor")  # fmt: skip
+"""Keys beside those of every head."""
+_OTHERS = {
+    "markov_w1.weight": "DSpark (a Markov bias from the token before)",
+    "selector_hidden.weight": "DFlash2 (convolutions and a selector of candidates)",
+    "layer_fusion": "DFly (a fusion by layer)",
+    "blk.0.attn_sinks.weight": "a drafter with attention sinks",
+}
+"""Tensors that tell a drafter of another kind, which share the architecture's name."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DFlashFile(PublishedHead):
+    """A drafter as its file describes it.
+
+    Attributes:
+        shape: layers and features.
+        block_size: rows of a block, the last token among them.
+        mask_token: id that stands for the tokens to draft.
+        from_anchor: whether the last token's own row drafts too, and so each row the token after its position.
+        embedding_scale, logit_scale: what embedded tokens and logits are multiplied by.
+        softcap: logits x become softcap * tanh(x / softcap); 0 for none.
+    """
+
+    what: ClassVar[str] = "a DFlash drafter"
+
+    shape: BlockShape
+    block_size: int
+    mask_token: int
+    from_anchor: bool
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    softcap: float = 0.0
+
+    def __post_init__(self):
+        least = 1 if self.from_anchor else 2
+        if not least <= self.block_size <= MAX_BLOCK:
+            raise UserError(f"{self.path}: block_size={self.block_size} must lie in {least}..{MAX_BLOCK}")
+        if not 0 <= self.mask_token < MAX_SIZE:
+            raise UserError(f"{self.path}: mask_token_id={self.mask_token} is no token id")
+        for name, kind in _OTHERS.items():
+            if name in self.tensors:
+                raise UserError(f"{self.path}: is {kind}, which is not supported: only DFlash itself is")
+        self.check(tensor_shapes(self.shape), most_ids=MAX_SIZE)
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that a whole block drafts."""
+        return self.block_size - (0 if self.from_anchor else 1)
+
+
+def of_arrays(
+    arrays: Mapping[str, np.ndarray], *, path: Path, shape: BlockShape, block_size: int, mask_token: int,
+    rope: RopeConfig, context: int, ids: np.ndarray | None = None, from_anchor: bool = False,
+) -> DFlashFile:  # fmt: skip
+    """A drafter of float32 arrays by GGUF name (`tensor_shapes` says which): one that was trained, to be written.
+
+    Raises:
+        UserError: a tensor is missing, or of another shape.
+    """
+    return DFlashFile(
+        path=path,
+        shape=shape,
+        block_size=block_size,
+        mask_token=mask_token,
+        from_anchor=from_anchor,
+        rope=rope,
+        rope_factors=None,
+        context=context,
+        ids=None if ids is None else np.asarray(ids, np.int64),
+        tensors={name: np.shape(values) for name, values in arrays.items()},
+        load=loader(arrays, path),
+    )
+
+
+def tensor_shapes(shape: BlockShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor that a drafter must have."""
+    D, F, d = shape.width, shape.d_ff, shape.head_dim
+    q, kv = shape.heads * d, shape.kv_heads * d
+    yield "fc.weight", (D, len(shape.features) * shape.feature_width)
+    yield "enc.output_norm.weight", (D,)
+    yield "output_norm.weight", (D,)
+    layer = {
+        "attn_norm": (D,), "attn_q": (q, D), "attn_k": (kv, D), "attn_v": (kv, D), "attn_q_norm": (d,),
+        "attn_k_norm": (d,), "attn_output": (D, q), "ffn_norm": (D,), "ffn_gate": (F, D), "ffn_up": (F, D),
+        "ffn_down": (D, F),
+    }  # fmt: skip
+    for i in range(shape.layers):
+        yield from ((f"blk.{i}.{name}.weight", size) for name, size in layer.items())
+
+
+def read_gguf(f: GGUFFile) -> DFlashFile:
+    """A drafter of an open GGUF file.
+
+    Raises:
+        UserError: another architecture, a key or tensor that is missing, wrong, or of a drafter of another kind.
+    """
+    keys = HeadKeys(f, ARCHITECTURE, "DFlash drafter", _OWN_KEYS)
+    sizes, layers, features = keys.of_layers(), keys.size("block_count", most=1 << 10), keys.layers
+    fc = f.tensors.get("fc.weight")
+    if fc is None or len(fc.shape) != 2 or not features or fc.shape[1] % len(features):
+        raise UserError(f"{f.path}: tensor fc.weight is missing, or does not fit the {len(features)} target_layers")
+    feature_width = fc.shape[1] // len(features)
+    if keys.size("target_hidden_size", feature_width) != feature_width:
+        raise UserError(f"{f.path}: tensor fc.weight reads features of {feature_width}, not of the target_hidden_size")
+    return DFlashFile(
+        **keys.of_file(),
+        shape=BlockShape(
+            **sizes,
+            features=features,
+            feature_width=feature_width,
+            windows=_windows(keys, layers),
+            causal=(keys.flag("attention.causal"),) * layers,
+        ),
+        block_size=keys.size("block_size", 16, most=MAX_BLOCK),
+        mask_token=f.get(MASK, "int"),
+        from_anchor=keys.flag("sample_from_anchor"),
+        load=f.tensors.__getitem__,
+        target=f.get("general.base_model.0.name", "str", ""),
+    )
+
+
+def _windows(keys: HeadKeys, layers: int) -> tuple[int | None, ...]:
+    window = keys.f.get(keys.name("attention.sliding_window"), "int", 0)
+    if not window:
+        return (None,) * layers
+    key = "attention.sliding_window_pattern"
+    pattern = keys.numbers(key)
+    if len(pattern) < layers or not 1 <= window <= MAX_CONTEXT:
+        raise UserError(f"{keys.f.path}: {keys.name(key)} must say of each of the {layers} layers whether it slides")
+    return tuple(window if slides else None for slides in pattern[:layers])
+
+
+def write_dflash_gguf(
+    file: DFlashFile, path: Path, *, tokenizer: Mapping[str, object], quant: str = "F32", name: str = ""
+) -> Path:
+    """Writes a drafter as GGUF; the arguments are those of `published_file.write_head_gguf`.
+
+    Raises:
+        UserError: a type that cannot be written, or an option of the drafter that the format cannot say.
+    """
+    s = file.shape
+    inexpressible = {
+        "embedding_scale": file.embedding_scale != 1.0,
+        "logit_scale": file.logit_scale != 1.0,
+        "softcap": file.softcap != 0.0,
+    }
+    for what, found in inexpressible.items():
+        if found:
+            raise UserError(f"{file.path}: {what} has no place in a {ARCHITECTURE} GGUF file: write safetensors")
+    if len(set(s.causal)) > 1:
+        raise UserError(
+            f"{file.path}: layers that are causal inside the block beside others that are not (sliding_attention "
+            f"beside full_attention) have no place in a {ARCHITECTURE} GGUF file: write safetensors"
+        )
+    if file.ids is not None and OUTPUT not in file.tensors:
+        raise UserError(f"{file.path}: ids without an output matrix have no place in a {ARCHITECTURE} GGUF file")
+    windows = {window for window in s.windows if window is not None}
+    if len(windows) > 1:
+        raise UserError(f"{file.path}: layers with windows of {sorted(windows)} have no place in one GGUF file")
+    own = {
+        "block_count": s.layers,
+        "attention.causal": s.causal[0],
+        "block_size": file.block_size,
+        "sample_from_anchor": file.from_anchor,
+        "target_layers": list(s.features),
+    }
+    if windows:
+        own["attention.sliding_window"] = windows.pop()
+        own["attention.sliding_window_pattern"] = np.array([window is not None for window in s.windows])
+    return write_head_gguf(
+        file, path, own, architecture=ARCHITECTURE, tokenizer={**tokenizer, MASK: file.mask_token}, quant=quant,
+        name=name,
+    )  # fmt: skip
+
+
+class DFlashParams(NamedTuple):
+    """What a drafter needs beside its output matrix.
+
+    Attributes:
+        block: its layers.
+        cos, sin: f32[positions, d/2], for every position of a block.
+        embedding: QTensor [V, D], or None for the target's.
+    """
+
+    block: BlockWeights
+    cos: jax.Array
+    sin: jax.Array
+    embedding: QTensor | None
+
+
+class BlockDraft(NamedTuple):
+    """The state while a draft is made, its length counting the drafted tokens too; f32[B, m, N] logits of the m
+    positions after the last token."""
+
+    k: tuple[jax.Array, ...]
+    v: tuple[jax.Array, ...]
+    length: jax.Array
+    logits: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSource(FeatureSource[KVCache]):
+    """A block drafter with a cache of the context's keys and values. Static.
+
+    Attributes:
+        shape: of its layers.
+        rows: of a block.
+        skipped: rows of a block that draft nothing: 1, or 0 where the last token's own row drafts.
+        mask_token: id of the other rows.
+        levels: depth of the trees it drafts, 0 for chains.
+        embedding_scale, logit_scale, softcap: as in `DFlashFile`.
+    """
+
+    shape: BlockShape
+    rows: int
+    skipped: int
+    mask_token: int
+    levels: int = 0
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    softcap: float = 0.0
+
+    independent = True
+    wants_hidden = property(attrgetter("shape.features"))  # type: ignore[assignment]
+
+    @property
+    def positions(self) -> int:
+        """m, tokens that a block drafts."""
+        return self.rows - self.skipped
+
+    def capacity(self, tokens: int) -> int:
+        """Slots of its cache beside a target's of `tokens`: a block and its last row's copies lie behind them."""
+        return -(-(tokens + 2 * self.rows) // LANES) * LANES
+
+    def empty(self, batch: int, tokens: int) -> KVCache:
+        """A cache with room for a block behind the tokens."""
+        return kv.init(
+            layers=self.shape.layers,
+            batch=batch,
+            kv_heads=self.shape.kv_heads,
+            capacity=self.capacity(tokens),
+            head_dim=self.shape.head_dim,
+            dtype=self.kv_dtype,
+        )
+
+    def room(self, weights: DraftWeights, state: KVCache, ctx: DraftContext) -> jax.Array:
+        """Up to the end of the context and of the cache; of a chain no more than a block drafts."""
+        left_B = min(self.context, ctx.tokens.shape[1]) - ctx.length + 1
+        return left_B if self.levels else jnp.minimum(left_B, self.positions)
+
+    def open(
+        self, weights: DraftWeights, state: KVCache, ctx: DraftContext, live_B: jax.Array
+    ) -> tuple[BlockDraft, jax.Array]:
+        """Drafts the block. Logits are computed of as many positions as the budget asks for."""
+        batch, n, D = ctx.tokens.shape[0], self.rows, self.shape.width
+        p: DFlashParams = weights.params
+        last_B1 = pick(ctx.tokens, ctx.length[:, None] - 1)
+        masks_Bn = jnp.full((batch, n - 1), self.mask_token, jnp.int32)
+        tokens_R = jnp.concatenate([last_B1, masks_Bn], axis=1).reshape(-1)
+        at_R = (state.length[:, None] + jnp.arange(n, dtype=jnp.int32)[None]).reshape(-1)
+        with jax.named_scope("dflash"):
+            embedding = ctx.params.embedding if p.embedding is None else p.embedding
+            x_RD = self.kernels.embed(embedding, tokens_R) * jnp.float32(self.embedding_scale)
+            valid_B = jnp.where(live_B, n, 0)
+            keys, values = list(state.k), list(state.v)
+
+            def attend(i: int, q_RHd: jax.Array, own: BlockKeys) -> jax.Array:
+                args = (q_RHd, own, keys[i], values[i], state.length, valid_B)
+                if self.shape.windows[i] is not None and not self.shape.causal[i]:
+                    return self._attend_window(i, *args)
+                out_RO, keys[i], values[i] = self._attend_all(i, *args)
+                return out_RO
+
+            linear = partial(self.kernels.linear, n_valid=valid_B)
+            cos, sin = _pick_rows(p.cos, at_R), _pick_rows(p.sin, at_R)
+            y_RD = block_rows(linear, self.shape, p.block, x_RD, cos, sin, attend, one_by_one)
+        wanted_B = jnp.minimum(ctx.budget, self.levels or self.positions)
+        logits_BmN = self._logits(weights, y_RD.reshape(batch, n, D)[:, self.skipped :], jnp.where(live_B, wanted_B, 0))
+        return BlockDraft(tuple(keys), tuple(values), state.length, logits_BmN), logits_BmN[:, 0]
+
+    def feed(
+        self, weights: DraftWeights, ctx: DraftContext, cache: BlockDraft, rows: FedRows
+    ) -> tuple[jax.Array, BlockDraft]:
+        """Logits by position alone: those after a node of depth i are of position i, whatever was drafted before."""
+        if rows.parents is None:
+            depth_Bn = (cache.length - ctx.length + 2)[:, None]
+        else:
+            depth_Bn = node_depths(rows.parents, max_depth=max(self.levels, 1))
+        return pick(cache.logits, depth_Bn), cache
+
+    def close(
+        self, weights: DraftWeights, state: KVCache, cache: BlockDraft, ctx: DraftContext
+    ) -> tuple[KVCache, Pytree]:
+        """The block is forgotten."""
+        return KVCache(cache.k, cache.v, state.length), ctx.cache
+
+    def advance(
+        self, weights: DraftWeights, ctx: DraftContext, state: KVCache, hidden_BnE: jax.Array, count_B: jax.Array
+    ) -> KVCache:
+        """Appends the keys and values of the rows."""
+        p: DFlashParams = weights.params
+        batch, n, width = hidden_BnE.shape
+        at_Bn = state.length[:, None] + jnp.arange(n, dtype=jnp.int32)[None]
+        kept_Bn = jnp.arange(n, dtype=jnp.int32)[None] < count_B[:, None]
+        cos, sin = _pick_rows(p.cos, at_Bn.reshape(-1)), _pick_rows(p.sin, at_Bn.reshape(-1))
+        with jax.named_scope("dflash/context"):
+            linear = partial(self.kernels.linear, n_valid=count_B)
+            found = context_keys(
+                linear, self.shape, p.block, hidden_BnE.reshape(batch * n, width), cos, sin, one_by_one
+            )
+        keys, values = [], []
+        for k, v, own in zip(state.k, state.v, found, strict=True):
+            rows = (a.reshape(batch, n, *a.shape[1:]) for a in own)
+            k, v = append(k, v, *rows, at_Bn, kept_Bn)
+            keys.append(k)
+            values.append(v)
+        return KVCache(tuple(keys), tuple(values), state.length + count_B)
+
+    def _attend_all(self, i: int, q_RHd, own: BlockKeys, k, v, length_B, valid_B):
+        """Attention by the kernels, which know chains, windows of them, and trees.
+
+        A causal block is a chain. A bidirectional one is a chain of all rows but the last, and under it one leaf for
+        each query, all with the keys and values of the last row: each leaf sees the context and the whole block.
+        """
+        n, rotation = self.rows, jnp.zeros((1, v.shape[2], 0), jnp.float32)  # all is rotated already
+        batch = valid_B.shape[0]
+        options = {"cos": rotation, "sin": rotation, "length": length_B, "pairing": self.shape.pairing}
+        q, k_new, v_new = (a.reshape(batch, n, -1) for a in (q_RHd, *own))
+        if self.shape.causal[i] or n == 1:
+            flat = (a.reshape(batch * n, -1) for a in (q, k_new, v_new))
+            return self.kernels.attend(*flat, k, v, n_valid=valid_B, window=self.shape.windows[i] or 0, **options)
+        chain = jnp.arange(-1, n - 2, dtype=jnp.int32)
+        parents = jnp.concatenate([chain, jnp.full((n,), n - 2, jnp.int32)])
+        k_all, v_all = (jnp.concatenate([a[:, : n - 1], jnp.repeat(a[:, -1:], n, axis=1)], 1) for a in (k_new, v_new))
+        q_all = jnp.concatenate([q[:, : n - 1], q], axis=1)
+        out, k, v = self.kernels.attend(
+            *(a.reshape(batch * (2 * n - 1), -1) for a in (q_all, k_all, v_all)), k, v,
+            n_valid=jnp.where(valid_B > 0, 2 * n - 1, 0), parents=jnp.tile(parents[None], (batch, 1)), **options,
+        )  # fmt: skip
+        return out.reshape(batch, 2 * n - 1, -1)[:, n - 1 :].reshape(batch * n, -1), k, v
+
+    def _attend_window(self, i: int, q_RHd, own: BlockKeys, k, v, length_B, valid_B):
+        """Attention both ways with a window, sequence by sequence, so that a sequence's bits are its own."""
+        n, window = self.rows, self.shape.windows[i]
+        batch, groups, capacity, d = v.shape
+        block = sees_block(self.shape.causal[i], window, n)
+        slots = jnp.arange(capacity, dtype=jnp.int32)
+
+        def one(args):
+            q_nHd, k_nGd, v_nGd, k_G, v_GCd, length = args
+            k_GCd = k_G.swapaxes(2, 3).reshape(groups, capacity, d)
+            there_C = slots < length
+            past = (a.swapaxes(0, 1).astype(jnp.float32) for a in (k_GCd, v_GCd))
+            past = BlockKeys(*(jnp.where(there_C[:, None, None], a, jnp.float32(0)) for a in past))
+            at_n = length + jnp.arange(n, dtype=jnp.int32)
+            seen = sees_context(window, at_n, slots) & there_C[None]
+            return masked_attention(self.shape, q_nHd, [past, BlockKeys(k_nGd, v_nGd)], [seen, block])
+
+        by_sequence = [a.reshape(batch, n, *a.shape[1:]) for a in (q_RHd, *own)]
+        out = jax.lax.map(one, (*by_sequence, k, v, length_B))
+        return jnp.where((valid_B > 0)[:, None, None], out, jnp.float32(0)).reshape(batch * n, -1)
+
+    def _logits(self, weights: DraftWeights, y_BmD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+        norm = weights.params.block.output_norm
+        with jax.named_scope("dflash/output"):
+            logits_RN = self.score_rows(weights, y_BmD, n_valid_B, norm=norm, eps=self.shape.eps)
+        if self.logit_scale != 1.0:
+            logits_RN = logits_RN * jnp.float32(self.logit_scale)
+        if self.softcap > 0:
+            logits_RN = jnp.tanh(logits_RN / jnp.float32(self.softcap)) * jnp.float32(self.softcap)
+        return logits_RN.reshape(*y_BmD.shape[:2], -1)
+
+
+def _pick_rows(table: jax.Array, index_R: jax.Array) -> jax.Array:
+    return table[jnp.clip(index_R, 0, len(table) - 1)]
 
 
 @dataclasses.dataclass(frozen=True)
