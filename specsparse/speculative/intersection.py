@@ -74,7 +74,7 @@ class Intersection:
     def law(self, q_D: np.ndarray) -> np.ndarray:
         """float[V]: a law over the draft's ids, restricted to the shared ones, normalised anew, over the target's ids.
 
-        What `drafters.other_vocabulary.shared_weights` makes the engine draw from; no mass where none is shared.
+        What `drafters.draft_model.shared_weights` makes the engine draw from; no mass where none is shared.
         """
         wide_V = np.zeros(len(self.starts) - 1, q_D.dtype)
         wide_V[self.target_ids] = q_D[self.draft_ids]

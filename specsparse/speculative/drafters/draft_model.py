@@ -65,14 +65,8 @@ class OwnModel(ModelSource):
     def init(self, weights: DraftWeights, ctx: DraftContext, hidden_BnD: jax.Array | None = None) -> KVCache:
         """Feeds all but the last token of the prompt."""
         capacity = self.capacity(ctx.tokens.shape[1])
-        cache = kv.init(
-            layers=self.layers_total,
-            batch=ctx.tokens.shape[0],
-            kv_heads=self.kv_heads,
-            capacity=capacity,
-            head_dim=self.head_dim,
-            dtype=self.kv_dtype,
-        )
+        heads = {"kv_heads": self.kv_heads, "head_dim": self.head_dim, "layers": self.layers_total}
+        cache = kv.init(batch=ctx.tokens.shape[0], capacity=capacity, dtype=self.kv_dtype, **heads)
         text = draft_ids(weights.images, ctx)
         until_B = jnp.clip(text.length - 1, 0, min(self.context, capacity))
         rows = min(PREFILL_ROWS, capacity)
@@ -120,7 +114,6 @@ class OwnModel(ModelSource):
         return kv.commit(state, kept.count) if kept.rows is None else kv.commit_path(state, kept.rows, kept.count)
 
     def params(self, weights: DraftWeights, ctx: DraftContext) -> Pytree:
-        """Its own."""
         return weights.params
 
     def _next(self, weights, cache, ctx, text: DraftIds, until_B, rows, logits):
@@ -165,7 +158,6 @@ class ModelPlan(DrafterPlan):
             raise UserError("drafter.vocabulary=slem scores all that the draft writes: leave draft_vocab out")
 
     def prepare(self, target: Model, load: Load) -> Bound:
-        """Loads the draft model where it is a path, and compares the vocabularies."""
         if self.model is None:
             raise UserError("drafter.model: a value is needed, the draft model's GGUF file")
         model = load("model", str(self.model)) if isinstance(self.model, str | Path) else self.model
@@ -192,18 +184,15 @@ class ModelPlan(DrafterPlan):
 
     @property
     def can_draw(self) -> bool:
-        """Not what is made of text."""
         return self.vocabulary != "slem"
 
     @property
     def files(self) -> Mapping[str, str]:
-        """The draft model."""
         return {"model": self.model} if isinstance(self.model, str) else {}
 
     def _bound(
         self, target: Model, model: Model, weights: DraftWeights, columns: int, *, expansion: float = 1.0
     ) -> Bound:
-        """A drafter of the target's tokens."""
         source = _source(model, target.config.vocab_size, columns, expansion)
 
         def weights_for(capacity: int) -> DraftWeights:
@@ -214,7 +203,6 @@ class ModelPlan(DrafterPlan):
         return Bound(self.style.drafter(source, target), weights_for, reads)
 
     def _writing(self, target: Model, model: Model, common: Intersection) -> Bound:
-        """A drafter of text."""
         size = model.config.vocab_size
         writer = self.style.drafter(_source(model, size, size, 1.0), target)
         assert isinstance(writer, ModelDrafter)
@@ -279,15 +267,6 @@ def shared_weights(style: Drafting, target: Model, draft: Model, common: Interse
     ids, own = common.target_ids[keep], common.draft_ids[keep]
     if not len(ids):
         raise UserError(f"drafter.draft_vocab holds no token that {draft.path} has too")
-    weights = DraftWeights(
-        head=take_rows(draft.params.output, own),
-        ids=jnp.asarray(ids),
-        images=images_of(draft, common),
-    )
-    return weights, len(ids)
-
-
-def images_of(draft: Model, common: Intersection) -> Images:
-    """What the draft model is fed for the target's tokens, after its BOS where its tokenizer adds one."""
     bos = draft.tokenizer.bos_id if draft.tokenizer.add_bos else None
-    return Images(jnp.asarray(common.starts), jnp.asarray(common.pieces), jnp.int32(-1 if bos is None else bos))
+    images = Images(jnp.asarray(common.starts), jnp.asarray(common.pieces), jnp.int32(-1 if bos is None else bos))
+    return DraftWeights(head=take_rows(draft.params.output, own), ids=jnp.asarray(ids), images=images), len(ids)

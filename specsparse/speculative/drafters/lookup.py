@@ -111,21 +111,16 @@ class NGrams(Drafter):
             best_B = jnp.max(jnp.where(match_BC >= self.ngram_min, match_BC * C + rank_C, -1), axis=1)
             rank_B = best_B % C
             return jnp.where(best_B >= 0, (rank_B if self.newest else C - 1 - rank_B) + 1, 0), best_B >= 0
-        n_B = self._longest(match_BC)
+        n_B = jnp.zeros_like(match_BC[:, 0])  # the n that is looked up, 0 if none has enough matches
+        for n in range(self.ngram_min, self.ngram_max + 1):
+            hits_B = jnp.sum(match_BC >= n, axis=1, dtype=jnp.int32)
+            n_B = jnp.where(hits_B >= self.min_hits, n, n_B)
         hit_BC = (match_BC >= n_B[:, None]) & (n_B[:, None] > 0)
         if self.newest:
             end_B = jnp.max(jnp.where(hit_BC, position_C, -1), axis=1)
         else:
             end_B = jnp.min(jnp.where(hit_BC, position_C, C), axis=1)
         return end_B + 1, n_B > 0
-
-    def _longest(self, match_BC: jax.Array) -> jax.Array:
-        """int32[B]: the n that is looked up, 0 if none has enough matches."""
-        n_B = jnp.zeros_like(match_BC[:, 0])
-        for n in range(self.ngram_min, self.ngram_max + 1):
-            hits_B = jnp.sum(match_BC >= n, axis=1, dtype=jnp.int32)
-            n_B = jnp.where(hits_B >= self.min_hits, n, n_B)
-        return n_B
 
 
 @dataclass(frozen=True)
@@ -263,13 +258,18 @@ class Suffix(Drafter):
 
     def draft(self, params: Pytree, state: SuffixState, ctx: DraftContext) -> Drafted:
         """The winning continuation; consumes no noise."""
+        batch, C = ctx.tokens.shape
         ends_BW, best_B = self._latest(state.match, ctx.length)
-        follow_BWK, known_BWK = self._continuations(ctx, ends_BW)
-        share_BWK = self._shares(follow_BWK, known_BWK)
+        at_BWK = ends_BW[:, :, None] + 1 + jnp.arange(self.max_nodes, dtype=jnp.int32)[None, None]
+        follow_BWK = jnp.take_along_axis(ctx.tokens, jnp.clip(at_BWK, 0, C - 1).reshape(batch, -1), axis=1)
+        known_BWK = (ends_BW[:, :, None] >= 0) & (at_BWK < ctx.length[:, None, None])
+        share_BWK = self._shares(follow_BWK.reshape(at_BWK.shape), known_BWK)
+        matches_B = jnp.sum(ends_BW >= 0, axis=1, dtype=jnp.int32)
+        least_B11 = (matches_B.astype(jnp.float32) * jnp.float32(self.min_share))[:, None, None]
         wanted_B = jnp.floor(best_B.astype(jnp.float32) * jnp.float32(self.factor)).astype(jnp.int32) + self.offset
         wanted_B = jnp.where(best_B >= self.min_match, allowed(ctx, wanted_B, max_nodes=self.max_nodes), 0)
         keep_BWK = jnp.arange(self.max_nodes, dtype=jnp.int32)[None, None] < wanted_B[:, None, None]
-        keep_BWK = keep_BWK & known_BWK & (share_BWK.astype(jnp.float32) >= self._least(ends_BW))
+        keep_BWK = keep_BWK & known_BWK & (share_BWK.astype(jnp.float32) >= least_B11)
         score_BW = jnp.sum(jnp.where(keep_BWK, share_BWK, 0), axis=2, dtype=jnp.int32)
         winner_B1 = jnp.argmax(score_BW, axis=1, keepdims=True).astype(jnp.int32)
         count_B = jnp.take_along_axis(jnp.sum(keep_BWK, axis=2, dtype=jnp.int32), winner_B1, axis=1)[:, 0]
@@ -308,14 +308,6 @@ class Suffix(Drafter):
         ends_BW = jax.lax.while_loop(lambda c: (c[0] < self.candidates) & (c[1] >= 0).any(), step, start)[2]
         return ends_BW, best_B
 
-    def _continuations(self, ctx: DraftContext, ends_BW: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """int32[B, W, K] tokens after each match and bool[B, W, K] whether they are there."""
-        batch, C = ctx.tokens.shape
-        at_BWK = ends_BW[:, :, None] + 1 + jnp.arange(self.max_nodes, dtype=jnp.int32)[None, None]
-        flat = jnp.take_along_axis(ctx.tokens, jnp.clip(at_BWK, 0, C - 1).reshape(batch, -1), axis=1)
-        known_BWK = (ends_BW[:, :, None] >= 0) & (at_BWK < ctx.length[:, None, None])
-        return flat.reshape(at_BWK.shape), known_BWK
-
     def _shares(self, follow_BWK: jax.Array, known_BWK: jax.Array) -> jax.Array:
         """int32[B, W, K]: matches that agree with each one's continuation from its start up to each token."""
         same_BWWK = follow_BWK[:, :, None] == follow_BWK[:, None]
@@ -324,11 +316,6 @@ class Suffix(Drafter):
         for i in range(1, self.max_nodes):
             agree.append(agree[-1] & same_BWWK[..., i])
         return jnp.stack([jnp.sum(a, axis=2, dtype=jnp.int32) for a in agree], axis=2)
-
-    def _least(self, ends_BW: jax.Array) -> jax.Array:
-        """float32[B, 1, 1]: matches that must agree."""
-        matches_B = jnp.sum(ends_BW >= 0, axis=1, dtype=jnp.int32)
-        return (matches_B.astype(jnp.float32) * jnp.float32(self.min_share))[:, None, None]
 
 
 class EitherState(NamedTuple):
@@ -365,22 +352,18 @@ class Either(Drafter):
 
     @property
     def max_nodes(self) -> int:
-        """The larger of the two."""
         return max(self.first.max_nodes, self.second.max_nodes)
 
     @property
     def wants_hidden(self) -> bool | tuple[int, ...]:
-        """What one of them does."""
         return self.first.wants_hidden or self.second.wants_hidden
 
     def init(self, params: Pytree, ctx: DraftContext, *, hidden: jax.Array | None = None) -> EitherState:
-        """Both begin."""
         first = self.first.init(None, ctx, hidden=hidden)
         second = self.second.init(params, ctx, hidden=hidden)
         return EitherState(first, second, jnp.zeros((ctx.length.shape[0],), bool))
 
     def draft(self, params: Pytree, state: EitherState, ctx: DraftContext) -> Drafted:
-        """The first one's draft, or the second one's."""
         a = self.first.draft(None, state.first, ctx)
         took_B = a.draft.count > 0
         rest = ctx._replace(budget=jnp.where(took_B, 0, ctx.budget), cache=a.cache)

@@ -74,7 +74,6 @@ class ModelDrafter(Drafter):
     wants_hidden = property(attrgetter("source.wants_hidden"))
 
     def init(self, params: DraftWeights, ctx: DraftContext, *, hidden: jax.Array | None = None) -> ModelState:
-        """Feeds the prompt to the source."""
         return ModelState(self.source.init(params, ctx, hidden), self.policy.init(ctx.length.shape[0]))
 
     def draft(self, params: DraftWeights, state: ModelState, ctx: DraftContext) -> Drafted:
@@ -180,7 +179,6 @@ class TreeDrafter(Drafter):
     wants_hidden = property(attrgetter("source.wants_hidden"))
 
     def init(self, params: DraftWeights, ctx: DraftContext, *, hidden: jax.Array | None = None) -> TreeState:
-        """Feeds the prompt to the source."""
         rows = jnp.full((ctx.length.shape[0], self.max_nodes), -1, jnp.int32)
         return TreeState(self.source.init(params, ctx, hidden), rows)
 

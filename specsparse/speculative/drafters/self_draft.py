@@ -27,11 +27,9 @@ class TargetLayers(ModelSource):
     """
 
     def init(self, weights: DraftWeights, ctx: DraftContext, hidden_BnD: jax.Array | None = None) -> None:
-        """No state."""
         return None
 
     def room(self, weights: DraftWeights, state: None, ctx: DraftContext) -> jax.Array:
-        """Up to the end of the target's cache."""
         return min(self.context, ctx.cache.capacity) - ctx.length + 1
 
     def open(
@@ -44,7 +42,6 @@ class TargetLayers(ModelSource):
         return kv.commit(cache, live_B), logits_B1N[:, 0]
 
     def close(self, weights: DraftWeights, state: None, cache: KVCache, ctx: DraftContext) -> tuple[None, KVCache]:
-        """The target's cache at the length it had."""
         return None, cache._replace(length=ctx.cache.length)
 
     def keep(self, weights: DraftWeights, state: None, ctx: DraftContext, feedback: Feedback, kept: KeptRows) -> None:
@@ -73,7 +70,6 @@ class LayerSkipPlan(DrafterPlan):
         return self.drafting.draft_vocab is None
 
     def prepare(self, target: Model, load: Load) -> Bound:
-        """Checks the layers; no model is loaded."""
         c = target.config
         layers = default_layers(c.n_layers) if self.layers is None else self.layers
         if not layers or sorted(set(layers)) != list(layers) or layers[0] < 0 or layers[-1] >= c.n_layers:
@@ -111,7 +107,6 @@ class SparseSelfPlan(DrafterPlan):
             raise UserError("drafter.text holds no ids: give some, or leave it out for a text that the target writes")
 
     def prepare(self, target: Model, load: Load) -> Bound:
-        """Makes the target with fewer neurons; no model is loaded."""
         own = {"rule": self.rule, "share": self.share, "threshold": self.threshold, "text": self.text}
         fewer = load("fewer_neurons", {key: value for key, value in own.items() if value is not None})
         bound = on_target(self.style, target, fewer.forward, None, fewer.params.layers)

@@ -155,7 +155,6 @@ class StringState(NamedTuple):
 
     @property
     def policy(self) -> Pytree:
-        """The policy's."""
         return self.writer.policy
 
 
@@ -206,7 +205,6 @@ class StringDrafter(TextDrafter):
         return text
 
     def init(self, params: DraftWeights, ctx: DraftContext, *, hidden: jax.Array | None = None) -> StringState:
-        """Feeds the prompt's text."""
         writer, zero_B = self.writer.init(params, _own(ctx)), jnp.zeros_like(ctx.length)
         return StringState(writer, ctx.text, writer.source.length, zero_B)
 

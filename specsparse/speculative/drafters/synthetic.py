@@ -212,7 +212,6 @@ class Scripted(Drafter):
 
     @functools.cached_property
     def shape(self) -> TreeTemplate:
-        """The tree."""
         return TreeTemplate.chain(self.max_nodes) if self.template is None else self.template
 
     @property
@@ -226,7 +225,6 @@ class Scripted(Drafter):
 
     @property
     def tree(self) -> bool:
-        """Whether the template branches."""
         return self.shape.width > 1
 
     def draft(self, params: Pytree, state: Pytree, ctx: DraftContext) -> Drafted:

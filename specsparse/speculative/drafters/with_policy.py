@@ -44,7 +44,6 @@ class WithPolicy(Drafter):
     wants_hidden = property(attrgetter("drafter.wants_hidden"))
 
     def init(self, params: Pytree, ctx: DraftContext, *, hidden: jax.Array | None = None) -> PolicyState:
-        """Both begin."""
         batch = ctx.length.shape[0]
         with traced(self.drafter, "init"):
             inner = self.drafter.init(params, ctx, hidden=hidden)
@@ -63,7 +62,6 @@ class WithPolicy(Drafter):
         )
 
     def commit(self, params: Pytree, state: PolicyState, ctx: DraftContext, feedback: Feedback) -> PolicyState:
-        """Both learn the verdict."""
         with traced(self.drafter, "commit"):
             inner = self.drafter.commit(params, state.inner, ctx, feedback)
         check_state(self.drafter, inner, state.inner)

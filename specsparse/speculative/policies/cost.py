@@ -70,7 +70,6 @@ class CostModel:
 
     @property
     def acceptance(self) -> float:
-        """The prior."""
         return 0.6 if self.prior is None else self.prior
 
     def check(self, gamma: int) -> None:
@@ -83,7 +82,6 @@ class CostModel:
             raise UserError(f"policy.gamma={gamma} needs v(1)..v({gamma + 1}), measured up to v({len(self.v)})")
 
     def init(self, batch: int) -> FadingCounts:
-        """No evidence."""
         return FadingCounts(jnp.zeros((batch,), jnp.float32), jnp.zeros((batch,), jnp.float32))
 
     def update(self, state: FadingCounts, verdict: Verdict, count_B: jax.Array) -> FadingCounts:
@@ -137,15 +135,12 @@ class CostOptimal(Policy):
             raise UserError(f"policy.least={self.least} must lie in 0..gamma={self.gamma}")
 
     def check_times(self) -> None:
-        """They are needed."""
         assert self.cost.times
 
     def free(self) -> "CostOptimal":
-        """Without the time to draft."""
         return dataclasses.replace(self, cost=self.cost.without_drafting())
 
     def init(self, batch: int) -> FadingCounts:
-        """No evidence."""
         return self.cost.init(batch)
 
     def length(self, state: FadingCounts) -> jax.Array:
@@ -154,7 +149,6 @@ class CostOptimal(Policy):
         return jnp.maximum(best_B, self.least)
 
     def update(self, state: FadingCounts, verdict: Verdict, count_B: jax.Array) -> FadingCounts:
-        """Counts after a round."""
         return self.cost.update(state, verdict, count_B)
 
 
@@ -232,7 +226,6 @@ class AutoOff(Policy):
         return dataclasses.replace(self, inner=made).paying  # which compares the two gammas
 
     def check_times(self) -> None:
-        """They are needed, and maybe by `inner` too."""
         assert self.cost.times and self.paying
 
     def over_tree(self, nodes: int) -> Self:
@@ -240,17 +233,14 @@ class AutoOff(Policy):
         return dataclasses.replace(self, gamma=nodes, inner="fixed" if self.inner is None else self.inner)
 
     def free(self) -> "AutoOff":
-        """Itself and `inner` without the time to draft."""
         return dataclasses.replace(self, inner=self.paying.free(), cost=self.cost.without_drafting())
 
     @property
     def needs(self) -> frozenset[str]:
-        """What `inner` reads."""
         return self.paying.needs
 
     @property
     def one_hot_only(self) -> bool:
-        """As `inner`."""
         return self.paying.one_hot_only
 
     @property
@@ -305,7 +295,6 @@ class AutoOff(Policy):
         )
 
     def stop(self, state: AutoOffState, view: LawView) -> jax.Array:
-        """As `inner`."""
         return self.paying.stop(state.inner, view)
 
     def keep(self, state: AutoOffState, count_B: jax.Array) -> jax.Array:

@@ -73,7 +73,6 @@ class DynamicTree(TreeShape):
 
     @property
     def max_rows(self) -> int:
-        """The nodes that are expanded."""
         return self.top_k * max(self.depth - 1, 1)
 
     def expand(
@@ -200,7 +199,6 @@ class DDTree(TreeShape):
 
     @property
     def max_depth(self) -> int:
-        """Longest path."""
         return min(self.depth, self.nodes)
 
     def expand(
@@ -307,7 +305,6 @@ class PSplit(TreeShape):
 
     @property
     def max_depth(self) -> int:
-        """Longest branch."""
         return self.nodes if self.depth is None else self.depth
 
     def expand(

@@ -64,7 +64,6 @@ class TemplateTree(TreeShape):
 
     @property
     def branches(self) -> bool:
-        """Whether the template does."""
         return self.template.width > 1
 
     @functools.cached_property
@@ -191,7 +190,6 @@ class _Described(TemplateTree):
 
     @functools.cached_property
     def template(self) -> TreeTemplate:  # type: ignore[override]
-        """Of the options."""
         if self.paths is None:
             return TreeTemplate.kary(self.widths)
         if self.widths != _Described.widths:
@@ -211,7 +209,6 @@ class Static(_Described):
 
     @property
     def kind(self) -> DraftKind:  # type: ignore[override]
-        """How the tokens are drawn."""
         return DRAWS[self.draw]
 
 
@@ -255,7 +252,6 @@ class Sequoia(TemplateTree):
 
     @functools.cached_property
     def template(self) -> TreeTemplate:  # type: ignore[override]
-        """The best one."""
         rates = GUESSED_ACCEPTANCE if self.acceptance is None else self.acceptance
         times = [1 + n / 16 for n in range(self.nodes + 1)] if self.cost is None else self.cost
         return sequoia(rates, times, self.nodes, self.depth, level_cost=self.level_cost or 0.0)

@@ -36,7 +36,6 @@ class Typical(SiblingRule):
         return (law_x > memo[0]).astype(law_x.dtype)
 
     def reject(self, law_V: Array, q_V: Array, child: Child, memo: tuple, last: Array) -> tuple[Array, tuple]:
-        """p as it was."""
         return law_V, memo
 
 
@@ -70,7 +69,6 @@ class Threshold(SiblingRule):
         return xp.where(p_x >= self.single, xp.ones_like(p_x), chance)
 
     def reject(self, law_V: Array, q_V: Array, child: Child, memo: tuple, last: Array) -> tuple[Array, tuple]:
-        """p without the token."""
         (tried,) = memo
         rest_V = laws.residual(law_V, laws.one_hot(law_V, child.token))
         return rest_V, (tried + law_V[child.token] * (1 - tried),)

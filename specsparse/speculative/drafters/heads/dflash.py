@@ -83,7 +83,6 @@ class BlockShape(LayerShape):
 
     @property
     def layers(self) -> int:
-        """L."""
         return len(self.windows)
 
 
@@ -384,7 +383,7 @@ def _windows(keys: HeadKeys, layers: int) -> tuple[int | None, ...]:
 def write_dflash_gguf(
     file: DFlashFile, path: Path, *, tokenizer: Mapping[str, object], quant: str = "F32", name: str = ""
 ) -> Path:
-    """Writes a drafter as GGUF; the arguments are those of `published_file.write_head_gguf`.
+    """Writes a drafter as GGUF; the arguments are those of `published.write_head_gguf`.
 
     Raises:
         UserError: a type that cannot be written, or an option of the drafter that the format cannot say.
@@ -484,15 +483,9 @@ class BlockSource(FeatureSource[KVCache]):
         return -(-(tokens + 2 * self.rows) // LANES) * LANES
 
     def empty(self, batch: int, tokens: int) -> KVCache:
-        """A cache with room for a block behind the tokens."""
-        return kv.init(
-            layers=self.shape.layers,
-            batch=batch,
-            kv_heads=self.shape.kv_heads,
-            capacity=self.capacity(tokens),
-            head_dim=self.shape.head_dim,
-            dtype=self.kv_dtype,
-        )
+        s, capacity = self.shape, self.capacity(tokens)
+        heads = {"kv_heads": s.kv_heads, "head_dim": s.head_dim}
+        return kv.init(layers=s.layers, batch=batch, capacity=capacity, dtype=self.kv_dtype, **heads)
 
     def room(self, weights: DraftWeights, state: KVCache, ctx: DraftContext) -> jax.Array:
         """Up to the end of the context and of the cache; of a chain no more than a block drafts."""
@@ -542,7 +535,6 @@ class BlockSource(FeatureSource[KVCache]):
     def close(
         self, weights: DraftWeights, state: KVCache, cache: BlockDraft, ctx: DraftContext
     ) -> tuple[KVCache, Pytree]:
-        """The block is forgotten."""
         return KVCache(cache.k, cache.v, state.length), ctx.cache
 
     def advance(
@@ -639,7 +631,6 @@ class DFlashPlan(PublishedPlan):
     reader = "specsparse.models.convert.dflash:read_dflash"
 
     def prepare(self, target: Model, load: Load) -> Bound:
-        """Reads the drafter's file; no model is loaded."""
         file = self.head_file(load)
         rows = self._rows(file)
         positions = rows - (0 if file.from_anchor else 1)

@@ -309,14 +309,16 @@ def read_gguf(f: GGUFFile) -> Eagle3File:
         raise UserError(f"{f.path}: has {keys.size('block_count')} layers; an EAGLE-3 head of one layer is supported")
     sizes, known = keys.of_layers(), keys.of_file()
     target_width = keys.size("target_hidden_size", sizes["width"])
+    tokens, embedding = f.get_strings("tokenizer.ggml.tokens"), f.tensors.get(EMBEDDING)
+    rows = len(tokens or ()) or MAX_SIZE if embedding is None else embedding.shape[0]
 
     def load(name: str) -> TensorInfo:
         heads = _turned_heads(name, shape)
         t = f.tensors[name]
         if heads is None:
             return t
-        rows = t.raw.reshape(t.shape[0], -1)  # of a bias, one element each
-        return replace(t, raw=halves(rows, heads).reshape(t.raw.shape))
+        by_row = t.raw.reshape(t.shape[0], -1)  # of a bias, one element each
+        return replace(t, raw=halves(by_row, heads).reshape(t.raw.shape))
 
     shape = HeadShape(
         **sizes,
@@ -330,7 +332,7 @@ def read_gguf(f: GGUFFile) -> Eagle3File:
         shape=shape,
         target_width=target_width,
         layers=keys.layers,
-        vocab_size=_vocab_size(f, keys),
+        vocab_size=keys.size("vocab_size", rows),
         load=load,
     )
 
@@ -340,17 +342,10 @@ def _turned_heads(name: str, shape: HeadShape) -> int | None:
     return {"blk.0.attn_q": shape.heads, "blk.0.attn_k": shape.kv_heads}.get(name.rpartition(".")[0])
 
 
-def _vocab_size(f: GGUFFile, keys: HeadKeys) -> int:
-    tokens = f.get_strings("tokenizer.ggml.tokens")
-    embedding = f.tensors.get(EMBEDDING)
-    rows = embedding.shape[0] if embedding is not None else len(tokens or ()) or MAX_SIZE
-    return keys.size("vocab_size", rows)
-
-
 def write_eagle3_gguf(
     file: Eagle3File, path: Path, *, tokenizer: Mapping[str, object], quant: str = "F32", name: str = ""
 ) -> Path:
-    """Writes a head as GGUF; the arguments are those of `published_file.write_head_gguf`.
+    """Writes a head as GGUF; the arguments are those of `published.write_head_gguf`.
 
     Raises:
         UserError: a type that cannot be written, or an option of the head that llama.cpp has no key for.
@@ -444,7 +439,6 @@ class Eagle3Source(OneLayerSource):
         return y_RD.reshape(batch, n, width), state._replace(k=(k,), v=(v,))
 
     def logits(self, weights: DraftWeights, y_BnD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
-        """By the head's output matrix."""
         norm = weights.params.head.output_norm
         with jax.named_scope("head/output"):
             logits_RN = self.score_rows(weights, y_BnD, n_valid_B, norm=norm, eps=self.shape.eps)
@@ -467,7 +461,6 @@ class Eagle3Plan(PublishedPlan):
     reader = "specsparse.models.convert.eagle3:read_eagle3"
 
     def prepare(self, target: Model, load: Load) -> Bound:
-        """Reads the head's file; no model is loaded."""
         file = self.head_file(load)
         c, shape = target.config, file.shape
         layers = file.layers or default_layers(c.n_layers)

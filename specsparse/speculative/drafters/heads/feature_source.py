@@ -7,7 +7,7 @@ overwritten.
 
 import abc
 import dataclasses
-from typing import Generic, NamedTuple, TypedDict, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,21 +43,12 @@ class HeadState(NamedTuple):
 State = TypeVar("State", HeadState, KVCache)
 
 
-class OfTarget(TypedDict):
-    """The fields of a `FeatureSource`, which are the target's."""
-
-    vocab: VocabMap
-    kernels: Kernels
-    context: int
-    kv_dtype: DTypeLike
-
-
-def of_target(target: Model, columns: int) -> OfTarget:
-    """What a drafter with so many columns of logits takes of its target."""
+def of_target(target: Model, columns: int) -> dict[str, Any]:
+    """The fields of a `FeatureSource` with so many columns of logits, which are the target's."""
     c = target.config
     vocab = VocabMap(c.vocab_size, c.vocab_size, columns)
     dtype = of_drafter(target.cache_dtype)
-    return OfTarget(vocab=vocab, kernels=target.kernels, context=c.context_length, kv_dtype=dtype)
+    return {"vocab": vocab, "kernels": target.kernels, "context": c.context_length, "kv_dtype": dtype}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,20 +126,12 @@ class OneLayerSource(FeatureSource[HeadState]):
     tree_rows: int
 
     def empty(self, batch: int, tokens: int) -> HeadState:
-        """A cache as large as the target's."""
-        cache = kv.init(
-            layers=1,
-            batch=batch,
-            kv_heads=self.kv_heads,
-            capacity=tokens,
-            head_dim=self.head_dim,
-            dtype=self.kv_dtype,
-        )
+        heads = {"kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        cache = kv.init(layers=1, batch=batch, capacity=tokens, dtype=self.kv_dtype, **heads)
         root = jnp.zeros((batch, self.width), jnp.float32)
         return HeadState(*cache, root, jnp.zeros((batch, self.tree_rows, self.width), jnp.float32))
 
     def room(self, weights: DraftWeights, state: HeadState, ctx: DraftContext) -> jax.Array:
-        """Up to the end of the target's context and of the cache."""
         return min(self.context, ctx.tokens.shape[1]) - ctx.length + 1
 
     def open(
@@ -201,7 +184,6 @@ class OneLayerSource(FeatureSource[HeadState]):
     def advance(
         self, weights: DraftWeights, ctx: DraftContext, state: HeadState, hidden_BnE: jax.Array, count_B: jax.Array
     ) -> HeadState:
-        """Feeds the rows with the tokens after them."""
         n = hidden_BnE.shape[1]
         after_Bn = state.length[:, None] + 1 + jnp.arange(n, dtype=jnp.int32)[None]
         tokens_Bn = pick(ctx.tokens, after_Bn)

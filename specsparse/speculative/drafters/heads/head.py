@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 
 from specsparse.engine.cache import KVCache
 from specsparse.engine.config import ModelConfig
-from specsparse.engine.gguf.reader import GGUFFile, TensorInfo, open_gguf
+from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.engine.llama import make_layers
 from specsparse.engine.model import Model
@@ -100,12 +100,10 @@ class HeadSource(OneLayerSource):
         return self.features or True
 
     def read(self, weights: DraftWeights, hidden_BnE: jax.Array, n_valid_B: jax.Array) -> jax.Array:
-        """The products of the target's rows, added."""
         w: HeadParams = weights.params
         return self._sum((*w.below, Input(w.hidden_norm, w.fc_hidden)), hidden_BnE, n_valid_B)
 
     def again(self, weights: DraftWeights, y_BnD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
-        """The product of its own rows."""
         w: HeadParams = weights.params
         return self._sum((w.own or Input(w.hidden_norm, w.fc_hidden),), y_BnD, n_valid_B)
 
@@ -127,7 +125,6 @@ class HeadSource(OneLayerSource):
         return y_RD.reshape(batch, n, width), state._replace(k=cache.k, v=cache.v)
 
     def logits(self, weights: DraftWeights, y_BnD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
-        """By the target's own output matrix."""
         norm = weights.params.output_norm
         with jax.named_scope("head/output"):
             logits_RN = self.score_rows(weights, y_BnD, n_valid_B, norm=norm, eps=self.eps)
@@ -222,10 +219,8 @@ def matrix_shapes(config: ModelConfig, below: int = 0) -> dict[str, tuple[int, i
 
 def vector_names(below: int = 0) -> tuple[str, ...]:
     """Names of the norms f32[D]."""
-    names = ("own_norm", *(f"below_norm.{i}" for i in range(below))) if below else ()
-    further = (f"{name}.weight" for name in names)
-    own = (f"{name}.weight" for name in NORMS)
-    return (*own, *further, "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight")
+    further = ("own_norm", *(f"below_norm.{i}" for i in range(below))) if below else ()
+    return tuple(f"{name}.weight" for name in (*NORMS, *further, "blk.0.attn_norm", "blk.0.ffn_norm"))
 
 
 def read_head(path: Path, config: ModelConfig, *, floats: bool) -> HeadFile:
@@ -240,15 +235,24 @@ def read_head(path: Path, config: ModelConfig, *, floats: bool) -> HeadFile:
     size = f.get(VOCAB_SIZE, "int")
     if size != config.vocab_size:
         raise UserError(f"{path}: is a head for {size} ids, the target has {config.vocab_size}")
-    below = _below(f, config)
+    found, ids = f.get_numbers(BELOW), f.get_numbers(DRAFT_IDS)
+    below = () if found is None else tuple(int(i) for i in found)
+    if any(not 0 <= i <= config.n_layers for i in below):
+        raise UserError(f"{path}: {BELOW}={list(below)}: the target has layers 0 to {config.n_layers}")
+    if ids is None or not len(ids) or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= size:
+        raise UserError(f"{path}: {DRAFT_IDS} must hold ascending ids below {size}")
     count = len(below)
-    get = _reader(f, {**matrix_shapes(config, count), **dict.fromkeys(vector_names(count), (config.d_model,))})
+    for name, shape in (matrix_shapes(config, count) | dict.fromkeys(vector_names(count), (config.d_model,))).items():
+        if name not in f.tensors:
+            raise UserError(f"{path}: tensor {name} is missing")
+        if tuple(f.tensors[name].shape) != shape:
+            raise UserError(f"{path}: tensor {name} is {tuple(f.tensors[name].shape)}, the target needs {shape}")
 
     def matrix(name: str) -> QTensor:
-        return pack_matrix(get(f"{name}.weight"), floats=floats)
+        return pack_matrix(f.tensors[f"{name}.weight"], floats=floats)
 
     def vector(name: str):
-        return jnp.asarray(get(f"{name}.weight").dequantize().astype(np.float32).reshape(-1))
+        return jnp.asarray(f.tensors[f"{name}.weight"].dequantize().astype(np.float32).reshape(-1))
 
     fields = {name: matrix(f"blk.0.{name}") for name in LAYER_MATRICES}
     norms = {name: vector(f"blk.0.{name}") for name in ("attn_norm", "ffn_norm")}
@@ -260,36 +264,7 @@ def read_head(path: Path, config: ModelConfig, *, floats: bool) -> HeadFile:
         below=tuple(Input(vector(f"below_norm.{i}"), matrix(f"fc_below.{i}")) for i in range(count)),
         own=Input(vector("own_norm"), matrix("fc_own")) if count else None,
     )
-    return HeadFile(params, _ids(f, config), below, path)
-
-
-def _below(f: GGUFFile, config: ModelConfig) -> tuple[int, ...]:
-    found = f.get_numbers(BELOW)
-    ids = () if found is None else tuple(int(i) for i in found)
-    if any(not 0 <= i <= config.n_layers for i in ids):
-        raise UserError(f"{f.path}: {BELOW}={list(ids)}: the target has layers 0 to {config.n_layers}")
-    return ids
-
-
-def _reader(f: GGUFFile, shapes: dict[str, tuple[int, ...]]) -> Callable[[str], TensorInfo]:
-    """Tensors by name, checked against their shapes."""
-
-    def get(name: str) -> TensorInfo:
-        if name not in f.tensors:
-            raise UserError(f"{f.path}: tensor {name} is missing")
-        found = f.tensors[name]
-        if tuple(found.shape) != shapes[name]:
-            raise UserError(f"{f.path}: tensor {name} is {tuple(found.shape)}, the target needs {shapes[name]}")
-        return found
-
-    return get
-
-
-def _ids(f: GGUFFile, config: ModelConfig) -> np.ndarray:
-    ids = f.get_numbers(DRAFT_IDS)
-    if ids is None or not len(ids) or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= config.vocab_size:
-        raise UserError(f"{f.path}: {DRAFT_IDS} must hold ascending ids below {config.vocab_size}")
-    return np.asarray(ids, np.int32)
+    return HeadFile(params, np.asarray(ids, np.int32), below, path)
 
 
 def write_head(
@@ -344,7 +319,6 @@ class HeadPlan(DrafterPlan):
     drafting: Annotated[HeadDrafting, Inline()] = dataclasses.field(default=HeadDrafting(), kw_only=True)
 
     def prepare(self, target: Model, load: Load) -> Bound:
-        """Reads the head's file; no model is loaded."""
         c, style = target.config, self.drafting
         path = find(self.head, target.params.output_norm)
         f = open_gguf(path)
@@ -402,20 +376,16 @@ class LookupHeadPlan(DrafterPlan, NGramSizes):
 
     @property
     def style(self) -> Drafting:
-        """The head's."""
         return self.second.drafting
 
     @property
     def max_nodes(self) -> int:
-        """K of the two."""
         return max(self.first.max_nodes, self.second.max_nodes)
 
     def under(self, policy: Policy) -> Self:
-        """The same with that policy."""
         how = dataclasses.replace(under(self.drafting, policy), max_nodes=self.first.max_nodes)
         return dataclasses.replace(self, drafting=how)
 
     def prepare(self, target: Model, load: Load) -> Bound:
-        """Reads the head's file."""
         bound = self.second.prepare(target, load)
         return bound._replace(drafter=Either(self.first, bound.drafter))

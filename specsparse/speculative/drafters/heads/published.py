@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -101,40 +101,36 @@ class PublishedHead:
         Raises:
             UserError: heads that do not divide, or a tensor or an id that is missing, wrong or of no such head.
         """
-        shape = self.shape
-        if shape.heads % shape.kv_heads or shape.head_dim % 2:
-            raise UserError(
-                f"{self.path}: {shape.heads} heads of {shape.head_dim} elements with {shape.kv_heads} of keys: heads "
-                "must divide and have an even size"
-            )
-        if self.rope_factors is not None and self.rope_factors.shape != (shape.head_dim // 2,):
-            raise UserError(f"{self.path}: {ROPE_FACTORS} must hold {shape.head_dim // 2} numbers")
-        self._check_tensors(shape.width, dict(wanted))
-        self._check_ids(most_ids)
+        for problem in self._problems(dict(wanted), most_ids):
+            raise UserError(f"{self.path}: {problem}")
 
-    def _check_tensors(self, width: int, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    def _problems(self, wanted: Mapping[str, tuple[int, ...]], most_ids: int) -> Iterator[str]:
+        s = self.shape
+        if s.heads % s.kv_heads or s.head_dim % 2:
+            sizes = f"{s.heads} heads of {s.head_dim} elements with {s.kv_heads} of keys"
+            yield f"{sizes}: heads must divide and have an even size"
+        if self.rope_factors is not None and self.rope_factors.shape != (s.head_dim // 2,):
+            yield f"{ROPE_FACTORS} must hold {s.head_dim // 2} numbers"
         for name, shape in wanted.items():
             if name not in self.tensors:
-                raise UserError(f"{self.path}: tensor {name} of shape {shape} is missing")
-            if self.tensors[name] != shape:
-                raise UserError(f"{self.path}: tensor {name} is {self.tensors[name]}, its config asks for {shape}")
+                yield f"tensor {name} of shape {shape} is missing"
+            elif self.tensors[name] != shape:
+                yield f"tensor {name} is {self.tensors[name]}, its config asks for {shape}"
         for name in self.tensors.keys() - wanted.keys():
             found = self.tensors[name]
             if name not in (EMBEDDING, OUTPUT):
-                raise UserError(f"{self.path}: tensor {show(name)} is none of {self.what}")
-            if len(found) != 2 or found[1] != width:
-                raise UserError(f"{self.path}: tensor {name} is {found}, rows of {width} are needed")
-
-    def _check_ids(self, most: int) -> None:
+                yield f"tensor {show(name)} is none of {self.what}"
+            elif len(found) != 2 or found[1] != s.width:
+                yield f"tensor {name} is {found}, rows of {s.width} are needed"
         if self.ids is None:
             return
         rows = self.tensors.get(OUTPUT, (len(self.ids),))[0]
         if len(self.ids) != rows:
-            raise UserError(f"{self.path}: d2t names {len(self.ids)} ids, {OUTPUT} has {rows} rows")
+            yield f"d2t names {len(self.ids)} ids, {OUTPUT} has {rows} rows"
         if not len(self.ids) or np.unique(self.ids).size < len(self.ids) or self.ids.min() < 0:
-            raise UserError(f"{self.path}: d2t must name different ids of the target, none below 0")
-        if self.ids.max() >= most:
-            raise UserError(f"{self.path}: d2t names id {self.ids.max()}, the head is for {most} ids")
+            yield "d2t must name different ids of the target, none below 0"
+        if self.ids.max() >= most_ids:
+            yield f"d2t names id {self.ids.max()}, the head is for {most_ids} ids"
 
 
 def loader(arrays: Mapping[str, np.ndarray], path: Path) -> Callable[[str], TensorInfo]:
@@ -176,7 +172,6 @@ class HeadKeys:
                 raise UserError(f"{f.path}: tensor {show(name)} has type {t.type.name}, which is not supported")
 
     def name(self, key: str) -> str:
-        """The whole key."""
         return f"{self.architecture}.{key}"
 
     def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
@@ -198,7 +193,6 @@ class HeadKeys:
         return value
 
     def flag(self, key: str) -> bool:
-        """A truth value, false by default."""
         return self.f.get(self.name(key), "bool", False)
 
     def numbers(self, key: str) -> np.ndarray:
@@ -221,7 +215,6 @@ class HeadKeys:
 
     @property
     def head_dim(self) -> int:
-        """Elements of a head."""
         width, heads = self.size("embedding_length"), self.size("attention.head_count")
         d = self.size("attention.key_length", max(width // heads, 1))
         if self.size("attention.value_length", d) != d:
@@ -300,24 +293,7 @@ def write_head_gguf(
     Raises:
         UserError: a type that cannot be written, or a rotation that llama.cpp has no key for.
     """
-    kind = matrix_type(quant, file.tensors.values(), file.path)
-    metadata = {"general.architecture": architecture, "general.name": name or path.stem, **tokenizer}
-    metadata |= {f"{architecture}.{key}": value for key, value in (_layer_keys(file) | own).items()}
-    tensors, values = [], values or file.values
-    for tensor, size in file.tensors.items():
-        of = kind if len(size) == 2 else GGMLQuantizationType.F32
-        tensors.append(NewTensor(tensor, of, size, lambda n=tensor, t=of: encode(values(n), t)))
-    if file.rope_factors is not None:
-        tensors.append(NewTensor.of(ROPE_FACTORS, file.rope_factors, GGMLQuantizationType.F32))
-    if file.ids is not None:
-        ids = file.ids.astype(np.int64)
-        tensors.append(NewTensor(DRAFT_IDS, GGMLQuantizationType.I64, ids.shape, lambda: ids))
-    return write_gguf(path, metadata, tensors)
-
-
-def _layer_keys(file: PublishedHead) -> Json:
-    """Sizes and rotation, by key without the architecture."""
-    shape, rope = file.shape, file.rope
+    kind, shape, rope = matrix_type(quant, file.tensors.values(), file.path), file.shape, file.rope
     keys: Json = {
         "context_length": file.context,
         "embedding_length": shape.width,
@@ -331,16 +307,24 @@ def _layer_keys(file: PublishedHead) -> Json:
         "rope.freq_base": rope.base,
     }
     if rope.scaling != "none":
-        keys |= {
-            "rope.scaling.type": rope.scaling,
-            "rope.scaling.factor": rope.factor,
-            "rope.scaling.original_context_length": rope.original_context,
-        }
+        scaling = {"type": rope.scaling, "factor": rope.factor, "original_context_length": rope.original_context}
+        keys |= {f"rope.scaling.{key}": value for key, value in scaling.items()}
         if (rope.beta_fast, rope.beta_slow) != (32.0, 1.0):
             raise UserError(f"{file.path}: YaRN with other bounds than 32 and 1 has no place in a GGUF file")
     if rope.attn_factor != 1.0:
         keys["rope.scaling.attn_factor"] = rope.attn_factor
-    return keys
+    metadata = {"general.architecture": architecture, "general.name": name or path.stem, **tokenizer}
+    metadata |= {f"{architecture}.{key}": value for key, value in (keys | own).items()}
+    tensors, values = [], values or file.values
+    for tensor, size in file.tensors.items():
+        of = kind if len(size) == 2 else GGMLQuantizationType.F32
+        tensors.append(NewTensor(tensor, of, size, lambda n=tensor, t=of: encode(values(n), t)))
+    if file.rope_factors is not None:
+        tensors.append(NewTensor.of(ROPE_FACTORS, file.rope_factors, GGMLQuantizationType.F32))
+    if file.ids is not None:
+        ids = file.ids.astype(np.int64)
+        tensors.append(NewTensor(DRAFT_IDS, GGMLQuantizationType.I64, ids.shape, lambda: ids))
+    return write_gguf(path, metadata, tensors)
 
 
 def matrix_type(quant: str, shapes: Iterable[tuple[int, ...]] = (), path: Path | str = "") -> GGMLQuantizationType:
@@ -377,7 +361,6 @@ class PublishedPlan(DrafterPlan):
     ] = None
 
     def check(self) -> None:
-        """Its path is needed."""
         if self.path is None or self.path == "":
             raise UserError(
                 "drafter.path: a value is needed, the head's folder or GGUF file, hf://owner/repo or a name of "
@@ -415,27 +398,24 @@ def check_target(file: PublishedHead, target: Model, *, layers: Sequence[int], w
     Raises:
         UserError: it was made for a model of other shapes or another vocabulary.
     """
-    c, own = target.config, [name for name in (EMBEDDING, OUTPUT) if name in file.tensors]
+    for problem in _misfits(file, target, layers, width):
+        raise UserError(f"{file.path}: {problem}")
+
+
+def _misfits(file: PublishedHead, target: Model, layers: Sequence[int], width: int) -> Iterator[str]:
+    c, name, own = target.config, target.path.name, [t for t in (EMBEDDING, OUTPUT) if t in file.tensors]
     if width != c.d_model or (file.shape.width != c.d_model and len(own) < 2):
-        raise UserError(
-            f"{file.path}: is for a target of width {width} (its own is {file.shape.width}), {target.path.name} has "
-            f"{c.d_model}"
-        )
-    outside = [layer for layer in layers if not 0 <= layer <= c.n_layers]
-    if outside:
-        raise UserError(
-            f"{file.path}: reads the target's features at layer {outside[0]}; {target.path.name} has layers 0 to "
-            f"{c.n_layers - 1}, and {c.n_layers} for what comes out"
-        )
+        yield f"is for a target of width {width} (its own is {file.shape.width}), {name} has {c.d_model}"
+    for layer in layers:
+        if not 0 <= layer <= c.n_layers:
+            has = f"{name} has layers 0 to {c.n_layers - 1}, and {c.n_layers} for what comes out"
+            yield f"reads the target's features at layer {layer}; {has}"
     if EMBEDDING in own and file.tensors[EMBEDDING][0] < c.vocab_size:
-        raise UserError(f"{file.path}: embeds {file.tensors[EMBEDDING][0]} ids, {target.path.name} has {c.vocab_size}")
+        yield f"embeds {file.tensors[EMBEDDING][0]} ids, {name} has {c.vocab_size}"
     if file.ids is not None and file.ids.max() >= c.vocab_size:
-        raise UserError(f"{file.path}: drafts id {file.ids.max()}, {target.path.name} has {c.vocab_size} ids")
+        yield f"drafts id {file.ids.max()}, {name} has {c.vocab_size} ids"
     if file.ids is None and OUTPUT in own and file.tensors[OUTPUT][0] < c.vocab_size:
-        raise UserError(
-            f"{file.path}: scores {file.tensors[OUTPUT][0]} ids without saying which (no d2t); {target.path.name} has "
-            f"{c.vocab_size}"
-        )
+        yield f"scores {file.tensors[OUTPUT][0]} ids without saying which (no d2t); {name} has {c.vocab_size}"
 
 
 def scored(file: PublishedHead, style: Drafting, target: Model, *, floats: bool) -> tuple[DraftWeights, int]:
