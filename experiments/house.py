@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 DRAFTERS = {
-    "Drafter", "DrafterPlan", "Either", "ModelDrafter", "StringDrafter", "Synthetic", "TextDrafter", "TreeDrafter",
+    "Drafter", "DrafterSpec", "Either", "ModelDrafter", "StringDrafter", "Synthetic", "TextDrafter", "TreeDrafter",
     "WithPolicy",
 }  # fmt: skip
 RULES = {"Block", "Match", "Rejection", "SiblingRule", "TargetRule"}

@@ -32,7 +32,7 @@ from specsparse.runtime.method import Method, MethodSpec, resolve
 from specsparse.runtime.session import Session
 from specsparse.speculative.base import Drafter
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.plan import DrafterPlan
+from specsparse.speculative.drafters.spec import DrafterSpec
 from specsparse.speculative.drafters.with_policy import with_policy
 from specsparse.speculative.policies.base import Policy
 from specsparse.speculative.tree import TreeTemplate
@@ -92,11 +92,11 @@ def few_layers(config: ModelConfig) -> tuple[int, ...]:
     return tuple(i for i in range(n) if i < n / 5 or i >= n - n // 10 or i % 6 == 0)
 
 
-def _layers(**options: Any) -> Callable[[ModelConfig], DrafterPlan]:
+def _layers(**options: Any) -> Callable[[ModelConfig], DrafterSpec]:
     return lambda config: get_drafter("layer_skip", policy=RowLengths(GAMMA), layers=few_layers(config), **options)
 
 
-def _tree(name: str, *, temperature: float = 0.0, **options: Any) -> Callable[[ModelConfig], DrafterPlan]:
+def _tree(name: str, *, temperature: float = 0.0, **options: Any) -> Callable[[ModelConfig], DrafterSpec]:
     tree = get_tree(name, **options)
     return lambda config: get_drafter(
         "layer_skip", policy=Spread(tree.max_nodes), tree=tree, layers=few_layers(config), temperature=temperature
@@ -113,7 +113,7 @@ def _scripted_tree(config: ModelConfig) -> Drafter:
     return get_drafter("scripted", template=template, ends=(6, -1, 9, 1, 3, 7, 0, 5), vocab_size=config.vocab_size)
 
 
-METHODS: dict[str, Callable[[ModelConfig], Drafter | DrafterPlan]] = {
+METHODS: dict[str, Callable[[ModelConfig], Drafter | DrafterSpec]] = {
     "prompt_lookup": _lookup("prompt_lookup"),
     "ngram_simple": _lookup("ngram_simple", size_n=2, size_m=8),
     "ngram_map": _lookup("ngram_map", size_n=2, size_m=4),
@@ -214,7 +214,7 @@ class IdentityBench:
         return dataclasses.replace(method, weights=lambda capacity: jnp.asarray(truth))
 
     @staticmethod
-    def greedy(unit: IdentityUnit, drafter: Drafter | DrafterPlan) -> bool:
+    def greedy(unit: IdentityUnit, drafter: Drafter | DrafterSpec) -> bool:
         """Drawn drafts are for `match` only."""
         return unit.law == "greedy" and drafter.kind.value == "one_hot"
 

@@ -22,7 +22,7 @@ from specsparse.runtime.session import Session
 from specsparse.runtime.stepped import Watch
 from specsparse.runtime.stream import Stream
 from specsparse.speculative.base import Drafter, Verifier
-from specsparse.speculative.drafters.plan import DrafterPlan
+from specsparse.speculative.drafters.spec import DrafterSpec
 from specsparse.support.options import shown
 
 __all__ = ["Generation", "GenerationStats", "Model", "SamplingParams", "Stream", "generate", "load", "stream"]
@@ -34,7 +34,7 @@ def generate(
     *,
     max_tokens: int | None = None,
     sampling: SamplingParams | Seq[SamplingParams] | None = None,
-    drafter: str | Drafter | DrafterPlan | None = None,
+    drafter: str | Drafter | DrafterSpec | None = None,
     verifier: str | Verifier | None = None,
     seed: int | None = None,
     loop: str = "jit",
@@ -50,7 +50,7 @@ def generate(
         prompt: text, token ids, or a chat (a list of {"role", "content"}); a list of texts or of id lists is a batch.
         max_tokens: most tokens to generate; wins over the field of `sampling`.
         sampling: default greedy; for a list of prompts it may be a list with an entry for each.
-        drafter: a registered name, a `Drafter`, a plan of one (`get_drafter`), or None for plain decoding.
+        drafter: a registered name, a `Drafter`, the spec of one (`get_drafter`), or None for plain decoding.
         verifier: a registered name or a `Verifier`; by default the first lossless one that fits the drafter.
         seed: of the noise; one `sampling` for all prompts may hold it instead. None draws a new one. Each prompt of a
             list has a seed of its own, made of this one and its place (`engine.noise.seed_at`); the first has this one.
@@ -93,7 +93,7 @@ def stream(
     *,
     max_tokens: int | None = None,
     sampling: SamplingParams | None = None,
-    drafter: str | Drafter | DrafterPlan | None = None,
+    drafter: str | Drafter | DrafterSpec | None = None,
     verifier: str | Verifier | None = None,
     seed: int | None = None,
     rounds: int = 4,

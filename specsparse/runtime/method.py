@@ -18,7 +18,7 @@ from specsparse.runtime.load import load
 from specsparse.runtime.timing_cache import draft_share, policy_times
 from specsparse.speculative.base import Drafter, DraftKind, Verifier, check_facts
 from specsparse.speculative.drafters import DRAFTERS, draw_temperature, get_drafter, takes
-from specsparse.speculative.drafters.plan import Bound, DrafterPlan
+from specsparse.speculative.drafters.spec import DrafterSpec, LoadedDrafter
 from specsparse.speculative.drafters.synthetic import Synthetic, synthetic_verifier
 from specsparse.speculative.drafters.with_policy import WithPolicy, with_policy
 from specsparse.speculative.gamma import GAMMA_NAMES, SHORT_GAMMA
@@ -49,7 +49,7 @@ class MethodSpec:
         sampling: of the target. Its temperature decides which verifiers fit.
     """
 
-    drafter: str | Choice | Drafter | DrafterPlan | None = None
+    drafter: str | Choice | Drafter | DrafterSpec | None = None
     verifier: str | Choice | Verifier | None = None
     policy: str | Choice | Policy | None = None
     tree: str | Choice | TreeShape | None = None
@@ -61,7 +61,7 @@ class MethodSpec:
                 object.__setattr__(self, part, Choice(value))
         if isinstance(self.drafter, Choice) and self.drafter.name == NO_DRAFTER:
             object.__setattr__(self, "drafter", None)
-        if not isinstance(self.drafter, Choice | Drafter | DrafterPlan | None):
+        if not isinstance(self.drafter, Choice | Drafter | DrafterSpec | None):
             raise UserError(f"drafter must be a registered name or a Drafter, not {type(self.drafter).__name__}")
         if not isinstance(self.verifier, Choice | Verifier | None):
             raise UserError(f"verifier must be a registered name or a Verifier, not {type(self.verifier).__name__}")
@@ -102,7 +102,7 @@ class Method:
     """How to decode, checked. Without a drafter it is plain decoding.
 
     Attributes:
-        drafter: a plan of one if it needs a model and was resolved without.
+        drafter: a spec of one if it needs a model and was resolved without.
         verifier: fits the drafter.
         weights: cache capacity -> the drafter's weights; None if it has none.
         share: guessed time of a drafted token in plain steps, by the bytes it reads; 0 if it has no weights.
@@ -110,7 +110,7 @@ class Method:
         notes: the same in lines.
     """
 
-    drafter: Drafter | DrafterPlan | None = None
+    drafter: Drafter | DrafterSpec | None = None
     verifier: Verifier | None = None
     weights: Callable[[int], Pytree] | None = None
     share: float = 0.0
@@ -125,14 +125,14 @@ class Method:
     @property
     def files(self) -> Mapping[str, str]:
         """The drafter's options that name a model of the catalogue or a file of one, before it is loaded."""
-        return self.drafter.files if isinstance(self.drafter, DrafterPlan) else {}
+        return self.drafter.files if isinstance(self.drafter, DrafterSpec) else {}
 
 
 def resolve(spec: MethodSpec, target: Model | None = None, *, batch: int = 1) -> Method:
     """The method of a spec; with a target ready to run on it.
 
     Without a target nothing is loaded. With one, the drafter's own model is loaded the first time it is asked for. A
-    drafter by its bare name, or a plan that says nothing of how long drafts are, drafts no more than pays
+    drafter by its bare name, or a spec that says nothing of how long drafts are, drafts no more than pays
     (`policies.default_policy`) in a batch of so many sequences. If a text depends on how long its drafts were
     (`verifier=token` and the like), what pays a single sequence decides, so that a sequence is written in a batch as it
     is alone.
@@ -147,10 +147,10 @@ def resolve(spec: MethodSpec, target: Model | None = None, *, batch: int = 1) ->
         return method
     name = spec.bare_name
     pays = name is not None
-    if isinstance(drafter, DrafterPlan):
-        bound = load_drafter(target, drafter)
-        share = draft_share(target, bound)
-        method = Method(bound.drafter, method.verifier, bound.weights, share, bound.about, bound.notes)
+    if isinstance(drafter, DrafterSpec):
+        loaded = load_drafter(target, drafter)
+        share = draft_share(target, loaded)
+        method = Method(loaded.drafter, method.verifier, loaded.weights, share, loaded.about, loaded.notes)
         pays = pays or drafter.style.free
     if not pays:
         return method
@@ -175,10 +175,10 @@ def drafts_trees(name: str) -> bool:
     return "tree" in takes(name)
 
 
-def _drafter(spec: MethodSpec) -> Drafter | DrafterPlan | None:
+def _drafter(spec: MethodSpec) -> Drafter | DrafterSpec | None:
     """The drafter in the shape of its tree, under its policy, drawing as its verifier needs."""
     drafter = _named_drafter(spec) if isinstance(spec.drafter, Choice) else spec.drafter
-    if not isinstance(drafter, DrafterPlan):
+    if not isinstance(drafter, DrafterSpec):
         if drafter is not None:
             check_facts(drafter)
         return drafter
@@ -188,7 +188,7 @@ def _drafter(spec: MethodSpec) -> Drafter | DrafterPlan | None:
     return drafter if drawn_at is None else replace(drafter, drafting=replace(drafter.drafting, temperature=drawn_at))
 
 
-def _named_drafter(spec: MethodSpec) -> Drafter | DrafterPlan:
+def _named_drafter(spec: MethodSpec) -> Drafter | DrafterSpec:
     name, options, policy, tree = spec.drafter.name, dict(spec.drafter.options), spec.policy, spec.tree
     known = takes(name)
     if isinstance(tree, Choice):
@@ -210,7 +210,7 @@ def _named_drafter(spec: MethodSpec) -> Drafter | DrafterPlan:
         return get_drafter(name, **options, **({"max_nodes": policy.gamma} if policy.always else {"policy": policy}))
     room = {"max_nodes": policy.gamma} if "max_nodes" in known and not said else {}
     drafter = get_drafter(name, **options, **room)
-    if isinstance(drafter, DrafterPlan):
+    if isinstance(drafter, DrafterSpec):
         return drafter
     if policy.needs:
         raise UserError(
@@ -220,7 +220,7 @@ def _named_drafter(spec: MethodSpec) -> Drafter | DrafterPlan:
     return with_policy(drafter, policy)
 
 
-def _verifier(drafter: Drafter | DrafterPlan, spec: MethodSpec) -> Verifier:
+def _verifier(drafter: Drafter | DrafterSpec, spec: MethodSpec) -> Verifier:
     """The verifier; `synthetic` makes the acceptance of any chain up."""
     chosen, temperature = spec.verifier, spec.temperature
     source = drafter.drafter if isinstance(drafter, WithPolicy) else drafter
@@ -248,25 +248,25 @@ def _verifier(drafter: Drafter | DrafterPlan, spec: MethodSpec) -> Verifier:
     whose = f" of drafter={spec.drafter.name}" if isinstance(spec.drafter, Choice) else ""
     drafts = f"{drafter.kind.value} {'tree' if drafter.tree else 'chain'} drafts{whose}"
     message = f"verifier={chosen.name} cannot verify {drafts} at temperature {temperature:g}: choose one of {names}"
-    can_draw = isinstance(drafter, DrafterPlan) and drafter.can_draw and not drafter.tree
+    can_draw = isinstance(drafter, DrafterSpec) and drafter.can_draw and not drafter.tree
     if can_draw and chosen.accepts(DraftKind.SAMPLED, tree=False, temperature=temperature):
         message += f"; or set drafter.temperature above 0, which draws the drafts that {chosen.name} verifies"
     raise UnfitPair(message, drafter.kind)
 
 
-def load_drafter(target: Model, plan: DrafterPlan) -> Bound:
-    """The drafter of a plan for this target, under its policy; what it needs is loaded once, whatever the policy."""
-    key = plan.under(Fixed(1))
+def load_drafter(target: Model, spec: DrafterSpec) -> LoadedDrafter:
+    """The drafter of a spec for this target, under its policy; what it needs is loaded once, whatever the policy."""
+    key = spec.with_policy(Fixed(1))
     if key not in target.drafters:
-        if not plan.on_mesh:
+        if not spec.on_mesh:
             target.check_whole("the drafter with these options")
-        target.drafters[key] = plan.prepare(target, partial(_load, target))
-    bound = target.drafters[key]
-    return bound._replace(drafter=with_policy(bound.drafter, plan.style.length_policy))
+        target.drafters[key] = spec.build(target, partial(_load, target))
+    loaded = target.drafters[key]
+    return loaded._replace(drafter=with_policy(loaded.drafter, spec.style.length_policy))
 
 
 def _load(target: Model, kind: str, spec: Any) -> Any:
-    """What `DrafterPlan.prepare` loads by, beside this target."""
+    """What `DrafterSpec.prepare` loads by, beside this target."""
     if kind == "fewer_neurons":
         from specsparse.powerinfer.fewer import with_fewer_neurons  # plain decoding does not wait for it
 

@@ -24,7 +24,7 @@ from specsparse.kernels.processor import cpu_info
 from specsparse.models import catalogue
 from specsparse.speculative import expected
 from specsparse.speculative.drafters import DRAFTERS, takes
-from specsparse.speculative.drafters.plan import Bound
+from specsparse.speculative.drafters.spec import LoadedDrafter
 from specsparse.support.files import atomically, cache_dir
 from specsparse.support.options import as_yaml, values_of
 from specsparse.support.registry import Registry, source_of
@@ -335,9 +335,9 @@ def guessed_v(backend: str, rows: int) -> list[float]:
     return [known[n] if n < len(known) else known[-1] + slope * (n + 1 - len(known)) for n in range(rows)]
 
 
-def draft_share(model: Model, bound: Bound) -> float:
+def draft_share(model: Model, loaded: LoadedDrafter) -> float:
     """c, in plain steps, of a drafter with a model: by the bytes that a drafted token reads, and `STEP_FLOOR`."""
-    return bound.bytes_per_token / max(model.footprint.file, 1) + STEP_FLOOR
+    return loaded.bytes_per_token / max(model.footprint.file, 1) + STEP_FLOOR
 
 
 def policy_times(

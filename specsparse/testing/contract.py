@@ -20,7 +20,7 @@ from specsparse.engine.noise import seed_words
 from specsparse.errors import UserError
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback, Verdict
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.plan import DrafterPlan
+from specsparse.speculative.drafters.spec import DrafterSpec
 from specsparse.speculative.gamma import MAX_NODES
 from specsparse.speculative.loop import check_drafted, traced
 from specsparse.speculative.policies.base import LawView, Policy
@@ -28,7 +28,7 @@ from specsparse.speculative.proof.chain_law import LEVEL, POWER
 from specsparse.speculative.tree import check_parents
 from specsparse.speculative.trees.base import TreeShape
 from specsparse.speculative.verify import match_verdict, valid_verifiers
-from specsparse.testing.drafting import draft_context, drafted_ids, on_plan
+from specsparse.testing.drafting import draft_context, drafted_ids, on_spec
 from specsparse.testing.verifiers import assert_lossless
 
 VOCAB, CAPACITY, GAMMA = 5, 48, 6
@@ -38,10 +38,10 @@ SEEDS = range(4)
 FEATURES = 64
 
 
-def check_drafter(drafter: Drafter | DrafterPlan, *, weights: Any = None) -> "Checked":
+def check_drafter(drafter: Drafter | DrafterSpec, *, weights: Any = None) -> "Checked":
     """Refuses a drafter that breaks the contract of `speculative.base`.
 
-    A plan is bound to a tiny random model. Texts have the ids 0 to `VOCAB` - 1 and at most `CAPACITY` tokens.
+    A spec is built for a tiny random model. Texts have the ids 0 to `VOCAB` - 1 and at most `CAPACITY` tokens.
 
     Args:
         drafter: yours.
@@ -55,8 +55,8 @@ def check_drafter(drafter: Drafter | DrafterPlan, *, weights: Any = None) -> "Ch
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
-            if isinstance(drafter, DrafterPlan):
-                case = DrafterCase(*on_plan(Path(folder), drafter, vocab=VOCAB, capacity=CAPACITY))
+            if isinstance(drafter, DrafterSpec):
+                case = DrafterCase(*on_spec(Path(folder), drafter, vocab=VOCAB, capacity=CAPACITY))
             else:
                 case = DrafterCase(drafter, weights)
             notes = [(check, check(case)) for check in DRAFTER_CHECKS]

@@ -25,7 +25,7 @@ from specsparse.speculative.drafters.heads import dflash
 from specsparse.speculative.drafters.heads.dflash import BlockShape, DFlashFile
 from specsparse.speculative.drafters.heads.eagle3 import Eagle3File, HeadShape, of_arrays, tensor_shapes
 from specsparse.speculative.drafters.heads.head import matrix_shapes, vector_names, write_head
-from specsparse.speculative.drafters.plan import DrafterPlan
+from specsparse.speculative.drafters.spec import DrafterSpec
 from specsparse.testing.tiny import DummyTokenizer, write_tiny_gguf
 
 Case = tuple[Drafter, Any, Callable[[DraftContext], DraftContext]]
@@ -196,19 +196,19 @@ def model_case(folder: Path, source: str, *, vocab: int, capacity: int, **option
         given = {"path": random_eagle3(target, ids=range(1, vocab))}
     elif source == "dflash":
         given = {"path": random_dflash(target, block_size=7, layers=1)}
-    plan = get_drafter(source, gamma=6, **given, **options)
-    assert isinstance(plan, DrafterPlan)
-    drafter, weights, prepare = _bound(plan, target, capacity)
+    spec = get_drafter(source, gamma=6, **given, **options)
+    assert isinstance(spec, DrafterSpec)
+    drafter, weights, prepare = _loaded(spec, target, capacity)
     return drafter, weights, (lambda ctx: ctx) if source == "model" else prepare
 
 
-def on_plan(folder: Path, plan: DrafterPlan, *, vocab: int, capacity: int) -> Case:
-    """`model_case` of anybody's plan, on a tiny target."""
+def on_spec(folder: Path, spec: DrafterSpec, *, vocab: int, capacity: int) -> Case:
+    """`model_case` of anybody's spec, on a tiny target."""
     target = tiny_model(folder, vocab=vocab, capacity=capacity)
     target.params_for(capacity)
-    return _bound(plan, target, capacity)
+    return _loaded(spec, target, capacity)
 
 
-def _bound(plan: DrafterPlan, target: Model, capacity: int) -> Case:
-    bound = load_drafter(target, plan)
-    return bound.drafter, bound.weights(capacity), lambda ctx: on_target(target, ctx)
+def _loaded(spec: DrafterSpec, target: Model, capacity: int) -> Case:
+    loaded = load_drafter(target, spec)
+    return loaded.drafter, loaded.weights(capacity), lambda ctx: on_target(target, ctx)

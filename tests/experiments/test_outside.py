@@ -129,18 +129,18 @@ PLAN = '''
 from dataclasses import dataclass
 from typing import Annotated
 
-from specsparse.speculative.drafters.plan import DrafterPlan
+from specsparse.speculative.drafters.spec import DrafterSpec
 from specsparse.speculative.drafters.self_draft import on_target
 from specsparse.support.options import Range
 
 
 @dataclass(frozen=True)
-class EverySecond(DrafterPlan):
+class EverySecond(DrafterSpec):
     """Every second layer of the target drafts."""
 
     start: Annotated[int, Range(0, 1)] = 0
 
-    def prepare(self, target, load):
+    def build(self, target, load):
         layers = tuple(range(self.start, target.config.n_layers, 2))
         return on_target(self.style, target, target.forward, layers, target.params.layers[self.start :: 2])
 '''
@@ -154,8 +154,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from specsparse.speculative.base import Draft, Drafted, Drafter, DraftKind
-from specsparse.speculative.drafters.heads.published import PublishedPlan
-from specsparse.speculative.drafters.plan import Bound
+from specsparse.speculative.drafters.heads.published import PublishedSpec
+from specsparse.speculative.drafters.spec import LoadedDrafter
 
 
 def read_pairs(path):
@@ -180,15 +180,15 @@ class Pairs(Drafter):
 
 
 @dataclass(frozen=True)
-class PairsHead(PublishedPlan):
+class PairsHead(PublishedSpec):
     """A table of pairs, from a file of JSON."""
 
     path: str | None = None
     reader = "head_part:read_pairs"
 
-    def prepare(self, target, load):
+    def build(self, target, load):
         table = self.head_file(load)
-        return Bound(Pairs(self.style.length_policy.gamma), lambda capacity: table, table.nbytes)
+        return LoadedDrafter(Pairs(self.style.length_policy.gamma), lambda capacity: table, table.nbytes)
 '''
 
 SHORT = ["max_tokens=8", "data.tasks=[code]", "data.chat=false", "time_split=0", "stream=false"]

@@ -59,8 +59,8 @@ def tiny(tmp_path_factory):
 
 
 def bound(model, file, **options):
-    plan = get_drafter("dflash", path=file, **({} if "tree" in options else {"gamma": 5}) | options)
-    made = load_drafter(model, plan)
+    spec = get_drafter("dflash", path=file, **({} if "tree" in options else {"gamma": 5}) | options)
+    made = load_drafter(model, spec)
     return made.drafter, made.weights(C)
 
 
@@ -196,9 +196,9 @@ def test_ddtree_holds_the_most_likely_paths(tiny):
 
 
 def test_ddtree_is_for_laws_that_do_not_depend_on_the_draft(tiny):
-    plan = get_drafter("layer_skip", layers=[0], tree=get_tree("ddtree", nodes=4, depth=2))
+    spec = get_drafter("layer_skip", layers=[0], tree=get_tree("ddtree", nodes=4, depth=2))
     with pytest.raises(UserError, match="drafter=dflash"):
-        load_drafter(tiny, plan)
+        load_drafter(tiny, spec)
 
 
 # Decoding, end to end on the oracle's target

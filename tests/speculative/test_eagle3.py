@@ -238,8 +238,8 @@ def test_drafter_head_takes_a_gguf_file_of_this_kind(model, head, name):
 
 @pytest.mark.parametrize("name", cells(["head", "lookup_head"], ["head"]))
 def test_a_gguf_file_of_this_kind_decodes_by_the_name_of_a_head(model, head, name):
-    plan, law = get_drafter(name, head=head, gamma=3, p_min=0.0), {"max_tokens": 12, "ignore_eos": True}
-    got = specsparse.generate(model, TEXT, drafter=plan, **law)
+    spec, law = get_drafter(name, head=head, gamma=3, p_min=0.0), {"max_tokens": 12, "ignore_eos": True}
+    got = specsparse.generate(model, TEXT, drafter=spec, **law)
     assert got.token_ids == specsparse.generate(model, TEXT, **law).token_ids and got.stats.counters.num_drafts > 0
 
 

@@ -42,8 +42,8 @@ def file(model, tmp_path_factory):
 
 
 def bound(model, file, **options):
-    plan = get_drafter("head", gamma=K, head=str(file), **options)
-    made = load_drafter(model, plan)
+    spec = get_drafter("head", gamma=K, head=str(file), **options)
+    made = load_drafter(model, spec)
     return made.drafter, made.weights(C)
 
 
@@ -265,8 +265,8 @@ def test_lookup_drafts_where_it_can_and_the_head_elsewhere(model, file):
 def test_lookup_beside_a_head_that_draws(model, file):
     """Copied tokens count as drawn from laws of one token; the head's laws stay as they are."""
     texts = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3, 9, 27, 81, 10, 30]]
-    plan = get_drafter("lookup_head", gamma=K, head=str(file), temperature=0.7, p_min=0.0)
-    joined = load_drafter(model, plan)
+    spec = get_drafter("lookup_head", gamma=K, head=str(file), temperature=0.7, p_min=0.0)
+    joined = load_drafter(model, spec)
     drafter, weights = joined.drafter, joined.weights(C)
     alone, head_weights = bound(model, file, temperature=0.7)
     ctx = on_target(model, draft_context(texts, capacity=C, budget=K))

@@ -126,8 +126,8 @@ def test_slem_streams_and_stops(pair):
 
 def test_slem_keeps_what_its_cache_holds(pair):
     """Draft tokens that the text goes on with are not fed again, and none that it does not."""
-    plan = get_drafter("model", model=pair["spm"], vocabulary="slem", gamma=4)
-    made = load_drafter(pair["bpe"], plan)
+    spec = get_drafter("model", model=pair["spm"], vocabulary="slem", gamma=4)
+    made = load_drafter(pair["bpe"], spec)
     drafter, bpe = made.drafter, pair["bpe"].tokenizer
     assert made.about["vocabulary"]["method"] == "slem" and "slem" in made.notes[0]
     tokens = np.zeros((1, 64), np.int32)
@@ -155,8 +155,8 @@ LONG = (
 def test_slem_reads_on_what_it_would_read_whole(pair, target, draft):
     """Whatever is committed a round, and with special tokens between; each token is read a bounded number of times."""
     target, draft = pair[target], pair[draft]
-    plan = get_drafter("model", model=draft, vocabulary="slem", gamma=4)
-    drafter = load_drafter(target, plan).drafter
+    spec = get_drafter("model", model=draft, vocabulary="slem", gamma=4)
+    drafter = load_drafter(target, spec).drafter
     encode, special = target.tokenizer.encode, sorted(target.tokenizer.special_ids)[:2]
     ids = encode(LONG, add_special=True) + special + encode(LONG * 3) + special[:1] + encode(LONG * 20)
     tokens = np.array([ids, ids[::-1]], np.int32)
@@ -175,11 +175,11 @@ def test_slem_reads_on_what_it_would_read_whole(pair, target, draft):
 
 
 def test_slem_drafts_are_one_hot(pair):
-    plan = get_drafter("model", model=pair["spm"], vocabulary="slem", temperature=0.8)
-    assert plan.kind is DraftKind.ONE_HOT and not plan.tree
+    spec = get_drafter("model", model=pair["spm"], vocabulary="slem", temperature=0.8)
+    assert spec.kind is DraftKind.ONE_HOT and not spec.tree
     law = SamplingParams(temperature=0.9, max_tokens=20)
     with pytest.raises(UserError, match="verifier=token cannot verify one_hot chain drafts") as error:
-        specsparse.generate(pair["bpe"], "hello", sampling=law, drafter=plan, verifier="token")
+        specsparse.generate(pair["bpe"], "hello", sampling=law, drafter=spec, verifier="token")
     assert "drafter.temperature" not in str(error.value)
 
 

@@ -41,8 +41,8 @@ def pair(tmp_path_factory):
 
 def bound(target, draft, capacity, **options):
     """The drafter and its weights."""
-    plan = get_drafter("model", model=draft, gamma=6, **options)
-    found = load_drafter(target, plan)
+    spec = get_drafter("model", model=draft, gamma=6, **options)
+    found = load_drafter(target, spec)
     return found.drafter, found.weights(capacity), found.about
 
 
@@ -253,8 +253,8 @@ def test_tli_a_rolled_back_cache_drafts_as_a_new_one(pair, tree):
 
 def test_rounds_run_in_one_program_but_for_drafts_of_text(pair):
     for vocabulary, runner in {"auto": InOneProgram, "tli": InOneProgram, "slem": Pieces}.items():
-        plan = get_drafter("model", model=pair["spm"], vocabulary=vocabulary)
-        method = resolve(MethodSpec(plan, sampling=SamplingParams()), pair["bpe"])
+        spec = get_drafter("model", model=pair["spm"], vocabulary=vocabulary)
+        method = resolve(MethodSpec(spec, sampling=SamplingParams()), pair["bpe"])
         assert type(runner_for(pair["bpe"], method)) is runner
 
 

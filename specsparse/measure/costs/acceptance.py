@@ -33,7 +33,7 @@ from specsparse.runtime.stepped import RoundView, Watch
 from specsparse.runtime.timing_cache import CostTable, cost_key
 from specsparse.speculative import expected
 from specsparse.speculative.base import Drafter, Verifier
-from specsparse.speculative.drafters.plan import DrafterPlan
+from specsparse.speculative.drafters.spec import DrafterSpec
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import CHAIN
 from specsparse.speculative.verifiers import RULES
@@ -273,7 +273,7 @@ def acceptance_over_seeds(
     model: Model,
     prompt: PromptLike,
     *,
-    drafter: str | Drafter | DrafterPlan = "prompt_lookup",
+    drafter: str | Drafter | DrafterSpec = "prompt_lookup",
     verifier: str | Verifier | None = None,
     sampling: SamplingParams | None = None,
     max_tokens: int | None = None,

@@ -10,11 +10,11 @@ from specsparse.support.registry import Registry
 
 if TYPE_CHECKING:
     from specsparse.speculative.base import Drafter
-    from specsparse.speculative.drafters.plan import DrafterPlan
+    from specsparse.speculative.drafters.spec import DrafterSpec
 
-DRAFTERS: "Registry[Drafter | DrafterPlan]" = Registry(
+DRAFTERS: "Registry[Drafter | DrafterSpec]" = Registry(
     "drafter",
-    ("specsparse.speculative.base:Drafter", "specsparse.speculative.drafters.plan:DrafterPlan"),
+    ("specsparse.speculative.base:Drafter", "specsparse.speculative.drafters.spec:DrafterSpec"),
     "specsparse.speculative.drafters",
     {
         "prompt_lookup": "lookup:PromptLookup",
@@ -22,13 +22,13 @@ DRAFTERS: "Registry[Drafter | DrafterPlan]" = Registry(
         "ngram_map": "lookup:NGramMap",
         "suffix": "lookup:Suffix",
         "synthetic": "synthetic:Synthetic",
-        "model": "draft_model:ModelPlan",
-        "layer_skip": "self_draft:LayerSkipPlan",
-        "sparse_self": "self_draft:SparseSelfPlan",
-        "head": "heads.head:HeadPlan",
-        "lookup_head": "heads.head:LookupHeadPlan",
-        "eagle3": "heads.eagle3:Eagle3Plan",
-        "dflash": "heads.dflash:DFlashPlan",
+        "model": "draft_model:DraftModel",
+        "layer_skip": "self_draft:LayerSkip",
+        "sparse_self": "self_draft:SparseSelf",
+        "head": "heads.head:Head",
+        "lookup_head": "heads.head:LookupHead",
+        "eagle3": "heads.eagle3:Eagle3",
+        "dflash": "heads.dflash:DFlash",
         "scripted": "synthetic:Scripted",
     },
     aliases={
@@ -40,7 +40,7 @@ DRAFTERS: "Registry[Drafter | DrafterPlan]" = Registry(
         "eagle": "head",
     },
 )
-"""Drafters, and the names that other projects give to the same ones. What needs a model is a plan of a drafter."""
+"""Drafters, and the names that other projects give to the same ones. What needs a model is a spec of a drafter."""
 
 register = DRAFTERS.register
 """Makes a class known by name: `register("mine", MyDrafter, aliases=("my-own",))`. A name can be given once."""
@@ -57,16 +57,16 @@ def draw_temperature(verifier: str, temperature: float) -> float | None:
     return DRAWS_COLDER * temperature if verifier in WEIGHS_DRAWS and temperature > 0 else None
 
 
-def get_drafter(name: str, **options: object) -> "Drafter | DrafterPlan":
+def get_drafter(name: str, **options: object) -> "Drafter | DrafterSpec":
     """The drafter of that name or `module:Class`, with its options under their own or other projects' names.
 
-    A drafter that needs a model comes as a plan, to be bound to a target; `specsparse.generate` does that.
+    A drafter that needs a model comes as a spec, to be built for a target; `specsparse.generate` does that.
 
     Raises:
         UserError: unknown name or option (with the nearest valid one), or a value out of range.
     """
     from specsparse.speculative.base import Drafter, check_facts
-    from specsparse.speculative.drafters.plan import DrafterPlan
+    from specsparse.speculative.drafters.spec import DrafterSpec
 
     named = _own_names(name)
     if "max_nodes" in named:  # everybody's names of it, for a class that does not list them
@@ -74,7 +74,7 @@ def get_drafter(name: str, **options: object) -> "Drafter | DrafterPlan":
     made = DRAFTERS.make(name, options)
     if isinstance(made, Drafter):
         check_facts(made)
-    elif isinstance(made, DrafterPlan):
+    elif isinstance(made, DrafterSpec):
         made.check()
     return made
 

@@ -20,7 +20,6 @@ from specsparse.errors import UserError
 from specsparse.kernels import take_rows
 from specsparse.speculative.base import DraftContext, DraftKind, Feedback
 from specsparse.speculative.drafters.model_drafter import ModelDrafter
-from specsparse.speculative.drafters.plan import Bound, DrafterPlan, Drafting, Load, bytes_of
 from specsparse.speculative.drafters.slem import StringDrafter, Translator
 from specsparse.speculative.drafters.sources import (
     PREFILL_ROWS,
@@ -33,6 +32,7 @@ from specsparse.speculative.drafters.sources import (
     VocabMap,
     draft_ids,
 )
+from specsparse.speculative.drafters.spec import DrafterSpec, Drafting, Load, LoadedDrafter, bytes_of
 from specsparse.speculative.intersection import Intersection, intersect
 from specsparse.speculative.vocab import check_compatible
 from specsparse.support.options import Also, instance_of
@@ -128,7 +128,7 @@ class OwnModel(ModelSource):
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelPlan(DrafterPlan):
+class DraftModel(DrafterSpec):
     """A smaller model, of the target's family or not, with a cache of its own, its matrices whole on each device.
 
     Attributes:
@@ -157,25 +157,25 @@ class ModelPlan(DrafterPlan):
         if self.vocabulary == "slem" and self.drafting.draft_vocab is not None:
             raise UserError("drafter.vocabulary=slem scores all that the draft writes: leave draft_vocab out")
 
-    def prepare(self, target: Model, load: Load) -> Bound:
+    def build(self, target: Model, load: Load) -> LoadedDrafter:
         if self.model is None:
             raise UserError("drafter.model: a value is needed, the draft model's GGUF file")
         model = load("model", str(self.model)) if isinstance(self.model, str | Path) else self.model
         if self._by_id(target, model):
             columns = min(model.config.vocab_size, target.config.vocab_size)
             weights, columns = self.style.trim(target, model.params.output, columns)
-            return self._bound(target, model, weights, columns)
+            return self._by_ids(target, model, weights, columns)
         common = common_tokens(target, model, text=self.vocabulary == "slem")
         method, how = ("slem", "stepped") if self.vocabulary == "slem" else ("tli", "jitted")
         about = {"vocabulary": {"method": method, "rounds": how, **common.facts()}}
         note = f"drafter.vocabulary={method}: {model.path.name} has other tokens than the target; {common.sentence()}"
         log.log(logging.WARNING if self.vocabulary == "auto" else logging.INFO, "%s", note)
         if method == "slem":
-            bound = self._writing(target, model, common)
+            loaded = self._writing(target, model, common)
         else:
             weights, columns = shared_weights(self.style, target, model, common)
-            bound = self._bound(target, model, weights, columns, expansion=max(1.0, common.pieces_per_token))
-        return bound._replace(about=about, notes=(note,))
+            loaded = self._by_ids(target, model, weights, columns, expansion=max(1.0, common.pieces_per_token))
+        return loaded._replace(about=about, notes=(note,))
 
     @property
     def kind(self) -> DraftKind:
@@ -190,9 +190,9 @@ class ModelPlan(DrafterPlan):
     def files(self) -> Mapping[str, str]:
         return {"model": self.model} if isinstance(self.model, str) else {}
 
-    def _bound(
+    def _by_ids(
         self, target: Model, model: Model, weights: DraftWeights, columns: int, *, expansion: float = 1.0
-    ) -> Bound:
+    ) -> LoadedDrafter:
         source = _source(model, target.config.vocab_size, columns, expansion)
 
         def weights_for(capacity: int) -> DraftWeights:
@@ -200,9 +200,9 @@ class ModelPlan(DrafterPlan):
             return weights._replace(params=params if weights.head is None else params._replace(output=weights.head))
 
         reads = bytes_of(model.params.layers, model.params.output if weights.head is None else weights.head)
-        return Bound(self.style.drafter(source, target), weights_for, reads)
+        return LoadedDrafter(self.style.drafter(source, target), weights_for, reads)
 
-    def _writing(self, target: Model, model: Model, common: Intersection) -> Bound:
+    def _writing(self, target: Model, model: Model, common: Intersection) -> LoadedDrafter:
         size = model.config.vocab_size
         writer = self.style.drafter(_source(model, size, size, 1.0), target)
         assert isinstance(writer, ModelDrafter)
@@ -212,7 +212,7 @@ class ModelPlan(DrafterPlan):
         def weights_for(capacity: int) -> DraftWeights:
             return DraftWeights(params=model.params_for(drafter.slots(capacity)))
 
-        return Bound(drafter, weights_for, bytes_of(model.params.layers, model.params.output))
+        return LoadedDrafter(drafter, weights_for, bytes_of(model.params.layers, model.params.output))
 
     def _by_id(self, target: Model, model: Model) -> bool:
         """Whether an id is the same token in both vocabularies; refused where it must be and is not."""

@@ -13,8 +13,8 @@ from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, Feedback
-from specsparse.speculative.drafters.plan import Bound, DrafterPlan, Drafting, Load, bytes_of, ids_of
 from specsparse.speculative.drafters.sources import DraftWeights, FedRows, KeptRows, ModelSource, VocabMap
+from specsparse.speculative.drafters.spec import DrafterSpec, Drafting, Load, LoadedDrafter, bytes_of, ids_of
 from specsparse.support.options import Range, Read
 
 
@@ -55,7 +55,7 @@ class TargetLayers(ModelSource):
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerSkipPlan(DrafterPlan):
+class LayerSkip(DrafterSpec):
     """Some of the target's own layers, on the target's cache (Draft & Verify, arXiv:2309.08168).
 
     Attributes:
@@ -69,7 +69,7 @@ class LayerSkipPlan(DrafterPlan):
         """Unless it cuts rows of its own out of the target's output matrix."""
         return self.drafting.draft_vocab is None
 
-    def prepare(self, target: Model, load: Load) -> Bound:
+    def build(self, target: Model, load: Load) -> LoadedDrafter:
         c = target.config
         layers = default_layers(c.n_layers) if self.layers is None else self.layers
         if not layers or sorted(set(layers)) != list(layers) or layers[0] < 0 or layers[-1] >= c.n_layers:
@@ -81,7 +81,7 @@ class LayerSkipPlan(DrafterPlan):
 
 
 @dataclasses.dataclass(frozen=True)
-class SparseSelfPlan(DrafterPlan):
+class SparseSelf(DrafterSpec):
     """The target with few of its neurons, on the target's cache.
 
     Attributes:
@@ -106,12 +106,12 @@ class SparseSelfPlan(DrafterPlan):
         if self.text == ():
             raise UserError("drafter.text holds no ids: give some, or leave it out for a text that the target writes")
 
-    def prepare(self, target: Model, load: Load) -> Bound:
+    def build(self, target: Model, load: Load) -> LoadedDrafter:
         own = {"rule": self.rule, "share": self.share, "threshold": self.threshold, "text": self.text}
         fewer = load("fewer_neurons", {key: value for key, value in own.items() if value is not None})
-        bound = on_target(self.style, target, fewer.forward, None, fewer.params.layers)
-        weights = bound.weights(0)
-        return bound._replace(weights=lambda capacity: weights._replace(params=fewer.params_for(capacity)))
+        loaded = on_target(self.style, target, fewer.forward, None, fewer.params.layers)
+        weights = loaded.weights(0)
+        return loaded._replace(weights=lambda capacity: weights._replace(params=fewer.params_for(capacity)))
 
 
 def default_layers(count: int) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ def default_layers(count: int) -> tuple[int, ...]:
 
 def on_target(
     style: Drafting, target: Model, forward: ForwardFn, layers: tuple[int, ...] | None, read: Pytree
-) -> Bound:
+) -> LoadedDrafter:
     """The drafter that a part of the target makes, on the target's cache.
 
     Args:
@@ -136,4 +136,4 @@ def on_target(
     weights, columns = style.trim(target, target.params.output, c.vocab_size)
     source = TargetLayers(forward, VocabMap(c.vocab_size, c.vocab_size, columns), c.context_length, layers)
     reads = bytes_of(read, target.params.output if weights.head is None else weights.head)
-    return Bound(style.drafter(source, target), lambda capacity: weights, reads)
+    return LoadedDrafter(style.drafter(source, target), lambda capacity: weights, reads)

@@ -41,14 +41,14 @@ from specsparse.speculative.drafters.heads.published import (
     HeadKeys,
     LayerShape,
     PublishedHead,
-    PublishedPlan,
+    PublishedSpec,
     check_target,
     loader,
     scored,
     write_head_gguf,
 )
-from specsparse.speculative.drafters.plan import Bound, Load, bytes_of
 from specsparse.speculative.drafters.sources import DraftWeights, FedRows
+from specsparse.speculative.drafters.spec import Load, LoadedDrafter, bytes_of
 from specsparse.speculative.gamma import MAX_GAMMA
 from specsparse.speculative.tree import node_depths
 from specsparse.support.options import Range
@@ -619,7 +619,7 @@ def _pick_rows(table: jax.Array, index_R: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlashPlan(PublishedPlan):
+class DFlash(PublishedSpec):
     """A block of tokens in one forward, from the target's features (DFlash, arXiv:2602.06036), with the target's
     embedding and output matrix or its own.
 
@@ -630,7 +630,7 @@ class DFlashPlan(PublishedPlan):
     block_size: Annotated[int, Range(1, MAX_GAMMA)] | None = None
     reader = "specsparse.models.convert.dflash:read_dflash"
 
-    def prepare(self, target: Model, load: Load) -> Bound:
+    def build(self, target: Model, load: Load) -> LoadedDrafter:
         file = self.head_file(load)
         rows = self._rows(file)
         positions = rows - (0 if file.from_anchor else 1)
@@ -667,7 +667,7 @@ class DFlashPlan(PublishedPlan):
             return weights._replace(params=DFlashParams(block, jnp.asarray(cos), jnp.asarray(sin), embedding))
 
         reads = bytes_of(block, weights.head) // positions
-        return Bound(self.drafting.drafter(source, target), weights_for, reads)
+        return LoadedDrafter(self.drafting.drafter(source, target), weights_for, reads)
 
     def _rows(self, file: DFlashFile) -> int:
         if self.block_size is None:

@@ -39,14 +39,14 @@ from specsparse.speculative.drafters.heads.published import (
     HeadKeys,
     LayerShape,
     PublishedHead,
-    PublishedPlan,
+    PublishedSpec,
     check_target,
     loader,
     scored,
     write_head_gguf,
 )
-from specsparse.speculative.drafters.plan import Bound, Load, bytes_of
 from specsparse.speculative.drafters.sources import DraftWeights, FedRows
+from specsparse.speculative.drafters.spec import Load, LoadedDrafter, bytes_of
 
 PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 """Matrices of the layer by their GGUF names."""
@@ -454,13 +454,13 @@ class Eagle3Source(OneLayerSource):
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Plan(PublishedPlan):
+class Eagle3(PublishedSpec):
     """One layer on the features of three of the target's layers, as other projects publish it (EAGLE-3,
     arXiv:2503.01840), with the target's embedding and output matrix where its file has none."""
 
     reader = "specsparse.models.convert.eagle3:read_eagle3"
 
-    def prepare(self, target: Model, load: Load) -> Bound:
+    def build(self, target: Model, load: Load) -> LoadedDrafter:
         file = self.head_file(load)
         c, shape = target.config, file.shape
         layers = file.layers or default_layers(c.n_layers)
@@ -486,7 +486,7 @@ class Eagle3Plan(PublishedPlan):
                 params=Eagle3Params(head, jnp.asarray(cos)[None], jnp.asarray(sin)[None], embedding)
             )
 
-        return Bound(self.drafting.drafter(source, target), weights_for, bytes_of(head, weights.head))
+        return LoadedDrafter(self.drafting.drafter(source, target), weights_for, bytes_of(head, weights.head))
 
 
 def _packed(file: Eagle3File, *, floats: bool) -> Eagle3Weights:

@@ -35,17 +35,17 @@ from specsparse.speculative.drafters.heads import eagle3
 from specsparse.speculative.drafters.heads.feature_source import HeadState, OneLayerSource, of_target
 from specsparse.speculative.drafters.heads.published import matrix_type
 from specsparse.speculative.drafters.lookup import Either, NGramSizes, PromptLookup
-from specsparse.speculative.drafters.plan import (
-    Bound,
+from specsparse.speculative.drafters.sources import DraftWeights, FedRows
+from specsparse.speculative.drafters.spec import (
     ChainDrafting,
-    DrafterPlan,
+    DrafterSpec,
     Drafting,
     HeadDrafting,
     Load,
+    LoadedDrafter,
     bytes_of,
-    under,
+    drafting_with,
 )
-from specsparse.speculative.drafters.sources import DraftWeights, FedRows
 from specsparse.speculative.policies.base import Policy
 from specsparse.support.options import Inline
 
@@ -306,7 +306,7 @@ HEAD_P_MIN = 0.6
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadPlan(DrafterPlan):
+class Head(DrafterSpec):
     """One layer on the target's features, before the target's output matrix (EAGLE, arXiv:2401.15077).
 
     Without ids of its own it scores those of the head's file. A GGUF file of an EAGLE-3 head is one of `eagle3`.
@@ -318,12 +318,12 @@ class HeadPlan(DrafterPlan):
     head: str | Path | None = None
     drafting: Annotated[HeadDrafting, Inline()] = dataclasses.field(default=HeadDrafting(), kw_only=True)
 
-    def prepare(self, target: Model, load: Load) -> Bound:
+    def build(self, target: Model, load: Load) -> LoadedDrafter:
         c, style = target.config, self.drafting
         path = find(self.head, target.params.output_norm)
         f = open_gguf(path)
         if f.get("general.architecture", "str", "") == eagle3.ARCHITECTURE:
-            return eagle3.Eagle3Plan(eagle3.read_gguf(f), drafting=self.drafting).prepare(target, load)
+            return eagle3.Eagle3(eagle3.read_gguf(f), drafting=self.drafting).build(target, load)
         found = read_head(path, c, floats=target.kernels.name != "native")
         if style.draft_vocab is None:
             style = dataclasses.replace(style, draft_vocab=tuple(found.ids.tolist()))
@@ -340,11 +340,11 @@ class HeadPlan(DrafterPlan):
         )
         weights = weights._replace(params=found.params)
         reads = bytes_of(found.params.layer, found.params.fc_token, found.params.fc_hidden, weights.head)
-        return Bound(style.drafter(source, target), lambda capacity: weights, reads)
+        return LoadedDrafter(style.drafter(source, target), lambda capacity: weights, reads)
 
 
 @dataclasses.dataclass(frozen=True)
-class LookupHeadPlan(DrafterPlan, NGramSizes):
+class LookupHead(DrafterSpec, NGramSizes):
     """Prompt lookup where the text repeats itself, else a head. Each is under the policy; its gamma is that of both.
 
     Attributes:
@@ -359,18 +359,18 @@ class LookupHeadPlan(DrafterPlan, NGramSizes):
         assert self.second  # options that exclude each other are found before a model is loaded
 
     @functools.cached_property
-    def second(self) -> HeadPlan:
+    def second(self) -> Head:
         """The head, which stops early by default where the length of a draft is fixed."""
         how = self.drafting
         fixed = how.policy is None and how.max_nodes is not None
         ends = how.p_min if how.p_min is not None else HEAD_P_MIN if fixed else 0.0
         given = {field.name: getattr(how, field.name) for field in dataclasses.fields(how)}
         full = HeadDrafting(**given | {"p_min": ends})
-        return HeadPlan(head=self.head, drafting=full)
+        return Head(head=self.head, drafting=full)
 
     @functools.cached_property
     def first(self) -> PromptLookup:
-        """The lookup; a policy that is put upon the plan later leaves it the room it had."""
+        """The lookup; a policy that is put upon the spec later leaves it the room it had."""
         gamma = self.drafting.max_nodes or self.second.max_nodes
         return PromptLookup(self.ngram_max, self.ngram_min, gamma)
 
@@ -382,10 +382,10 @@ class LookupHeadPlan(DrafterPlan, NGramSizes):
     def max_nodes(self) -> int:
         return max(self.first.max_nodes, self.second.max_nodes)
 
-    def under(self, policy: Policy) -> Self:
-        how = dataclasses.replace(under(self.drafting, policy), max_nodes=self.first.max_nodes)
+    def with_policy(self, policy: Policy) -> Self:
+        how = dataclasses.replace(drafting_with(self.drafting, policy), max_nodes=self.first.max_nodes)
         return dataclasses.replace(self, drafting=how)
 
-    def prepare(self, target: Model, load: Load) -> Bound:
-        bound = self.second.prepare(target, load)
-        return bound._replace(drafter=Either(self.first, bound.drafter))
+    def build(self, target: Model, load: Load) -> LoadedDrafter:
+        loaded = self.second.build(target, load)
+        return loaded._replace(drafter=Either(self.first, loaded.drafter))

@@ -1,4 +1,4 @@
-"""Heads that other projects publish: what their files have in common, and what their plans do."""
+"""Heads that other projects publish: what their files have in common, and what their specs do."""
 
 import dataclasses
 import sys
@@ -16,8 +16,8 @@ from specsparse.engine.gguf.writer import NewTensor, encode, write_gguf
 from specsparse.engine.model import Model
 from specsparse.engine.weights import pack_matrix
 from specsparse.errors import UserError
-from specsparse.speculative.drafters.plan import DrafterPlan, Drafting, Load
 from specsparse.speculative.drafters.sources import DraftWeights
+from specsparse.speculative.drafters.spec import DrafterSpec, Drafting, Load
 from specsparse.support.files import Json
 from specsparse.support.options import instance_of
 
@@ -345,8 +345,8 @@ def matrix_type(quant: str, shapes: Iterable[tuple[int, ...]] = (), path: Path |
 
 
 @dataclasses.dataclass(frozen=True)
-class PublishedPlan(DrafterPlan):
-    """Base of the plans of heads that other projects publish.
+class PublishedSpec(DrafterSpec):
+    """Base of the specs of heads that other projects publish.
 
     Attributes:
         path: its folder (config.json and safetensors, or pytorch_model.bin of EAGLE-3), a GGUF file, hf://owner/repo,

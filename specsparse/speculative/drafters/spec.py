@@ -1,4 +1,4 @@
-"""Drafters that need a model: how they draft (`Drafting`), what is wanted (a plan), and the drafter that it makes."""
+"""Drafters that need a model: how they draft (`Drafting`), what is asked for (`DrafterSpec`), and what it builds."""
 
 import abc
 import dataclasses
@@ -210,14 +210,14 @@ class ChainDrafting:
 How = TypeVar("How", Drafting, ChainDrafting)
 
 
-def under(how: How, policy: Policy) -> How:
+def drafting_with(how: How, policy: Policy) -> How:
     """The same under a policy, which says how long drafts are."""
     lengths = ("max_nodes", "p_min", "n_min")
     defaults = {field.name: field.default for field in dataclasses.fields(how) if field.name in lengths}
     return dataclasses.replace(how, policy=policy, **defaults)
 
 
-class Bound(NamedTuple):
+class LoadedDrafter(NamedTuple):
     """A drafter ready to run.
 
     Attributes:
@@ -250,11 +250,11 @@ class Load(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class DrafterPlan(abc.ABC):
+class DrafterSpec(abc.ABC):
     """A drafter whose model is not there yet: what is known of it beforehand, and how to make it.
 
     Derive from it what drafts with the target's model: the fields of a frozen dataclass are its options, beside those
-    of `Drafting`, and `prepare` makes the drafter.
+    of `Drafting`, and `build` makes the drafter.
 
     Attributes:
         drafting: how it drafts, as far as that is the same for all.
@@ -280,7 +280,7 @@ class DrafterPlan(abc.ABC):
         return True
 
     def check(self) -> None:
-        """Refuses a plan without a value that it needs, such as the path of a head. By default it needs none.
+        """Refuses a spec without a value that it needs, such as the path of a head. By default it needs none.
 
         Raises:
             UserError: the option.
@@ -302,12 +302,12 @@ class DrafterPlan(abc.ABC):
         """K."""
         return self.style.length_policy.gamma if self.style.shape is None else self.style.shape.max_nodes
 
-    def under(self, policy: Policy) -> Self:
+    def with_policy(self, policy: Policy) -> Self:
         """The same with that policy, which somebody asked for."""
-        return dataclasses.replace(self, drafting=under(self.drafting, policy))
+        return dataclasses.replace(self, drafting=drafting_with(self.drafting, policy))
 
     @abc.abstractmethod
-    def prepare(self, target: Model, load: Load) -> Bound:
+    def build(self, target: Model, load: Load) -> LoadedDrafter:
         """The drafter for this target, and its weights; the policy is put on it by `runtime.method.load_drafter`."""
 
 
