@@ -10,8 +10,7 @@ from specsparse.engine.sampling.row_laws import LawRows, SamplingKernels
 from specsparse.errors import UserError
 from specsparse.speculative.base import PAD, Draft, DraftKind, Verdict, Verifier
 from specsparse.speculative.verifiers import BUILTIN, RULES, SYNTHETIC, laws
-from specsparse.speculative.verifiers.block import Block, judge
-from specsparse.speculative.verifiers.match import Match, TargetRule, follow
+from specsparse.speculative.verifiers.draft_rules import Block, Match, TargetRule, follow, judge
 from specsparse.speculative.verifiers.rejection import Rejection
 from specsparse.speculative.verifiers.siblings import SiblingRule, walk
 from specsparse.support.options import read

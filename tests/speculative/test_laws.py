@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specsparse.speculative.verifiers import laws
-from specsparse.speculative.verifiers.kseq import overlap, solve_rho, uses
+from specsparse.speculative.verifiers.sibling_rules import overlap, solve_rho, uses
 
 WIDTHS = [1, 3, 100, 255, 256, 8193, 10000, 49152]
 

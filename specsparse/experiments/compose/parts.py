@@ -38,7 +38,8 @@ def completed(group: str, given: Mapping[str, object]) -> dict[str, object]:
     if not isinstance(name, str) or not PARTS[group].is_builtin(name):
         same = GAMMA_NAMES if group == "policy" else ()
         return {"gamma" if key in same else key: value for key, value in given.items()}
-    names = {alias: option.name for option in PARTS[group].options(name).values() for alias in option.aliases}
+    options = PARTS[group].options(name)
+    names = {alias: key for key, option in options.items() for alias in option.aliases} | {key: key for key in options}
     spelled = {names.get(key, key): key for key in own}  # of two names of an option the one that came later counts
     for option, key in spelled.items():
         if option in ELSEWHERE and own[key] is not None:

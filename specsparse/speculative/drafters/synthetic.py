@@ -22,7 +22,7 @@ from specsparse.speculative.drafters import lookup
 from specsparse.speculative.gamma import MAX_GAMMA, SHORT_GAMMA, MaxNodes
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verifiers import SYNTHETIC
-from specsparse.speculative.verifiers.match import TargetRule
+from specsparse.speculative.verifiers.draft_rules import TargetRule
 from specsparse.speculative.verify import match_verdict
 from specsparse.support.options import Also, Inline, Range, Read, instance_of
 

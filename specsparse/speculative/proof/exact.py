@@ -12,8 +12,7 @@ import numpy as np
 
 from specsparse.speculative.base import Draft
 from specsparse.speculative.verifiers import laws
-from specsparse.speculative.verifiers.block import Block
-from specsparse.speculative.verifiers.match import Match
+from specsparse.speculative.verifiers.draft_rules import Block, Match
 from specsparse.speculative.verifiers.siblings import Child, SiblingRule, children, next_child
 
 

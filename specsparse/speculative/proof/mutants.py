@@ -25,9 +25,9 @@ from specsparse.speculative.proof.cases import (
 from specsparse.speculative.proof.exact import Outcome
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verifiers import laws
-from specsparse.speculative.verifiers.block import Block
-from specsparse.speculative.verifiers.kseq import KSeq
+from specsparse.speculative.verifiers.draft_rules import Block
 from specsparse.speculative.verifiers.rejection import Rejection
+from specsparse.speculative.verifiers.sibling_rules import KSeq
 from specsparse.speculative.verifiers.siblings import SiblingRule
 
 VOCAB = 4

@@ -20,19 +20,21 @@ _ONE_HOT, _SAMPLED, _IID, _WOR = (frozenset({k}) for k in DraftKind)
 _ANY = frozenset(DraftKind)
 
 BUILTIN: Mapping[str, Verifier] = {v.name: v for v in (
-    Verifier("greedy", "match:Match", _ONE_HOT, needs_p=False, greedy_only=True),
-    Verifier("match", "match:Match", _ONE_HOT | _SAMPLED, needs_p=False),
-    Verifier("tree_greedy", "match:Match", _ONE_HOT, tree=True, needs_p=False, greedy_only=True, paper="2305.09781"),
-    Verifier("tree_match", "match:Match", _ONE_HOT | _IID | _WOR, tree=True, needs_p=False, paper="2305.09781"),
+    Verifier("greedy", "draft_rules:Match", _ONE_HOT, needs_p=False, greedy_only=True),
+    Verifier("match", "draft_rules:Match", _ONE_HOT | _SAMPLED, needs_p=False),
+    Verifier(
+        "tree_greedy", "draft_rules:Match", _ONE_HOT, tree=True, needs_p=False, greedy_only=True, paper="2305.09781"
+    ),
+    Verifier("tree_match", "draft_rules:Match", _ONE_HOT | _IID | _WOR, tree=True, needs_p=False, paper="2305.09781"),
     Verifier("token", "rejection:Rejection", _SAMPLED, paper="2211.17192"),
     Verifier("mss", "rejection:Rejection", _IID, tree=True, paper="2305.09781"),
     Verifier("wor", "rejection:Rejection", _WOR, tree=True, paper="2402.12374"),
     Verifier("delta", "rejection:Rejection", _ONE_HOT, paper="2401.15077"),
     Verifier("tree_delta", "rejection:Rejection", _ONE_HOT, tree=True, paper="2401.15077"),
-    Verifier("kseq", "kseq:KSeq", _IID, tree=True, paper="2310.15141"),
-    Verifier("block", "block:Block", _ONE_HOT | _SAMPLED, paper="2403.10444"),
-    Verifier("typical", "lossy:Typical", _ANY, tree=True, lossless=False, paper="2401.10774"),
-    Verifier("threshold", "lossy:Threshold", _ANY, tree=True, lossless=False),
+    Verifier("kseq", "sibling_rules:KSeq", _IID, tree=True, paper="2310.15141"),
+    Verifier("block", "draft_rules:Block", _ONE_HOT | _SAMPLED, paper="2403.10444"),
+    Verifier("typical", "sibling_rules:Typical", _ANY, tree=True, lossless=False, paper="2401.10774"),
+    Verifier("threshold", "sibling_rules:Threshold", _ANY, tree=True, lossless=False),
 )}  # fmt: skip
 """All verifiers that have a law, by name; the rule of each is its home here, and is not made yet."""
 

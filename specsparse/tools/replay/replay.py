@@ -17,7 +17,7 @@ from specsparse.errors import UserError
 from specsparse.measure.recording import Recording
 from specsparse.speculative.base import ROOT, Draft, DraftKind, Verifier
 from specsparse.speculative.proof.exact import ends
-from specsparse.speculative.verifiers.match import Match
+from specsparse.speculative.verifiers.draft_rules import Match
 from specsparse.speculative.verify import get_verifier, valid_verifiers
 
 MOST_REST = 1e-3

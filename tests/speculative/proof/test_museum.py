@@ -15,7 +15,7 @@ from specsparse.speculative.proof.museum import EXHIBITS, measure_exhibit
 from specsparse.speculative.proof.page import museum_tables
 from specsparse.speculative.proof.results import SAMPLED
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.verifiers.match import Match
+from specsparse.speculative.verifiers.draft_rules import Match
 from specsparse.speculative.verifiers.rejection import Rejection
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "certified.md"
