@@ -1,4 +1,5 @@
-"""Claim: the verifiers of transformers, vLLM and llama.cpp keep the target's law, and every known mistake is caught.
+"""Claim: the verifiers of transformers, vLLM and llama.cpp keep the target's distribution, and every known mistake is
+caught.
 
 Expected: docs/certified.md, lossless "yes" in each row but the ensemble's, and no NO.
 Run time: five minutes; needs these packages: pip install transformers torch llama-cpp-python.

@@ -47,7 +47,7 @@ GAMMA = 8
 """Tokens of the longest chain."""
 
 T0, T6, T10 = (SamplingParams(temperature=t, max_tokens=TEXT, ignore_eos=True) for t in (0.0, 0.6, 1.0))
-LAWS: dict[str, list[SamplingParams]] = {
+SAMPLINGS: dict[str, list[SamplingParams]] = {
     "greedy": [T0] * ROWS,
     "truncated": [
         T0, T6, T10, T6.merged(top_k=40), T6.merged(top_p=0.9), T10.merged(min_p=0.05),
@@ -61,7 +61,7 @@ LAWS: dict[str, list[SamplingParams]] = {
         T10.merged(repetition_penalty=1.1, presence_penalty=-0.3, top_k=100, top_p=0.95, min_p=0.01),
     ],
 }  # fmt: skip
-"""Sampling parameters of the rows of a batch; laws of one name share their programs."""
+"""Sampling parameters of the rows of a batch; distributions of one name share their programs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,18 +141,18 @@ class IdentityUnit(NamedTuple):
     """One batch under one method."""
 
     method: str
-    law: str
+    sampling: str
     batch: int
 
 
 def units(tokens: int, methods: list[str]) -> list[IdentityUnit]:
-    """Enough batches for that many tokens, spread over methods and laws; those of one program follow each other."""
-    names, count = list(LAWS), -(-tokens // (ROWS * TEXT))
+    """Batches of that many tokens in all, spread over methods and sampling; those of one program follow each other."""
+    names, count = list(SAMPLINGS), -(-tokens // (ROWS * TEXT))
     found: list[IdentityUnit] = []
     for turn in range(count):
         sweep, m = divmod(turn, len(methods))
         found.append(IdentityUnit(methods[m], names[(m + sweep) % len(names)], sweep // len(names)))
-    return sorted(found, key=lambda u: (methods.index(u.method), names.index(u.law), u.batch))
+    return sorted(found, key=lambda u: (methods.index(u.method), names.index(u.sampling), u.batch))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,12 +170,12 @@ class IdentityBench:
         order = np.random.default_rng(0).permutation(len(every))
         return cls(model, [every[i] for i in order])
 
-    def sequences(self, law: str, batch: int) -> list[Request]:
+    def sequences(self, sampling: str, batch: int) -> list[Request]:
         """Row b has prompt 8 batch + b, and the parameters shifted by the batch, so that all meet all draft lengths."""
         rows = range(ROWS)
-        laws = LAWS[law]
+        sampling = SAMPLINGS[sampling]
         ids = [self.ids[(ROWS * batch + b) % len(self.ids)] for b in rows]
-        return [Request(ids[b], laws[(b + batch) % len(laws)], seed=1000 + batch, sample=b) for b in rows]
+        return [Request(ids[b], sampling[(b + batch) % len(sampling)], seed=1000 + batch, sample=b) for b in rows]
 
     def decode(self, sequences: list[Request], method: Method) -> Session:
         """The session at its end."""
@@ -183,13 +183,13 @@ class IdentityBench:
         session.advance()
         return session
 
-    def plain(self, law: str, batch: int) -> np.ndarray:
+    def plain(self, sampling: str, batch: int) -> np.ndarray:
         """int32[ROWS, TEXT]."""
-        return np.stack(self.decode(self.sequences(law, batch), Method()).tokens())
+        return np.stack(self.decode(self.sequences(sampling, batch), Method()).tokens())
 
     def compare(self, unit: IdentityUnit, wanted: np.ndarray) -> dict[str, int]:
         """Tokens, how many of them differ, and the drafts' counters."""
-        sequences = self.sequences(unit.law, unit.batch)
+        sequences = self.sequences(unit.sampling, unit.batch)
         session = self.decode(sequences, self.method(unit, sequences, wanted))
         differing = sum(differing_tokens(got, row) for got, row in zip(session.tokens(), wanted, strict=True))
         counters = session.counters()
@@ -205,7 +205,7 @@ class IdentityBench:
         """The drafter with its verifier; `scripted` is told `wanted`, int32[ROWS, TEXT], the plain texts."""
         drafter = METHODS[unit.method](self.model.config)
         verifier = ("tree_" if drafter.tree else "") + ("greedy" if self.greedy(unit, drafter) else "match")
-        method = resolve(MethodSpec(drafter, verifier, sampling=LAWS[unit.law][0]), self.model)
+        method = resolve(MethodSpec(drafter, verifier, sampling=SAMPLINGS[unit.sampling][0]), self.model)
         if not unit.method.startswith("scripted"):
             return method
         truth = np.full((ROWS, PROMPT + TEXT), -1, np.int32)  # prompt and plain continuation, for `scripted` to know
@@ -216,7 +216,7 @@ class IdentityBench:
     @staticmethod
     def greedy(unit: IdentityUnit, drafter: Drafter | DrafterSpec) -> bool:
         """Drawn drafts are for `match` only."""
-        return unit.law == "greedy" and drafter.kind.value == "one_hot"
+        return unit.sampling == "greedy" and drafter.kind.value == "one_hot"
 
 
 def differing_tokens(got: np.ndarray, wanted: np.ndarray) -> int:
@@ -247,9 +247,9 @@ class State:
             else:
                 self.done[IdentityUnit(*row["unit"])] = row
 
-    def add_plain(self, law: str, batch: int, tokens: np.ndarray) -> None:
-        self.plain[law, batch] = tokens
-        self._write({"plain": [law, batch], "tokens": tokens.tolist()})
+    def add_plain(self, sampling: str, batch: int, tokens: np.ndarray) -> None:
+        self.plain[sampling, batch] = tokens
+        self._write({"plain": [sampling, batch], "tokens": tokens.tolist()})
 
     def add(self, unit: IdentityUnit, row: dict[str, int]) -> None:
         self.done[unit] = row
@@ -267,9 +267,9 @@ def run(bench: IdentityBench, state: State, todo: list[IdentityUnit], *, seconds
         if unit not in state.done:
             if time.monotonic() - start > seconds:
                 return
-            if (unit.law, unit.batch) not in state.plain:
-                state.add_plain(unit.law, unit.batch, bench.plain(unit.law, unit.batch))
-            state.add(unit, bench.compare(unit, state.plain[unit.law, unit.batch]))
+            if (unit.sampling, unit.batch) not in state.plain:
+                state.add_plain(unit.sampling, unit.batch, bench.plain(unit.sampling, unit.batch))
+            state.add(unit, bench.compare(unit, state.plain[unit.sampling, unit.batch]))
         yield unit
 
 

@@ -13,9 +13,9 @@
 # %% [markdown]
 # # Reading a certificate
 #
-# A verifier is *lossless* if the law of the text is the target's law p, whatever the draft q. That is not argued from a
-# plot of samples: on a small vocabulary every draft and every outcome of every coin can be enumerated, and the law of
-# what comes out compared with p exactly.
+# A verifier is *lossless* if the distribution of the text is the target's distribution p, whatever the draft q. That is
+# not argued from a plot of samples: on a small vocabulary every draft and every outcome of every coin can be
+# enumerated, and the distribution of what comes out compared with p exactly.
 
 # %%
 import numpy as np
@@ -53,8 +53,8 @@ print(wrong, "total variation from p:", np.abs(wrong - p).sum() / 2)
 # %% [markdown]
 # ## By the package
 #
-# The same with context-dependent p and q, drafts of several tokens and trees. The joint law of all tokens of a round is
-# compared, so a mistake that shows only in the second token is found too.
+# The same with context-dependent p and q, drafts of several tokens and trees. The joint distribution of all tokens of a
+# round is compared, so a mistake that shows only in the second token is found too.
 
 # %%
 report = specsparse.certify([get_verifier("token"), get_verifier("typical")], vocab=3, gamma=2, mutants=False)
@@ -65,7 +65,8 @@ for name in ("token", "typical"):
 assert report.passed
 
 # %% [markdown]
-# * **total variation**: half the sum of |difference| over all texts of a round; 0: the same law, 1: no text in common.
+# * **total variation**: half the sum of |difference| over all texts of a round; 0: the same distribution, 1: no text in
+# common.
 # * **lossless** must be 0 but for the rounding of float64; *typical* promises nothing, and its
 #   number says how much it changes.
 

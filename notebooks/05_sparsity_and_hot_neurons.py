@@ -41,8 +41,8 @@ fit_on, judge_on = cut[:2] if SMALL else cut[:12], cut[-1:] if SMALL else cut[-4
 # ## Leave out the small ones
 #
 # CATS (Lee et al. 2024): a neuron counts if its gate activation is large; the threshold of each layer is a quantile
-# over a text. Keeping everything is the model itself; keeping less changes its law of the next token, measured by the
-# KL divergence. This is lossy, and says so.
+# over a text. Keeping everything is the model itself; keeping less changes its distribution of the next token, measured
+# by the KL divergence. This is lossy, and says so.
 
 # %%
 judge, rows = Evaluator(model, judge_on), collect(model, fit_on)

@@ -56,11 +56,11 @@ model = specsparse.load(MODEL)
 prompt = "The three largest cities of Italy are"
 found = {}
 for heat in (0.0, 0.8):
-    law = {"temperature": heat, "seed": 1, "max_tokens": TOKENS, "ignore_eos": True}
-    plain = specsparse.generate(model, prompt, **law)
+    sampling = {"temperature": heat, "seed": 1, "max_tokens": TOKENS, "ignore_eos": True}
+    plain = specsparse.generate(model, prompt, **sampling)
     for gamma in (1, 2, 4):
         drafter = specsparse.get_drafter("model", model=DRAFT, gamma=gamma)
-        fast = specsparse.generate(model, prompt, drafter=drafter, verifier="match", **law)
+        fast = specsparse.generate(model, prompt, drafter=drafter, verifier="match", **sampling)
         assert fast.token_ids == plain.token_ids
         counters = fast.stats.counters
         found[heat, gamma] = counters.num_accepted_tokens / max(counters.num_draft_tokens, 1)
@@ -106,9 +106,9 @@ head = write_folder(random_eagle3(model), folder / "head")
 file = read_eagle3(head)
 print(f"{', '.join(sorted(p.name for p in head.iterdir()))}: reads what enters layers {file.layers}")
 
-law = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
-plain = specsparse.generate(model, prompt, **law)
-fast = specsparse.generate(model, prompt, drafter=specsparse.get_drafter("eagle3", path=str(head), gamma=2), **law)
+sampling = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
+plain = specsparse.generate(model, prompt, **sampling)
+fast = specsparse.generate(model, prompt, drafter=specsparse.get_drafter("eagle3", path=str(head), gamma=2), **sampling)
 assert fast.token_ids == plain.token_ids
 print(f"{fast.stats.counters.num_accepted_tokens} of {fast.stats.counters.num_draft_tokens} drafted tokens accepted")
 
@@ -129,7 +129,7 @@ draft = specsparse.load(write_tiny_gguf(folder / "draft.gguf", tokenizer="spm", 
 print(common_tokens(model, draft).sentence())
 for vocabulary in ("tli", "slem"):
     drafter = specsparse.get_drafter("model", model=draft, vocabulary=vocabulary, gamma=2)
-    fast = specsparse.generate(model, prompt, drafter=drafter, **law)
+    fast = specsparse.generate(model, prompt, drafter=drafter, **sampling)
     assert fast.token_ids == plain.token_ids
     counters = fast.stats.counters
     print(f"{vocabulary}: {counters.num_accepted_tokens} of {counters.num_draft_tokens} drafted tokens accepted")

@@ -83,7 +83,7 @@ class Coarse(OurRows):
 model = specsparse.load(MODEL)
 ids, bos = text_ids(model.tokenizer, None), model.tokenizer.bos_id if model.tokenizer.add_bos else None
 cut = same_bits.windows_of(ids, plan.windows, prompt=plan.prompt_tokens, following=plan.tokens, bos=bos)
-forking = same_bits.audit(Coarse(model, plan.room), plan, cut, ids[: CHECKED])
+forking = same_bits.audit(Coarse(model, plan.room), plan, cut, ids[:CHECKED])
 print(forking["verdict"])
 show(forking)
 

@@ -1,6 +1,7 @@
 """Speculative and sparse-activation decoding of GGUF models in JAX: exact, measured, explained."""
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from specsparse.errors import UserError
@@ -9,16 +10,16 @@ if TYPE_CHECKING:
     from specsparse.api import Generation, GenerationStats, Model, SamplingParams, Stream, generate, load, stream
     from specsparse.speculative.drafters import get_drafter, register
     from specsparse.speculative.proof.certify import certify
-    from specsparse.speculative.proof.handed import Handed
+    from specsparse.speculative.proof.external import ExternalVerifier
     from specsparse.speculative.proof.results import CertificateReport
     from specsparse.support.citations import citation
 
 __version__ = "0.1.0"
 __all__ = [
     "CertificateReport",
+    "ExternalVerifier",
     "Generation",
     "GenerationStats",
-    "Handed",
     "Model",
     "SamplingParams",
     "Stream",
@@ -36,7 +37,7 @@ __all__ = [
 _HOMES = {
     "certify": "specsparse.speculative.proof.certify",
     "CertificateReport": "specsparse.speculative.proof.results",
-    "Handed": "specsparse.speculative.proof.handed",
+    "ExternalVerifier": "specsparse.speculative.proof.external",
     "citation": "specsparse.support.citations",
     "get_drafter": "specsparse.speculative.drafters",
     "load": "specsparse.runtime.load",  # a model is loaded without what drafts and verifies
@@ -44,8 +45,14 @@ _HOMES = {
 }
 
 
+_RENAMED = {"Handed": "ExternalVerifier"}  # the old names go with the next version
+
+
 def __getattr__(name: str) -> Any:
     """The public names, imported when first used: `python -m specsparse --help` need not wait for JAX."""
+    if name in _RENAMED:
+        warnings.warn(f"specsparse.{name} is specsparse.{_RENAMED[name]} now", DeprecationWarning, stacklevel=2)
+        name = _RENAMED[name]
     if name not in __all__:
         raise AttributeError(f"module 'specsparse' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES.get(name, "specsparse.api")), name)

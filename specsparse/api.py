@@ -7,6 +7,7 @@ from typing import Any
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
+from specsparse.runtime.host_loop import Watch
 from specsparse.runtime.load import load
 from specsparse.runtime.method import MethodSpec, ready
 from specsparse.runtime.requests import (
@@ -19,7 +20,6 @@ from specsparse.runtime.requests import (
 from specsparse.runtime.results import Generation, GenerationStats, best_of, decode, generations
 from specsparse.runtime.round_log import NOTED_ROUNDS
 from specsparse.runtime.session import Session
-from specsparse.runtime.stepped import Watch
 from specsparse.runtime.stream import Stream
 from specsparse.speculative.base import Drafter, Verifier
 from specsparse.speculative.drafters.spec import DrafterSpec
@@ -58,7 +58,7 @@ def generate(
             is that prompt's own, whatever its place.
         loop: "jit", the whole decode in one program; or "host", a program a stage: slower, the same tokens, and the
             counters have the time of each stage.
-        watch: called with every speculative round (`runtime.stepped.RoundView`); the loop is the host's then.
+        watch: called with every speculative round (`runtime.host_loop.RoundView`); the loop is the host's then.
         common_noise: all prompts have the seed itself, to compare them draw by draw: equal prompts give equal texts,
             and texts of unlike ones correlate.
         fields: further fields of `SamplingParams`, which win over `sampling`.

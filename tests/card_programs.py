@@ -15,7 +15,7 @@ from specsparse.engine.generate import DecodeState, Job
 from specsparse.engine.sampling import pipeline
 from specsparse.engine.weights import Layer, Params
 from specsparse.kernels import Kernels
-from specsparse.speculative import loop, origins
+from specsparse.speculative import loop, token_sources
 from specsparse.speculative.drafters.synthetic import Scripted
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import get_verifier
@@ -60,11 +60,11 @@ def programs(
     cache = jax.eval_shape(
         partial(_cache, config.n_layers, batch, capacity, config.n_kv_heads, config.head_dim),
     )
-    law, law_params = pipeline.compile_params(
+    probs, sampling_arrays = pipeline.compile_params(
         SamplingParams(temperature=0.0), vocab_size=config.vocab_size, batch=batch, context_limit=capacity
     )
     whole = array([batch], jnp.int32)
-    job = Job(law_params, array([batch, 1], jnp.int32), whole, array([batch, 2], jnp.uint32), whole)
+    job = Job(sampling_arrays, array([batch, 1], jnp.int32), whole, array([batch, 2], jnp.uint32), whole)
     samplers = pipeline.kernels_of(kernels)
     tree = TreeTemplate.kary((2, 2)) if width == 8 else TreeTemplate.kary((2, 2, 2))
     rounds = array([], jnp.int32)
@@ -73,15 +73,15 @@ def programs(
         return DecodeState(
             tokens=array([batch, capacity], jnp.int32), length=whole, finish=whole, cache=cache,
             counters=jax.tree.map(lambda a: array(a.shape, a.dtype), generate.zero_counters(batch, nodes)),
-            origins=array([batch, capacity], origins.DTYPE) if nodes else None,
+            token_sources=array([batch, capacity], token_sources.DTYPE) if nodes else None,
         )  # fmt: skip
 
     def speculative(template: TreeTemplate, verifier: str):
         drafter = Scripted(template, (template.size - 1,), config.vocab_size, truth=(1, 2, 3))
-        step = loop.make_step(forward, law, samplers, drafter=drafter, verifier=get_verifier(verifier))
+        step = loop.make_step(forward, probs, samplers, drafter=drafter, verifier=get_verifier(verifier))
         return partial(generate.run, step), ((params, None), job, state(template.size), rounds)
 
-    plain = generate.make_step(forward, law, samplers)
+    plain = generate.make_step(forward, probs, samplers)
     return {
         "decode": (partial(generate.run, plain), (params, job, state(0), rounds)),
         "verify": speculative(TreeTemplate.chain(width - 1), "greedy"),

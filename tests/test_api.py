@@ -169,11 +169,11 @@ def test_stop_ids_and_eos(model, warm):
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_strings(model, include):
     """Cut at the first of them, over token borders, streamed or not; the ids end with the token that completes it."""
-    law = WARM.merged(allowed_token_ids=[3 + b for b in b"abcd"], max_tokens=80)
-    free = specsparse.generate(model, "x", sampling=law, seed=4)
+    sampling = WARM.merged(allowed_token_ids=[3 + b for b in b"abcd"], max_tokens=80)
+    free = specsparse.generate(model, "x", sampling=sampling, seed=4)
     for stops in (["bad"], ["dd", "ca"], ["zz"], ["dac", "ac"], [free.text[7:40]]):
         ends = [(free.text.find(s), -len(s), s) for s in stops if s in free.text]
-        options = {"sampling": law, "seed": 4, "stop": stops, "include_stop_str_in_output": include}
+        options = {"sampling": sampling, "seed": 4, "stop": stops, "include_stop_str_in_output": include}
         got, stream = specsparse.generate(model, "x", **options), specsparse.stream(model, "x", **options)
         assert "".join(stream) == got.text
         assert stream.generation.token_ids == got.token_ids
@@ -183,8 +183,8 @@ def test_stop_strings(model, include):
         at, _, stop = min(ends)
         assert got.text == free.text[: at + len(stop) * include] and got.finish_reason == "stop"
         assert got.token_ids == free.token_ids[: at + len(stop)]  # a token is a character here
-    several = specsparse.generate(model, ["x", "y"], sampling=law, seed=4, stop=["bad"])
-    assert several[0].text == specsparse.generate(model, "x", sampling=law, seed=4, stop=["bad"]).text
+    several = specsparse.generate(model, ["x", "y"], sampling=sampling, seed=4, stop=["bad"])
+    assert several[0].text == specsparse.generate(model, "x", sampling=sampling, seed=4, stop=["bad"]).text
 
 
 def test_the_same_program_serves_other_lists_of_words(model):
@@ -192,8 +192,8 @@ def test_the_same_program_serves_other_lists_of_words(model):
     for words in (["ab"], ["ab", "cd"], ["ab", "cd", "ef"]):
         assert len(specsparse.generate(model, "x", sampling=WARM, max_tokens=3, bad_words=words).token_ids) == 3
     for ids, ignore in (([5, 6], True), ([], False), ([5, 6, 7], True)):
-        law = WARM.merged(min_tokens=1, max_tokens=2, stop_token_ids=ids, ignore_eos=ignore)
-        assert specsparse.generate(model, "x", sampling=law).token_ids
+        sampling = WARM.merged(min_tokens=1, max_tokens=2, stop_token_ids=ids, ignore_eos=ignore)
+        assert specsparse.generate(model, "x", sampling=sampling).token_ids
 
 
 def test_no_text_where_none_is_wanted(model, warm):
@@ -211,8 +211,8 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def test_logprobs_are_those_of_the_models_logits(model):
-    law = WARM.merged(logprobs=3, prompt_logprobs=2, temperature=0.5, max_tokens=12)
-    got = specsparse.generate(model, "abc", sampling=law, seed=0)
+    sampling = WARM.merged(logprobs=3, prompt_logprobs=2, temperature=0.5, max_tokens=12)
+    got = specsparse.generate(model, "abc", sampling=sampling, seed=0)
     ids = (*got.prompt_token_ids, *got.token_ids)
     wanted = log_softmax(model.logits(ids))
     start = len(got.prompt_token_ids)

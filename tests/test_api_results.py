@@ -1,8 +1,8 @@
 """Results, seeds and lists of parameters of the public API, and what it says of a drafter that is none.
 
-Promised: a seed that is not given is a new one, and the result says which; a batch under several laws writes what each
-prompt writes alone with its seed; prompts of a call have noise of their own; a result says what ended it and how fast
-it came.
+Promised: a seed that is not given is a new one, and the result says which; a batch under several distributions writes
+what each prompt writes alone with its seed; prompts of a call have noise of their own; a result says what ended it and
+how fast it came.
 """
 
 import dataclasses
@@ -42,11 +42,13 @@ def test_a_seed_that_is_not_given_is_a_new_one_and_the_result_has_it(model):
 
 @pytest.mark.parametrize("drafter", [None, "prompt_lookup"])
 def test_each_prompt_has_its_parameters(model, drafter):
-    laws = [WARM.merged(temperature=0.0), WARM.merged(n=2, seed=9), WARM.merged(max_tokens=5, top_k=3)]
+    sampling = [WARM.merged(temperature=0.0), WARM.merged(n=2, seed=9), WARM.merged(max_tokens=5, top_k=3)]
     prompts = ["abab", "cd", "efef"]
-    found = specsparse.generate(model, prompts, sampling=laws, seed=4, drafter=drafter)
+    found = specsparse.generate(model, prompts, sampling=sampling, seed=4, drafter=drafter)
     seeds = [found[0].seed, found[1].seed, found[3].seed]
-    alone = [specsparse.generate(model, [p], sampling=law, seed=s) for p, law, s in zip(prompts, laws, seeds)]
+    alone = [
+        specsparse.generate(model, [p], sampling=sampling, seed=s) for p, sampling, s in zip(prompts, sampling, seeds)
+    ]
     assert [g.token_ids for g in found] == [g.token_ids for group in alone for g in group]
     assert [g.seed for g in found] == [4, 9, 9, seed_at(4, 2)] and len(found[3].token_ids) == 5
 
@@ -92,14 +94,14 @@ def test_a_list_of_parameters_that_does_not_fit_is_refused(model, prompt, count,
 
 
 def test_a_result_says_what_ended_it_and_how_fast_it_came(model):
-    law = WARM.merged(allowed_token_ids=[3 + b for b in b"ab"], max_tokens=60, seed=2)
-    free = specsparse.generate(model, "x", sampling=law)
+    sampling = WARM.merged(allowed_token_ids=[3 + b for b in b"ab"], max_tokens=60, seed=2)
+    free = specsparse.generate(model, "x", sampling=sampling)
     assert free.stop_reason is None
     assert free.tokens_per_second == pytest.approx(60 / free.stats.decode_s)
-    by_text = specsparse.generate(model, "x", sampling=law, stop=["zz", free.text[20:32]])
+    by_text = specsparse.generate(model, "x", sampling=sampling, stop=["zz", free.text[20:32]])
     assert (by_text.finish_reason, by_text.stop_reason) == ("stop", free.text[20:32])
     stop = next(token for token in (3 + ord("a"), 3 + ord("b")) if token in free.token_ids)
-    by_id = specsparse.generate(model, "x", sampling=law, stop_token_ids=[stop])
+    by_id = specsparse.generate(model, "x", sampling=sampling, stop_token_ids=[stop])
     assert (by_id.stop_reason, by_id.token_ids[-1]) == (stop, stop)
     eos = model.tokenizer.eos_id
     ended = specsparse.generate(model, "x", max_tokens=4, allowed_token_ids=[eos])
@@ -108,8 +110,8 @@ def test_a_result_says_what_ended_it_and_how_fast_it_came(model):
 
 def test_a_stream_gives_each_token_where_asked(model):
     drafter = specsparse.get_drafter("prompt_lookup", gamma=4)
-    law = WARM.merged(allowed_token_ids=[3 + b for b in b"ab"], seed=2)
-    stream = specsparse.stream(model, "abababab", sampling=law, drafter=drafter, rounds=1)
+    sampling = WARM.merged(allowed_token_ids=[3 + b for b in b"ab"], seed=2)
+    stream = specsparse.stream(model, "abababab", sampling=sampling, drafter=drafter, rounds=1)
     pieces = list(stream.tokens())
     assert pieces == list(stream.generation.token_texts) and len(pieces) == 12
     assert stream.generation.stats.counters.num_accepted_tokens > 0

@@ -42,7 +42,7 @@ MESH_NMSE = {"f32": 1e-11, "quantised": 2e-4}
 int8 activations of quantised weights turn some last bits into a step of 1/127."""
 
 LAW_RTOL = 2e-6
-"""A probability of the native law against the jnp one: two roundings of exp, and of the sums."""
+"""A probability of the native distribution against the jnp one: two roundings of exp, and of the sums."""
 
 
 def nmse(got, wanted) -> float:

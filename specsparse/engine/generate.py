@@ -21,9 +21,9 @@ from specsparse.engine.noise import NoiseStream, token_uniforms
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling.pipeline import (
     History,
-    LawConfig,
-    LawParams,
     Logprobs,
+    SamplingArrays,
+    SamplingConfig,
     SamplingKernels,
     logprobs,
     observe_many,
@@ -38,21 +38,21 @@ class Finish(enum.IntEnum):
     STOP = 1
     LENGTH = 2
     FAILED = 3
-    """The model gave no law (NaN, or no token left)."""
+    """The model gave no distribution (NaN, or no token left)."""
 
 
 class Job(NamedTuple):
     """What stays the same while a batch is decoded.
 
     Attributes:
-        law: the sampling parameters.
+        probs: the sampling parameters.
         stop_ids: int32[B, s], token ids that end a sequence, -1 for none.
         limit: int32[B], length at which a sequence ends.
         seed: uint32[B, 2], see `engine.noise`.
         sample: int32[B], index among the samples that share a seed.
     """
 
-    law: LawParams
+    sampling: SamplingArrays
     stop_ids: jax.Array
     limit: jax.Array
     seed: jax.Array
@@ -106,7 +106,7 @@ class DecodeState(NamedTuple):
         history: what penalties and the like remember, or None.
         scores: log probabilities by position ([B, C] and [B, C, k]), or None.
         drafter: the drafter's state, or None.
-        origins: int16[B, C], where each token came from (`speculative.origins`), or None for plain decoding.
+        origins: int16[B, C], where each token came from (`speculative.token_sources`), or None for plain decoding.
     """
 
     tokens: jax.Array
@@ -117,7 +117,7 @@ class DecodeState(NamedTuple):
     history: History | None = None
     scores: Logprobs | None = None
     drafter: object | None = None
-    origins: jax.Array | None = None
+    token_sources: jax.Array | None = None
 
 
 Step = Callable[..., DecodeState]
@@ -163,7 +163,7 @@ def emit(state: DecodeState, job: Job, tokens_Bm, count_B, failed_B) -> tuple[De
     Args:
         state: before the tokens; `cache`, `drafter` and `scores` are left alone.
         tokens_Bm: int32[B, m], the first `count_B` count.
-        failed_B: bool[B], sequences whose last token came from no law; they end without it.
+        failed_B: bool[B], sequences whose last token came from no distribution; they end without it.
 
     Returns:
         The state and int32[B], tokens appended.
@@ -204,7 +204,7 @@ def score(state: DecodeState, logits_BmV, tokens_Bm, count_B, start_B) -> Decode
     return state._replace(scores=jax.tree.map(store, state.scores, new))
 
 
-def make_step(forward: ForwardFn, law: LawConfig, kernels: SamplingKernels) -> Step:
+def make_step(forward: ForwardFn, sampling: SamplingConfig, kernels: SamplingKernels) -> Step:
     """One token for every running sequence."""
 
     def step(params, job: Job, state: DecodeState) -> DecodeState:
@@ -212,11 +212,11 @@ def make_step(forward: ForwardFn, law: LawConfig, kernels: SamplingKernels) -> S
         out, cache = forward(params, last_token(state), state.cache, n_valid_B=live_B)
         logits_BV = out.logits[:, 0]
         with jax.named_scope("sample"):
-            u_BU = None if law.greedy else target_uniforms(job, state.length[:, None])[:, 0]
-            token_B, ok_B = sample(law, job.law, logits_BV, state.history, u_RU=u_BU, kernels=kernels)
+            u_BU = None if sampling.greedy else target_uniforms(job, state.length[:, None])[:, 0]
+            token_B, ok_B = sample(sampling, job.sampling, logits_BV, state.history, u_RU=u_BU, kernels=kernels)
         start_B = state.length
         state, count_B = emit(state._replace(cache=cache), job, token_B[:, None], live_B, ~ok_B & (live_B > 0))
-        if law.logprobs is not None:
+        if sampling.logprobs is not None:
             state = score(state, logits_BV[:, None], token_B[:, None], count_B, start_B)
         counters = state.counters.plus(rounds=live_B, emitted=count_B)
         return state._replace(cache=kv.commit(state.cache, count_B), counters=counters)

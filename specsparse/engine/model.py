@@ -134,7 +134,7 @@ class Model:
 
     @property
     def sampling_kernels(self) -> SamplingKernels:
-        """Argmax, laws and draws by the model's kernels."""
+        """Argmax, distributions and draws by the model's kernels."""
         return pipeline.kernels_of(self.kernels)
 
     @property

@@ -151,7 +151,7 @@ class Kind(abc.ABC, Generic[S]):
 KINDS: Registry[Kind] = Registry("kind", "specsparse.experiments.kind:Kind", "specsparse.experiments.kinds", {
     "speed": "speed:Speed",  # plain decoding and one method, interleaved
     "compare": "compare:Compare",  # plain decoding and every valid method of a list, ranked
-    "certify": "certify:Certify",  # the exact output law of every verifier; needs no model
+    "certify": "certify:Certify",  # the exact output distribution of every verifier; needs no model
     "roofline": "roofline:RooflineKind",  # what a model file could do at best on a device, and what it does here
     "train_drafter": "train_drafter:TrainDrafter",  # a head or a draft model, trained and judged
     "relufy": "relufy:Relufy",  # FFNs turned to ReLU, and what that cost

@@ -144,7 +144,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodSettings:
-    """What makes a method: who drafts, in what shape and how much, who verifies, and the law of the text.
+    """What makes a method: who drafts, in what shape and how much, who verifies, and the distribution of the text.
 
     The drafter "none" is plain decoding, the tree "chain" none.
     """
@@ -179,7 +179,7 @@ class DecodingSettings(ModelSettings, MethodSettings):
         loop: "jit", or "host" to decode with the host loop beside the loop in one program.
         time_split: tokens to decode round by round per task, for the time split; 0: none.
         trace: show the first pass round by round.
-        record_laws: tokens of each law of p and q to keep for `replay`; 0: none.
+        record_laws: tokens of each distribution of p and q to keep for `replay`; 0: none.
     """
 
     repeats: Count | Literal["auto"] = 1

@@ -166,7 +166,9 @@ def promise(name: str, width: int = 0, *, why: str = "") -> str:
     if width:
         because = f" ({why})" if why else ""
         return f"equal bits, as far as tested on this device: every step runs {width} rows through one program{because}"
-    return "equal law: bits depend on the number of rows, so near ties may go another way; width= holds it fixed"
+    return (
+        "equal distribution: bits depend on the number of rows, so near ties may go another way; width= holds it fixed"
+    )
 
 
 def status() -> dict:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specsparse.errors import UserError
-from specsparse.runtime.stepped import RoundView
+from specsparse.runtime.host_loop import RoundView
 from specsparse.speculative.base import ROOT, DraftKind
 from specsparse.support.files import Json, append_line, atomically, read_npz, to_json, write_atomically
 
@@ -102,7 +102,7 @@ class Recording:
             _check_arrays(read)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(
-                f"{file}: not a recording of laws ({error}); a run with record_laws=32 writes one"
+                f"{file}: not a recording of distributions ({error}); a run with record_laws=32 writes one"
             ) from None
         return read
 
@@ -158,7 +158,7 @@ def _check_arrays(read: Recording) -> None:
     if not depths.max() <= read.about["depth"] <= max(K, 1):
         raise ValueError("its nodes are deeper than the drafts, or the drafts than their nodes")
     if (row & (abs(read.p.sum(axis=2, dtype=np.float64) + read.p_rest - 1) > _ROUNDING)).any():
-        raise ValueError("p is no law")
+        raise ValueError("p is no distribution")
 
 
 class Recorder:
@@ -182,7 +182,7 @@ class Recorder:
         """Keeps one round."""
         if not self._about:
             self._about = _about(view, self.top)
-        draft, verdict, p_nV = view.draft, view.verdict, np.asarray(view.laws()[0])
+        draft, verdict, p_nV = view.draft, view.verdict, np.asarray(view.probs()[0])
         tokens, parents = np.asarray(draft.tokens[0]), np.asarray(draft.parents[0])
         q_KV = None if draft.q is None else np.asarray(draft.q[0])
         count, K = int(draft.count[0]), draft.max_nodes
@@ -230,17 +230,17 @@ class Recorder:
 
 def _about(view: RoundView, top: int) -> Json:
     session = view.session
-    drafter, verifier, law = session.method.drafter, session.method.verifier, session.sequences[0].params
+    drafter, verifier, probs = session.method.drafter, session.method.verifier, session.sequences[0].params
     assert drafter is not None and verifier is not None
     return {
         "kind": drafter.kind.value,
         "tree": drafter.tree,
         "depth": drafter.max_depth,
         "verifier": verifier.name,
-        "vocab": session.law.vocab_size,
+        "vocab": session.sampling.vocab_size,
         "top": top,
-        "temperature": 0.0 if law.greedy else law.temperature,
-        "truncated": bool(session.law.use_min_p or session.law.use_top_k or session.law.use_top_p),
+        "temperature": 0.0 if probs.greedy else probs.temperature,
+        "truncated": bool(session.sampling.use_min_p or session.sampling.use_top_k or session.sampling.use_top_p),
     }
 
 
@@ -271,7 +271,7 @@ def explain_round(view: RoundView, b: int = 0) -> Json:
     draft, verdict = view.draft, view.verdict
     count, K = int(draft.count[b]), draft.max_nodes
     tokens, parents = np.asarray(draft.tokens[b])[:count], np.asarray(draft.parents[b])[:count]
-    p_nV, targets_n = np.asarray(view.laws()[b]), np.asarray(view.targets()[b])
+    p_nV, targets_n = np.asarray(view.probs()[b]), np.asarray(view.targets()[b])
     rows = [0, *(1 + i for i in range(count))]
     q = np.ones(count) if draft.q is None else np.asarray(draft.q[b])[np.arange(count), tokens]
     accepted = {int(n) for n in np.asarray(verdict.nodes[b]) if n >= 0}

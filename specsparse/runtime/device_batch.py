@@ -23,7 +23,7 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.runtime.method import Method
 from specsparse.runtime.metrics import Times
 from specsparse.runtime.round_log import Note, RoundLog
-from specsparse.speculative import loop, origins
+from specsparse.speculative import loop, token_sources
 from specsparse.speculative.base import Drafted, TextDrafter
 from specsparse.speculative.drafters.model_drafter import ModelDrafter
 from specsparse.speculative.drafters.slem import StringDrafter
@@ -47,7 +47,7 @@ class DeviceBatch:
         model, sequences, method: what is decoded, and how.
         noting: whether counters are noted after each round, so that a text can end at any of its tokens.
         job: what stays the same while the batch is decoded.
-        law: how its laws are made.
+        probs: how its distributions are made.
         params, draft_params: weights of the target and of the drafter.
         state: donated to each call.
         log: times and counters.
@@ -66,7 +66,7 @@ class DeviceBatch:
         self.capacity = model.capacity_for(max(limits) + model.room_for(method.max_nodes))
         self.params = model.params_for(self.capacity)
         self.draft_params = None if method.weights is None else model.everywhere(method.weights(self.capacity))
-        self.law, law_params = pipeline.compile_params(
+        self.sampling, sampling_arrays = pipeline.compile_params(
             [s.params for s in sequences],
             vocab_size=model.config.vocab_size,
             encode=model.tokenizer.encode,
@@ -74,7 +74,7 @@ class DeviceBatch:
             context_limit=self.capacity,
         )
         job = Job(
-            law=law_params,
+            sampling=sampling_arrays,
             stop_ids=_stop_ids(model, sequences),
             limit=np.array(limits, np.int32),
             seed=np.stack([seed_words(s.seed) for s in sequences]),
@@ -149,10 +149,10 @@ class DeviceBatch:
             finish=jax.device_put(np.where(lengths >= limits, np.int32(Finish.LENGTH), np.int32(Finish.RUNNING))),
             cache=cache,
             counters=generate.zero_counters(batch, self.method.max_nodes),
-            history=None if self.law.raw else pipeline.init_history(self.law, prompts),
+            history=None if self.sampling.raw else pipeline.init_history(self.sampling, prompts),
             scores=None
-            if self.law.logprobs is None
-            else generate.empty_scores(batch, self.capacity, self.law.logprobs),
+            if self.sampling.logprobs is None
+            else generate.empty_scores(batch, self.capacity, self.sampling.logprobs),
         )
         if drafter is None:
             self.log.add(Times(prefill=spent))
@@ -170,8 +170,8 @@ class DeviceBatch:
         jax.block_until_ready(init)
         spent += self.clock() - begun
         self.log.add(Times(prefill=spent))
-        empty = jax.device_put(np.zeros((batch, self.capacity), origins.DTYPE))
-        return state._replace(drafter=init, origins=empty)
+        empty = jax.device_put(np.zeros((batch, self.capacity), token_sources.DTYPE))
+        return state._replace(drafter=init, token_sources=empty)
 
     def read_text(self, state: DecodeState, own: Pytree) -> Pytree:
         """What a `TextDrafter` of that state reads of the committed text; None of any other drafter."""
@@ -202,7 +202,7 @@ class DeviceBatch:
 
     @property
     def times(self) -> Times:
-        """Of the whole batch; its stages where the host stepped all rounds (`specsparse.runtime.stepped`)."""
+        """Of the whole batch; its stages where the host stepped all rounds (`specsparse.runtime.host_loop`)."""
         return self.log.times
 
 

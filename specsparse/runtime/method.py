@@ -214,7 +214,7 @@ def _named_drafter(spec: MethodSpec) -> Drafter | DrafterSpec:
         return drafter
     if policy.needs:
         raise UserError(
-            f"policy={policy.name} looks at the laws of the draft, and drafter={name} has none: "
+            f"policy={policy.name} looks at the distributions of the draft, and drafter={name} has none: "
             "choose policy=fixed, heuristic, cost or auto_off"
         )
     return with_policy(drafter, policy)

@@ -1,6 +1,6 @@
 """Counters first, then rates, by one function; every rate has its definition beside it.
 
-p is the target's law, q the draft's. Mean acceptance length includes the bonus token (Leviathan et al. 2023).
+p is the target's distribution, q the draft's. Mean acceptance length includes the bonus token (Leviathan et al. 2023).
 """
 
 import dataclasses

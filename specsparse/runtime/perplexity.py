@@ -1,4 +1,4 @@
-"""Perplexity of a text and the distance of two models' laws on it, by llama.cpp's definitions.
+"""Perplexity of a text and the distance of two models' distributions on it, by llama.cpp's definitions.
 
 Without a stride the text is cut into windows of `context` tokens, the first of each replaced by BOS where the model
 adds one, and the tokens of the second half are scored. With a stride s the windows hold context + s/2 tokens, begin s
@@ -178,13 +178,13 @@ def _program(model: Model, want: Want) -> Callable:
 @jax.jit
 def _judge(logits_nV: jax.Array, next_n: jax.Array, base_nV: jax.Array | None):
     """Negative log-likelihood of the next tokens, KL(base, this) and whether the most likely token is the same."""
-    law = jax.nn.log_softmax(logits_nV, -1)
-    nll = -jnp.take_along_axis(law, next_n[:, None], 1)[:, 0]
+    probs = jax.nn.log_softmax(logits_nV, -1)
+    nll = -jnp.take_along_axis(probs, next_n[:, None], 1)[:, 0]
     if base_nV is None:
         return nll, None, None
     # sum p (log p - log q), as a sum of p (q/p - 1 - log q/p): no term is negative, so nothing cancels between them
-    p_nV, gap_nV = jnp.exp(base_nV), law - base_nV
+    p_nV, gap_nV = jnp.exp(base_nV), probs - base_nV
     near = jnp.expm1(jnp.clip(gap_nV, -1.0, 1.0)) - gap_nV
-    terms = jnp.where(jnp.abs(gap_nV) < 1.0, p_nV * near, jnp.exp(law) - p_nV - p_nV * gap_nV)
+    terms = jnp.where(jnp.abs(gap_nV) < 1.0, p_nV * near, jnp.exp(probs) - p_nV - p_nV * gap_nV)
     kl = jnp.sum(jnp.maximum(terms, 0.0), -1)
-    return nll, kl, jnp.argmax(base_nV, -1) == jnp.argmax(law, -1)
+    return nll, kl, jnp.argmax(base_nV, -1) == jnp.argmax(probs, -1)

@@ -1,6 +1,7 @@
 """A session run to its end, and what came of it: texts, tokens, log probabilities, counters and times."""
 
 import dataclasses
+import warnings
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
@@ -13,8 +14,8 @@ from specsparse.errors import UserError
 from specsparse.runtime.device_batch import Request
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.session import Session
-from specsparse.speculative.origins import Origin, to_html
 from specsparse.speculative.policies.base import PolicyReport
+from specsparse.speculative.token_sources import TokenSource, to_html
 from specsparse.support import notebook
 
 _SHOWN = 80
@@ -92,7 +93,7 @@ class Generation:
     prompt_token_ids: tuple[int, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     token_texts: tuple[str, ...] = ()
-    origins: tuple[Origin, ...] | None = None
+    token_sources: tuple[TokenSource, ...] | None = None
     seed: int = 0
     stop_reason: str | int | None = None
 
@@ -108,16 +109,22 @@ class Generation:
         """The text."""
         return self.text
 
+    @property
+    def origins(self) -> tuple[TokenSource, ...] | None:
+        """The old name of `token_sources`; it goes with the next version."""
+        warnings.warn("Generation.origins is Generation.token_sources now", DeprecationWarning, stacklevel=2)
+        return self.token_sources
+
     def __repr__(self) -> str:
         """The beginning of the text, then how many tokens it has and why it ended, in one line."""
         text = self.text if len(self.text) <= _SHOWN else self.text[:_SHOWN] + "…"
         return f"Generation({text!r}, {len(self.token_ids)} tokens, finish_reason={self.finish_reason!r})"
 
     def _repr_html_(self) -> str:
-        """The text; each token on the colour of its origin, drafted ones the darker the later in their draft."""
-        if self.origins is None or not self.token_texts:
+        """The text; each token on the colour of its source, drafted ones the darker the later in their draft."""
+        if self.token_sources is None or not self.token_texts:
             return notebook.block(notebook.span(self.text))
-        return to_html(zip(self.token_texts, self.origins, strict=True))
+        return to_html(zip(self.token_texts, self.token_sources, strict=True))
 
 
 def decode(session: Session) -> dict[int, TokenText]:
@@ -166,7 +173,7 @@ def generations(
     finish, tokens, shown, counters = session.finish, session.tokens(), _text_tokens(session), session.counters()
     policies = session.policies() or [None] * len(tokens)
     scores = None if session.state.scores is None else tuple(np.asarray(a) for a in session.state.scores)
-    origins, drafts = session.origins() or [None] * len(tokens), session.drafts()
+    token_sources, drafts = session.token_sources() or [None] * len(tokens), session.drafts()
     out = []
     for b, sequence in enumerate(session.sequences):
         if only is not None and b not in only:
@@ -200,7 +207,7 @@ def generations(
             prompt_token_ids=tuple(sequence.prompt.tolist()),
             prompt_logprobs=_prompt_logprobs(session, sequence),
             token_texts=(*text.texts, *after) if params.detokenize else (),
-            origins=origins[b],
+            token_sources=token_sources[b],
             seed=sequence.seed,
             stop_reason=text.found or _stop_id(finish[b], tokens[b], params),
         )

@@ -1,4 +1,4 @@
-"""How the rounds of a batch are run: here many in one program; `specsparse.runtime.stepped` has the host's ways."""
+"""How the rounds of a batch are run: here many in one program; `specsparse.runtime.host_loop` has the host's ways."""
 
 import abc
 from typing import ClassVar
@@ -42,12 +42,12 @@ class InOneProgram(RoundRunner):
         else:
             weights, make_step = (batch.params, batch.draft_params), loop.make_step
             pair = {"drafter": method.drafter, "verifier": method.verifier}
-        step = make_step(model.forward, batch.law, model.sampling_kernels, **pair)
+        step = make_step(model.forward, batch.sampling, model.sampling_kernels, **pair)
 
         def program(weights, job, state, rounds):
             return generate.run(step, weights, job, state, rounds, note=note, room=room)
 
-        key = ("decode", batch.law, method.drafter, method.verifier, room)
+        key = ("decode", batch.sampling, method.drafter, method.verifier, room)
         begun = batch.clock()
         batch.state, notes = batch.call(key, program, weights, batch.job, batch.state, np.int32(rounds), donate=(2,))
         batch.state.length.block_until_ready()

@@ -10,16 +10,16 @@ from specsparse.engine.feed import piece_rows
 from specsparse.engine.generate import Finish
 from specsparse.engine.model import Model
 from specsparse.runtime.device_batch import DeviceBatch, Request
+from specsparse.runtime.host_loop import Watch, runner_for
 from specsparse.runtime.method import Method
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.round_log import Note
-from specsparse.runtime.stepped import Watch, runner_for
-from specsparse.speculative import origins
+from specsparse.speculative import token_sources
 from specsparse.speculative.drafters.model_drafter import ModelDrafter
 from specsparse.speculative.drafters.slem import StringDrafter
 from specsparse.speculative.drafters.with_policy import WithPolicy
-from specsparse.speculative.origins import Origin
 from specsparse.speculative.policies.base import PolicyReport
+from specsparse.speculative.token_sources import TokenSource
 from specsparse.speculative.verify import measures_alpha
 
 ALL_ROUNDS = 2**30
@@ -89,10 +89,10 @@ class Session(DeviceBatch):
         """Tokens generated so far, one int32 array a sequence."""
         return self._generated(self.state.tokens)
 
-    def origins(self, first: int = 0) -> list[tuple[Origin, ...]] | None:
+    def token_sources(self, first: int = 0) -> list[tuple[TokenSource, ...]] | None:
         """Where each of these tokens came from, from the `first` on; None for plain decoding."""
-        codes = self.state.origins
-        return None if codes is None else [origins.read(codes_n[first:]) for codes_n in self._generated(codes)]
+        codes = self.state.token_sources
+        return None if codes is None else [token_sources.read(codes_n[first:]) for codes_n in self._generated(codes)]
 
     def _generated(self, values_BC: jax.Array) -> list[np.ndarray]:
         """The values at the positions of what was generated, one array a sequence."""
@@ -111,7 +111,7 @@ class Session(DeviceBatch):
         shares = zip(_shares(every.rounds), _shares(fed), strict=True)
         times = [self.times.share(decode, prefill) for decode, prefill in shares]
         verifier = self.method.verifier
-        measured = verifier is not None and measures_alpha(verifier, greedy=self.law.greedy)
+        measured = verifier is not None and measures_alpha(verifier, greedy=self.sampling.greedy)
         rows = (jax.tree.map(lambda a, b=b: a[b], every) for b in range(len(fed)))
         return [
             Counters(

@@ -7,7 +7,7 @@ from specsparse.engine.generate import Finish
 from specsparse.engine.text.stopping import TokenText
 from specsparse.runtime.results import Generation, generations, read_texts
 from specsparse.runtime.session import Session
-from specsparse.speculative.origins import PLAIN, Origin
+from specsparse.speculative.token_sources import PLAIN, TokenSource
 
 
 class Stream(Iterator[str]):
@@ -23,7 +23,7 @@ class Stream(Iterator[str]):
             if text := "".join(piece for piece, _ in next(self._groups)):
                 return text
 
-    def marked(self) -> Iterator[tuple[str, Origin]]:
+    def marked(self) -> Iterator[tuple[str, TokenSource]]:
         """The same text token by token, each piece with where it came from."""
         return itertools.chain.from_iterable(self._groups)
 
@@ -31,7 +31,7 @@ class Stream(Iterator[str]):
         """The same text token by token: one piece for each token that adds to it, also of an accepted draft."""
         return (piece for piece, _ in self.marked())
 
-    def _run(self) -> Iterator[list[tuple[str, Origin]]]:
+    def _run(self) -> Iterator[list[tuple[str, TokenSource]]]:
         """What may be shown after each few rounds."""
         session, params = self._session, self._session.sequences[0].params
         text = TokenText(session.model.tokenizer, params)
@@ -40,7 +40,7 @@ class Stream(Iterator[str]):
                 session.advance(self._rounds)
             pieces = read_texts(session, {0: text})[0]
             first = pieces[0][0] if pieces else text.count
-            origins = session.origins(first)
+            token_sources = session.token_sources(first)
             if params.detokenize:
-                yield [(piece, PLAIN if origins is None else origins[0][i - first]) for i, piece in pieces]
+                yield [(piece, PLAIN if token_sources is None else token_sources[0][i - first]) for i, piece in pieces]
         self.generation = generations(session, {0: text})[0]

@@ -26,7 +26,7 @@ PAD = -1
 
 
 class DraftKind(enum.Enum):
-    """How the tokens of a draft were drawn, which decides the verifiers that keep the target's law."""
+    """How the tokens of a draft were drawn, which decides the verifiers that keep the target's distribution."""
 
     ONE_HOT = "one_hot"
     """Chosen, not drawn: argmax, top-k rank, n-gram, p_split, confidence-ranked. q is 1 at the token."""
@@ -48,7 +48,7 @@ class Draft(NamedTuple):
         tokens: int32[B, K].
         parents: int32[B, K], node index of the parent or `ROOT`.
         count: int32[B], nodes really drafted, 0..K.
-        q: float32[B, K, V], the law node i was *really* drawn from (after temperature, truncation and, without
+        q: float32[B, K, V], the distribution node i was *really* drawn from (after temperature, truncation and, without
             replacement, after its elder siblings were removed and the rest renormalised); None for one-hot drafts. A
             node whose row has no mass at its own token is never accepted and leaves p alone.
     """
@@ -79,8 +79,8 @@ class Verdict(NamedTuple):
             (`token` sum_x min(p, q), one-hot p(x), `match` with a sampled draft sum_x p q). Chains only; 0 where it was
             not measured.
         alpha_var: float32[B], sum of alpha_i (1 - alpha_i) over the same positions.
-        failed: bool[B], the law the last token comes from was not a law (NaN or no mass); that token is 0 and the
-            sequence must stop with an error.
+        failed: bool[B], the distribution the last token comes from was not a distribution (NaN or no mass); that token
+            is 0 and the sequence must stop with an error.
     """
 
     tokens: "jax.Array"
@@ -219,7 +219,7 @@ def check_facts(drafter: Drafter) -> None:
 
 
 class TextDrafter(Drafter):
-    """A drafter that reads and writes text, which the host makes of tokens: `runtime.stepped` runs its rounds.
+    """A drafter that reads and writes text, which the host makes of tokens: `runtime.host_loop` runs its rounds.
 
     `init`, `draft` and `commit` are pure and jit-able as any drafter's, on a context whose `text` is what `read_text`
     found. What `draft` proposes is in tokens of its own, and `write_text` makes the target's of it.
@@ -243,7 +243,7 @@ class Verifier:
         rule: a frozen rule of `speculative.verifiers` (the function and its options).
         kinds: draws it accepts.
         tree: whether it accepts drafts with several children per node.
-        lossless: whether the output law is p exactly. Otherwise it is labelled `lossy` wherever it is named.
+        lossless: whether the output distribution is p exactly. Otherwise it is labelled `lossy` wherever it is named.
         needs_p: False if a token sampled from p at every row is enough (`greedy`, `match`).
         greedy_only: True if it is defined at temperature 0 only.
         paper: arXiv id of the paper.

@@ -71,8 +71,9 @@ class Intersection:
         """What the draft reads for a target token."""
         return self.pieces[self.starts[token] : self.starts[token + 1]].tolist()
 
-    def law(self, q_D: np.ndarray) -> np.ndarray:
-        """float[V]: a law over the draft's ids, restricted to the shared ones, normalised anew, over the target's ids.
+    def probs(self, q_D: np.ndarray) -> np.ndarray:
+        """float[V]: a distribution over the draft's ids, restricted to the shared ones, normalised anew, over the
+        target's ids.
 
         What `drafters.draft_model.shared_weights` makes the engine draw from; no mass where none is shared.
         """

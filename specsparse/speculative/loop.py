@@ -25,17 +25,17 @@ from specsparse.engine.llama import ForwardFn, ForwardOut, Want
 from specsparse.engine.noise import NoiseStream, token_uniforms, uniform
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling.pipeline import (
-    LawConfig,
+    SamplingConfig,
     SamplingKernels,
     chain_rows,
-    law,
     rows_to_judge,
     sample,
     sample_at,
+    target_probs,
     tree_rows,
 )
 from specsparse.errors import UserError, own_line
-from specsparse.speculative import origins
+from specsparse.speculative import token_sources
 from specsparse.speculative.base import (
     PAD,
     Draft,
@@ -96,7 +96,7 @@ class Round:
     """
 
     forward: ForwardFn
-    config: LawConfig
+    config: SamplingConfig
     kernels: SamplingKernels
     drafter: Drafter
     verifier: Verifier
@@ -124,10 +124,10 @@ class Round:
     def judge(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> Verdict:
         """`accept`. Where nobody drafted anything only the root's row is looked at.
 
-        Laws and draws take time for each row there is room for, also for those that hold nothing, unless the kernels
-        sample without writing laws down.
+        Distributions and draws take time for each row there is room for, also for those that hold nothing, unless the
+        kernels sample without writing distributions down.
         """
-        if self.kernels.sample is not None and not self._writes_laws(draft):
+        if self.kernels.sample is not None and not self._writes_probs(draft):
             return self.accept(job, state, draft, logits_BnV)
         return jax.lax.cond(
             jnp.any(draft.count > 0),
@@ -140,7 +140,7 @@ class Round:
         q = None if draft.q is None else draft.q[:, :0]
         none = draft._replace(tokens=draft.tokens[:, :0], parents=draft.parents[:, :0], q=q)
         if self.verifier.needs_p:
-            p_BV = self.laws(job, state, none, logits_BnV[:, :1])[:, 0]
+            p_BV = self.probs(job, state, none, logits_BnV[:, :1])[:, 0]
             _, u_BU = coins(job, state, max_nodes=0)
             return verify_nothing(draft, p_BV, u_B=u_BU, draw=self.kernels.draw)
         verdict = self.accept(job, state, none, logits_BnV[:, :1])
@@ -149,66 +149,68 @@ class Round:
         return verdict._replace(tokens=tokens, nodes=nodes)
 
     def targets(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> jax.Array:
-        """int32[B, K+1], the target's own token at each row; -1 where it has no law."""
+        """int32[B, K+1], the target's own token at each row; -1 where it has no distribution."""
         B, n, V = logits_BnV.shape
         u_RU = None if self.config.greedy else self._target_uniforms(job, state, draft)
         token_R, ok_R = sample(
-            self.config, job.law, logits_BnV.reshape(B * n, V), state.history, self._law_rows(state, draft),
+            self.config, job.sampling, logits_BnV.reshape(B * n, V), state.history, self._prob_rows(state, draft),
             u_RU=u_RU, kernels=self.kernels, n_valid_B=_valid(state, draft),
         )  # fmt: skip
         return jnp.where(ok_R, token_R, -1).reshape(B, n)
 
-    def _writes_laws(self, draft: Draft) -> bool:
-        """Whether a verdict needs the laws themselves, and not tokens drawn from them and their values at tokens."""
+    def _writes_probs(self, draft: Draft) -> bool:
+        """Whether a verdict needs whole distributions, and not only drawn tokens and the probabilities of some."""
         weighs = has_alpha(self.verifier) and not self.config.greedy
         if self.verifier.needs_p:
             return not judged_at_once(self.verifier, self.kernels)
         return weighs and draft.q is not None
 
-    def laws(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> jax.Array:
-        """float32[B, K+1, V], the target's law at each row. No mass where it is none: the sequence fails there."""
-        p_RV, ok_R = self._laws(job, state, draft, logits_BnV)
+    def probs(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> jax.Array:
+        """Target distributions, float32[B, K+1, V]. An all-zero row marks an invalid one: the sequence fails there."""
+        p_RV, ok_R = self._probs(job, state, draft, logits_BnV)
         return jnp.where(ok_R[:, None], p_RV, jnp.float32(0)).reshape(logits_BnV.shape)
 
-    def _laws(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> tuple[jax.Array, jax.Array]:
-        """float32[R, V] and bool[R], the laws by row and which of them are laws."""
+    def _probs(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> tuple[jax.Array, jax.Array]:
+        """float32[R, V] and bool[R], the distributions by row and which of them are distributions."""
         logits_RV = logits_BnV.reshape(-1, logits_BnV.shape[2])
-        rows, needed_R = self._law_rows(state, draft), _exists(draft).reshape(-1)
-        return law(self.config, job.law, logits_RV, state.history, rows, kernels=self.kernels, needed_R=needed_R)
+        rows, needed_R = self._prob_rows(state, draft), _exists(draft).reshape(-1)
+        return target_probs(
+            self.config, job.sampling, logits_RV, state.history, rows, kernels=self.kernels, needed_R=needed_R
+        )
 
     def accept(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> Verdict:
         """The verifier's verdict."""
         _check_vocab(self.drafter, draft, logits_BnV.shape[2])
         coins_BK, u_BU = coins(job, state, max_nodes=draft.max_nodes)
         if judged_at_once(self.verifier, self.kernels):
-            rows_RV, law_rows = rows_to_judge(
-                self.config, job.law, logits_BnV.reshape(-1, logits_BnV.shape[2]), state.history,
-                self._law_rows(state, draft),
+            rows_RV, prob_rows = rows_to_judge(
+                self.config, job.sampling, logits_BnV.reshape(-1, logits_BnV.shape[2]), state.history,
+                self._prob_rows(state, draft),
             )  # fmt: skip
             assert self.kernels.judge is not None
             return verify_rows(
-                self.verifier, draft, rows_RV, law_rows, n_valid_B=_valid(state, draft), coins_BK=coins_BK, u_B=u_BU,
+                self.verifier, draft, rows_RV, prob_rows, n_valid_B=_valid(state, draft), coins_BK=coins_BK, u_B=u_BU,
                 judge=self.kernels.judge, alpha=True,
             )  # fmt: skip
         if self.verifier.needs_p:
-            p_BnV = self.laws(job, state, draft, logits_BnV)
+            p_BnV = self.probs(job, state, draft, logits_BnV)
             return verify(self.verifier, draft, p_BnV, coins_BK=coins_BK, u_B=u_BU, draw=self.kernels.draw, alpha=True)
         if self.config.greedy or not has_alpha(self.verifier):
             target_Bn = self.targets(job, state, draft, logits_BnV)
             return verify_targets(self.verifier, draft, target_Bn, coins_BK=coins_BK)
-        # Alpha is read off the laws that the target's tokens are drawn from.
+        # Alpha is read off the distributions that the target's tokens are drawn from.
         B, n, V = logits_BnV.shape
         u_RU = self._target_uniforms(job, state, draft)
         if draft.q is None:
             found = sample_at(
-                self.config, job.law, logits_BnV.reshape(B * n, V), state.history, self._law_rows(state, draft),
+                self.config, job.sampling, logits_BnV.reshape(B * n, V), state.history, self._prob_rows(state, draft),
                 u_RU=u_RU, tokens_R=jnp.pad(draft.tokens, ((0, 0), (0, 1))).reshape(-1),
                 kernels=self.kernels, n_valid_B=_valid(state, draft),
             )  # fmt: skip
             target_Bn = jnp.where(found.ok, found.token, -1).reshape(B, n)
             verdict = verify_targets(self.verifier, draft, target_Bn, coins_BK=coins_BK)
             return sum_alpha(verdict, found.share.reshape(B, n)[:, :-1])
-        p_RV, ok_R = self._laws(job, state, draft, logits_BnV)
+        p_RV, ok_R = self._probs(job, state, draft, logits_BnV)
         target_Bn = jnp.where(ok_R, self.kernels.draw(p_RV, u_RU), -1).reshape(B, n)
         verdict = verify_targets(self.verifier, draft, target_Bn, coins_BK=coins_BK)
         return measure_alpha(self.verifier, draft, p_RV.reshape(logits_BnV.shape), verdict)
@@ -230,17 +232,19 @@ class Round:
             rows_Bn = jnp.maximum(path_rows(verdict), 0)
             logits_BnV = jnp.take_along_axis(out.logits, rows_Bn[:, :, None], axis=1)
             state = score(state, logits_BnV, jnp.maximum(verdict.tokens, 0), count_B, start_B)
-        if state.origins is not None:
-            state = state._replace(origins=put(state.origins, origins.codes(draft, verdict), count_B, start_B))
+        if state.token_sources is not None:
+            state = state._replace(
+                token_sources=put(state.token_sources, token_sources.codes(draft, verdict), count_B, start_B)
+            )
         state = state._replace(cache=cache, counters=count(counters, draft, verdict, live_B, count_B))
         ctx = ctx._replace(tokens=state.tokens, length=state.length, cache=cache)
         feedback = Feedback(draft, verdict, out.hidden)
         with traced(self.drafter, "commit"):
             return state._replace(drafter=self.drafter.commit(params[1], drafted.state, ctx, feedback))
 
-    def _law_rows(self, state: DecodeState, draft: Draft):
+    def _prob_rows(self, state: DecodeState, draft: Draft):
         tokens_Bn = _rows(state, draft)
-        if self.config.raw or not self.drafter.tree:  # raw laws only ask which sequence a row belongs to
+        if self.config.raw or not self.drafter.tree:  # raw distributions only ask which sequence a row belongs to
             return chain_rows(tokens_Bn)
         return tree_rows(tokens_Bn, row_parents(draft.parents), depth=self.drafter.max_depth)
 
@@ -307,8 +311,8 @@ def check_drafted(drafter: Drafter, found: object, ctx: DraftContext) -> None:
         if not hasattr(value, "dtype") or value.dtype != jnp.int32 or value.shape != shape:
             raise UserError(f"{name} returned {field} {_shown(value)} where int32{list(shape)} is needed: {DRAFTED}")
     q = found.draft.q
-    is_law = hasattr(q, "dtype") and q.dtype == jnp.float32 and q.ndim == 3 and q.shape[:2] == (B, K)  # type: ignore[union-attr]
-    if not is_law and (q is not None or drafter.kind is not DraftKind.ONE_HOT):
+    is_probs = hasattr(q, "dtype") and q.dtype == jnp.float32 and q.ndim == 3 and q.shape[:2] == (B, K)  # type: ignore[union-attr]
+    if not is_probs and (q is not None or drafter.kind is not DraftKind.ONE_HOT):
         raise UserError(f"{name} returned q {_shown(q)} where float32[{B}, {K}, V] is needed: {DRAFTED}")
     if jax.tree.map(_shown, found.cache) != jax.tree.map(_shown, ctx.cache):
         kind = _shown(found.cache) if jax.tree.leaves(found.cache) else found.cache
@@ -316,7 +320,7 @@ def check_drafted(drafter: Drafter, found: object, ctx: DraftContext) -> None:
 
 
 def _check_vocab(drafter: Drafter, draft: Draft, size: int) -> None:
-    """Refuses laws over other tokens than the target's.
+    """Refuses distributions over other tokens than the target's.
 
     Raises:
         UserError: both numbers.
@@ -367,7 +371,7 @@ def _exists(draft: Draft) -> jax.Array:
 
 def make_step(
     forward: ForwardFn,
-    config: LawConfig,
+    config: SamplingConfig,
     kernels: SamplingKernels,
     *,
     drafter: Drafter,

@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
-from specsparse.engine.sampling.row_laws import LawRows, SamplingKernels
+from specsparse.engine.sampling.row_probs import ProbRows, SamplingKernels
 from specsparse.errors import UserError
 from specsparse.speculative.base import PAD, Draft, DraftKind, Verdict, Verifier
-from specsparse.speculative.verifiers import BUILTIN, RULES, SYNTHETIC, laws
+from specsparse.speculative.verifiers import BUILTIN, RULES, SYNTHETIC, residuals
 from specsparse.speculative.verifiers.draft_rules import Block, Match, TargetRule, follow, judge
 from specsparse.speculative.verifiers.rejection import Rejection
 from specsparse.speculative.verifiers.siblings import SiblingRule, walk
 from specsparse.support.options import read
 
 Draw = Callable[[jax.Array, jax.Array], jax.Array]
-"""(p float[R, V], u in [0, 1)) -> int32[R]; u is float32[R, 4] for the engine's, float[R] for `laws.inverse_cdf`."""
+"""(p float[R, V], u in [0, 1)) -> int32[R]; u is float32[R, 4] for the engine, float[R] for `residuals.inverse_cdf`."""
 
 
 def get_verifier(name: str, **options: object) -> Verifier:
@@ -65,7 +65,7 @@ def match_verdict(draft: Draft, target_Bn: jax.Array, *, tree: bool = True) -> V
     Args:
         draft: any draft made without the target's noise.
         target_Bn: int32[B, K+1], the target's token at each row: argmax of p, or drawn from p with the noise of the
-            row's absolute position. A negative id (p was not a law) fails the sequence if its row is reached.
+            row's absolute position. A negative id (p was not a distribution) fails the sequence if its row is reached.
         tree: False for chains, which need no walk.
     """
     if not tree:
@@ -97,7 +97,7 @@ def verify(
     *,
     coins_BK: jax.Array,
     u_B: jax.Array,
-    draw: Draw = laws.inverse_cdf,
+    draw: Draw = residuals.inverse_cdf,
     alpha: bool = False,
 ) -> Verdict:
     """Verdict of a verifier that weighs p against the draft. Rows of a batch do not depend on each other.
@@ -105,31 +105,31 @@ def verify(
     Args:
         verifier: one with `needs_p`.
         draft: a draft of a kind it accepts.
-        p_BnV: float32[B, K+1, V], the target's law after temperature, truncation and penalties (with the draft prefix
-            as context): row 0 after the last committed token, row 1+i after node i. Rows of nodes >= count may hold
-            anything.
+        p_BnV: float32[B, K+1, V], the target's distribution after temperature, truncation and penalties (with the draft
+            prefix as context): row 0 after the last committed token, row 1+i after node i. Rows of nodes >= count may
+            hold anything.
         coins_BK: float32[B, K] in [0, 1), one acceptance coin a node (noise stream `accept`).
         u_B: what `draw` takes for the last token of each sequence, in [0, 1): float32[B, 4] of noise stream `residual`,
-            or float32[B] by `laws.inverse_cdf`.
+            or float32[B] by `residuals.inverse_cdf`.
         draw: inverse-CDF sampling.
         alpha: whether to measure `Verdict.alpha` (chains under `token` or `delta`; one pass over V a tested position).
     """
     sequences = jnp.arange(draft.tokens.shape[0])
     if isinstance(verifier.rule, Block):
         end = jax.lax.map(lambda b: judge(verifier.rule, draft, p_BnV, coins_BK, b), sequences)
-        accepted_B, law_BV = end.accepted, end.law
+        accepted_B, probs_BV = end.accepted, end.probs
         nodes_BK, tested_B = _along_chain(draft, accepted_B)
     elif isinstance(verifier.rule, SiblingRule):
 
         def one(b):
             s = walk(verifier.rule, draft, p_BnV, coins_BK, b)
-            return s.nodes, s.accepted, s.at, jnp.where(s.fresh, p_BnV[b, s.at], s.law)
+            return s.nodes, s.accepted, s.at, jnp.where(s.fresh, p_BnV[b, s.at], s.probs)
 
-        nodes_BK, accepted_B, at_B, law_BV = jax.lax.map(one, sequences)
+        nodes_BK, accepted_B, at_B, probs_BV = jax.lax.map(one, sequences)
         tested_B = accepted_B + _has_child(draft, at_B)
     else:
         raise TypeError(f"{verifier.name} takes the target's tokens: use match_verdict")
-    verdict = _verdict(draft, nodes_BK, accepted_B, tested_B, *_last(law_BV, u_B, draw))
+    verdict = _verdict(draft, nodes_BK, accepted_B, tested_B, *_last(probs_BV, u_B, draw))
     return measure_alpha(verifier, draft, p_BnV, verdict) if alpha else verdict
 
 
@@ -142,7 +142,7 @@ def verify_rows(
     verifier: Verifier,
     draft: Draft,
     rows_RV: jax.Array,
-    law_rows: LawRows | None,
+    prob_rows: ProbRows | None,
     *,
     n_valid_B: jax.Array,
     coins_BK: jax.Array,
@@ -150,19 +150,19 @@ def verify_rows(
     judge: Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array]],
     alpha: bool = False,
 ) -> Verdict:
-    """`verify` of chains by kernels that write no law down: the same bits as by their laws and draws.
+    """`verify` of chains by kernels that write no distribution down: the same bits as by their distributions and draws.
 
     Args:
         verifier: one of those that are `judged_at_once`.
         draft: chains of a kind it accepts.
-        rows_RV: float32[B * (K + 1), V], the target's logits; its laws where `law_rows` is None.
-        law_rows: the numbers of each sequence's law.
+        rows_RV: float32[B * (K + 1), V], the target's logits; its distributions where `prob_rows` is None.
+        prob_rows: the numbers of each sequence's distribution.
         n_valid_B: int32[B], 1 + count, or 0 for a sequence whose verdict is not asked for.
         coins_BK, u_B, alpha: as in `verify`.
         judge: `SamplingKernels.judge`.
     """
     accepted_B, last_B, failed_B, alpha_BK = judge(
-        rows_RV, law_rows, n_valid_B, draft.tokens, draft.q, coins_BK, u_B, whole=isinstance(verifier.rule, Block)
+        rows_RV, prob_rows, n_valid_B, draft.tokens, draft.q, coins_BK, u_B, whole=isinstance(verifier.rule, Block)
     )
     nodes_BK, tested_B = _along_chain(draft, accepted_B)
     verdict = _verdict(draft, nodes_BK, accepted_B, tested_B, last_B, failed_B)
@@ -175,8 +175,9 @@ def _along_chain(draft: Draft, accepted_B: jax.Array) -> tuple[jax.Array, jax.Ar
     return jnp.where(steps_K < accepted_B[:, None], steps_K, PAD), jnp.minimum(accepted_B + 1, draft.count)
 
 
-def verify_nothing(draft: Draft, p_BV: jax.Array, *, u_B: jax.Array, draw: Draw = laws.inverse_cdf) -> Verdict:
-    """What `verify` says where every draft is empty, whichever its verifier: a token of the law after the root.
+def verify_nothing(draft: Draft, p_BV: jax.Array, *, u_B: jax.Array, draw: Draw = residuals.inverse_cdf) -> Verdict:
+    """What `verify` says where every draft is empty, whichever its verifier: a token of the distribution after the
+    root.
 
     Args:
         draft: of which all counts are 0.
@@ -188,14 +189,14 @@ def verify_nothing(draft: Draft, p_BV: jax.Array, *, u_B: jax.Array, draw: Draw 
     return _verdict(draft, jnp.full_like(draft.tokens, PAD), zero_B, zero_B, *_last(p_BV, u_B, draw))
 
 
-def _last(law_BV: jax.Array, u_B: jax.Array, draw: Draw) -> tuple[jax.Array, jax.Array]:
-    """int32[B], a token of each law; bool[B], whether it was no law."""
-    mass_B = jax.vmap(laws.total)(law_BV)
-    return draw(law_BV, u_B), ~((mass_B > 0) & (mass_B < jnp.inf))
+def _last(probs_BV: jax.Array, u_B: jax.Array, draw: Draw) -> tuple[jax.Array, jax.Array]:
+    """int32[B], a token of each distribution; bool[B], whether it was no distribution."""
+    mass_B = jax.vmap(residuals.total)(probs_BV)
+    return draw(probs_BV, u_B), ~((mass_B > 0) & (mass_B < jnp.inf))
 
 
 def has_alpha(verifier: Verifier) -> bool:
-    """Whether alpha can be read off the laws: the rule accepts position by position, with a probability each.
+    """Whether alpha can be read off the distributions: the rule accepts position by position, with a probability each.
 
     `block` and trees do not.
     """
@@ -203,12 +204,12 @@ def has_alpha(verifier: Verifier) -> bool:
 
 
 def measures_alpha(verifier: Verifier, *, greedy: bool) -> bool:
-    """Whether verdicts hold alpha. `greedy` and `match` at temperature 0 make no law to read it off."""
+    """Whether verdicts hold alpha. `greedy` and `match` at temperature 0 make no distribution to read it off."""
     return isinstance(verifier.rule, TargetRule) or (has_alpha(verifier) and (verifier.needs_p or not greedy))
 
 
 def measure_alpha(verifier: Verifier, draft: Draft, p_BnV: jax.Array, verdict: Verdict) -> Verdict:
-    """Fills `alpha` and `alpha_var` of a chain's verdict, p and q being the laws at each tested position.
+    """Fills `alpha` and `alpha_var` of a chain's verdict, p and q being the distributions at each tested position.
 
     Sampled drafts: `token` sum_x min(p, q), `match` sum_x p q; one-hot drafts: p(x). Where `has_alpha` is false, zeros.
     """
@@ -221,7 +222,7 @@ def measure_alpha(verifier: Verifier, draft: Draft, p_BnV: jax.Array, verdict: V
 
     def one(b):
         def put(i, alpha_K):
-            return alpha_K.at[i].set(laws.total(join(p_BnV[b, i], draft.q[b, i])))
+            return alpha_K.at[i].set(residuals.total(join(p_BnV[b, i], draft.q[b, i])))
 
         zero_K = jnp.zeros((draft.max_nodes,), p_BnV.dtype)
         return jax.lax.fori_loop(jnp.int32(0), verdict.tested[b], put, zero_K)

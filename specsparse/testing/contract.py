@@ -23,8 +23,8 @@ from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.spec import DrafterSpec
 from specsparse.speculative.gamma import MAX_NODES
 from specsparse.speculative.loop import check_drafted, traced
-from specsparse.speculative.policies.base import LawView, Policy
-from specsparse.speculative.proof.chain_law import LEVEL, POWER
+from specsparse.speculative.policies.base import DraftView, Policy
+from specsparse.speculative.proof.chain_probs import LEVEL, POWER
 from specsparse.speculative.tree import check_parents
 from specsparse.speculative.trees.base import TreeShape
 from specsparse.speculative.verify import match_verdict, valid_verifiers
@@ -96,7 +96,7 @@ def check_policy(policy: Policy) -> None:
     def step(state: Any, ctx: DraftContext, verdict: Verdict, count_B: jax.Array) -> tuple:
         traces.append(len(ctx.length))
         budget_B = policy.budget(state, ctx)
-        look = LawView(jnp.zeros_like(ctx.length), *(jnp.full(ctx.length.shape, x) for x in (0.5, 0.6, 1.0, 0.3)))
+        look = DraftView(jnp.zeros_like(ctx.length), *(jnp.full(ctx.length.shape, x) for x in (0.5, 0.6, 1.0, 0.3)))
         keep_BG = jax.vmap(lambda n: policy.keep(state, jnp.full_like(count_B, n)), out_axes=1)(counts_G)
         return budget_B, policy.stop(state, look), keep_BG, policy.update(state, verdict, count_B)
 

@@ -17,7 +17,7 @@ from specsparse.speculative.policies.base import Policy
 from specsparse.speculative.proof.certify import Certifiable, cases, certify
 from specsparse.speculative.proof.driver import Decided, Drafts, sound
 from specsparse.speculative.proof.exact import ends
-from specsparse.speculative.proof.handed import Handed, handed
+from specsparse.speculative.proof.external import ExternalVerifier, external
 from specsparse.speculative.proof.results import CertificateReport, worst_on
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import match_verdict, verify
@@ -31,11 +31,11 @@ def assert_lossless(
     """Refuses a verifier, or a draft-length policy, whose text does not have the target's distribution.
 
     Args:
-        verifier: yours, a callable as `speculative.proof.handed` describes it; one of ours, its name, or a policy.
+        verifier: yours, a callable as `speculative.proof.external` describes it; one of ours, its name, or a policy.
         vocab: tokens, see `specsparse.certify`.
         gamma: longest draft.
         seed: of the random distributions, and of the samples of a callable that draws for itself.
-        how: fields of `Handed`, such as `arrays="torch"` or `samples=100_000`.
+        how: fields of `ExternalVerifier`, such as `arrays="torch"` or `samples=100_000`.
 
     Returns:
         The report: whether the distribution was enumerated or sampled, and the error that samples would have found.
@@ -46,9 +46,9 @@ def assert_lossless(
     """
     if not isinstance(verifier, Verifier | Policy | str):
         try:
-            verifier = dataclasses.replace(handed(verifier), lossless=True, **how)
+            verifier = dataclasses.replace(external(verifier), lossless=True, **how)
         except TypeError as error:
-            known = ", ".join(field.name for field in dataclasses.fields(Handed))
+            known = ", ".join(field.name for field in dataclasses.fields(ExternalVerifier))
             raise UserError(f"assert_lossless: {error}; known are {known}") from error
     elif how:
         raise UserError(f"assert_lossless: {', '.join(how)} say how a callable is handed its arguments")
@@ -93,7 +93,7 @@ def every_round_ends_somewhere(verifier: Verifier) -> None:
             found = ends(verifier.rule, outcome.draft, outcome.p)
             total = sum(end.weight for end in found)
             assert abs(total - 1) < 1e-9, f"on {case.name} drafts the ends of a round have the probability {total:g}"
-            masses = [float(end.law.sum()) for end in found if end.weight > 1e-12]
+            masses = [float(end.probs.sum()) for end in found if end.weight > 1e-12]
             assert np.allclose(masses, 1, atol=1e-9), f"on {case.name} drafts a round's ends have the masses {masses}"
 
 

@@ -224,7 +224,7 @@ def test_smollm2_trees(real, story):
     check_tree(real, story[:16], 1, 9, [8, 5])
 
 
-# From logits to tokens: laws and draws, through `generate`.
+# From logits to tokens: distributions and draws, through `generate`.
 
 SAMPLED = SamplingParams(
     temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.1, max_tokens=24, ignore_eos=True
@@ -253,4 +253,6 @@ def test_a_batch_draws_what_each_prompt_draws_alone(tmp_path, backend, n):
 
 
 def test_smollm2_draws_alike_in_a_batch(smollm2):
-    check_batch(smollm2, ["Once upon a time", "2 + 2 =", "The three laws of robotics, in short, are these:"], 3)
+    check_batch(
+        smollm2, ["Once upon a time", "2 + 2 =", "The three distributions of robotics, in short, are these:"], 3
+    )

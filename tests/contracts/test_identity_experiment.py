@@ -63,8 +63,8 @@ def test_units_cover_the_tokens_every_method_and_every_law():
     names = list(identity.METHODS)
     found = identity.units(100_000, names)
     assert len(found) == len(set(found)) and len(found) * identity.ROWS * identity.TEXT >= 100_000
-    assert {(u.method, u.law) for u in found} == {(m, law) for m in names for law in identity.LAWS}
-    temperatures = {p.temperature for laws in identity.LAWS.values() for p in laws}
+    assert {(u.method, u.sampling) for u in found} == {(m, sampling) for m in names for sampling in identity.SAMPLINGS}
+    temperatures = {p.temperature for sampling in identity.SAMPLINGS.values() for p in sampling}
     assert temperatures == {0.0, 0.6, 1.0}
 
 
@@ -76,10 +76,10 @@ def test_differing_tokens_are_counted():
 
 @pytest.mark.slow
 def test_smollm2_2000_tokens_of_trees_and_drawn_drafts(smollm2):
-    """One batch each under greedy, truncated and penalised laws, with a draft length of its own in every row."""
+    """One batch each of greedy, truncated and penalised sampling, with a draft length of its own in every row."""
     bench, methods = identity.IdentityBench.of(smollm2), ["p_split tree", "layer_skip drawn", "wor tree"]
     found = identity.units(2000, methods)
-    assert {u.law for u in found} == set(identity.LAWS)
+    assert {u.sampling for u in found} == set(identity.SAMPLINGS)
     for unit in found:
-        row = bench.compare(unit, bench.plain(unit.law, unit.batch))
+        row = bench.compare(unit, bench.plain(unit.sampling, unit.batch))
         assert row["differing"] == 0 and 0 < row["accepted"] < row["drafted"], (unit, row)

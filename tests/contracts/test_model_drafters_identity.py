@@ -14,7 +14,7 @@ from specsparse.testing.drafting import random_dflash, random_eagle3, random_hea
 from tests.cells import cells
 
 PROMPTS = ["hello world hello", "abcabcabcabc", "the"]
-LAWS = {
+SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
     "sharp": SamplingParams(
         temperature=0.6, top_k=8, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.3, max_tokens=60,
@@ -46,9 +46,9 @@ METHODS = {
     "head_tree": ("warm", "head", {"tree": get_tree("dynamic", total=9, depth=4, top_k=3)}),
 }
 
-# Every drafter, tree and law stays; argmax and drawn drafts as chain and as tree, of a model with a cache of its own,
-# of the target's layers and of heads on its features (chains of blocks: test_dflash.py). The slow ones pair them
-# another way.
+# Every drafter, tree and distribution stays; argmax and drawn drafts as chain and as tree, of a model with a cache of
+# its own, of the target's layers and of heads on its features (chains of blocks: test_dflash.py). The slow ones pair
+# them another way.
 ORDINARY = (
     "layer_skip_drawn", "sparse_self_gate", "static", "wor", "iid", "p_min", "lookup_head", "head_tree", "head_drawn",
     "eagle3_p_split", "dflash_tree",
@@ -74,7 +74,9 @@ def head(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(model):
-    return {name: specsparse.generate(model, PROMPTS, sampling=law, seed=14) for name, law in LAWS.items()}
+    return {
+        name: specsparse.generate(model, PROMPTS, sampling=sampling, seed=14) for name, sampling in SAMPLINGS.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -86,18 +88,18 @@ def block_drafter(model, plain):
 
 @pytest.mark.parametrize("method", cells(METHODS, ORDINARY))
 def test_tiny_models_emit_the_plain_tokens(model, head, block_drafter, plain, method):
-    law, name, options = METHODS[method]
+    sampling, name, options = METHODS[method]
     own = {"model": {"model": model}, "head": {"head": head}, "lookup_head": {"head": head}}.get(name, {})
     if name == "eagle3":  # a random head finds a token by chance: the fewer it scores, the sooner
-        common = Counter(token for g in plain[law] for token in g.token_ids).most_common(12)
+        common = Counter(token for g in plain[sampling] for token in g.token_ids).most_common(12)
         own = {"path": random_eagle3(model, ids=[token for token, _ in common])}
     if name == "dflash":
         own = {"path": block_drafter}
     drafter = get_drafter(name, gamma=4, **own, **options)
     verifier = "tree_match" if drafter.tree else "match"
-    got = specsparse.generate(model, PROMPTS, sampling=LAWS[law], seed=14, drafter=drafter, verifier=verifier)
-    assert [g.token_ids for g in got] == [g.token_ids for g in plain[law]]
-    assert [g.finish_reason for g in got] == [g.finish_reason for g in plain[law]]
+    got = specsparse.generate(model, PROMPTS, sampling=SAMPLINGS[sampling], seed=14, drafter=drafter, verifier=verifier)
+    assert [g.token_ids for g in got] == [g.token_ids for g in plain[sampling]]
+    assert [g.finish_reason for g in got] == [g.finish_reason for g in plain[sampling]]
     counters = [g.stats.counters for g in got]
     assert 0 < sum(c.num_accepted_tokens for c in counters) < sum(c.num_draft_tokens for c in counters)
 

@@ -15,7 +15,7 @@ from tests.cells import cells
 
 PROMPTS = ["hello world hello", "abcabcabcabc"]
 SHAPE = {"quant": "Q4_0", "d_model": 64, "d_ff": 96, "n_layers": 2, "vocab_size": 300, "context_length": 96}
-LAW = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=40, ignore_eos=True)
+SAMPLING = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=40, ignore_eos=True)
 TREES = {"kseq": ("sampled_iid", {"temperature": 0.8}), "tree_delta": ("static", {})}
 
 
@@ -38,7 +38,7 @@ MATRIX = [(source, verifier) for source in ("layer_skip", "model") for verifier 
 
 @pytest.mark.parametrize(("source", "verifier"), cells(MATRIX, [("layer_skip", "kseq"), ("model", "tree_delta")]))
 def test_some_drafts_are_accepted_and_neighbours_do_not_matter(target, source, verifier):
-    options = {"sampling": LAW, "drafter": drafter(target, source, verifier), "verifier": verifier}
+    options = {"sampling": SAMPLING, "drafter": drafter(target, source, verifier), "verifier": verifier}
     options |= {"seed": 3, "common_noise": True}  # without it a prompt's noise goes with its place
     both = specsparse.generate(target, PROMPTS, **options)
     swapped = specsparse.generate(target, PROMPTS[::-1], **options)
@@ -51,12 +51,12 @@ def test_some_drafts_are_accepted_and_neighbours_do_not_matter(target, source, v
 @pytest.mark.slow
 @pytest.mark.parametrize("verifier", TREES)
 def test_the_first_token_follows_the_law(target, verifier):
-    """600 samples in one batch: the share of the law's five likeliest tokens lies within five standard deviations."""
+    """600 samples in one batch: the share of the five likeliest tokens lies within five standard deviations."""
     count = 600
-    law = LAW.merged(max_tokens=3, temperature=1.0, top_p=0.6)
+    sampling = SAMPLING.merged(max_tokens=3, temperature=1.0, top_p=0.6)
     options = {"drafter": drafter(target, "layer_skip", verifier), "verifier": verifier, "seed": 0}
-    rows = specsparse.generate(target, PROMPTS[0], sampling=law.merged(n=count), **options)
-    plain = specsparse.generate(target, PROMPTS[0], sampling=law.merged(n=count), seed=1)
+    rows = specsparse.generate(target, PROMPTS[0], sampling=sampling.merged(n=count), **options)
+    plain = specsparse.generate(target, PROMPTS[0], sampling=sampling.merged(n=count), seed=1)
     seen = np.bincount([g.token_ids[0] for g in rows], minlength=300)
     wanted = np.bincount([g.token_ids[0] for g in plain], minlength=300)
     for token in np.argsort(-wanted)[:5]:
@@ -67,7 +67,7 @@ def test_the_first_token_follows_the_law(target, verifier):
 @pytest.mark.parametrize("source", cells(["layer_skip", "prompt_lookup"], ["layer_skip"]))
 def test_alpha_of_match_is_what_was_accepted(target, source):
     """Chains under `match` at T > 0: sum of sum_x p q over tested positions, beside the accepted ones (z under 4)."""
-    options = {"sampling": LAW.merged(n=64, temperature=1.0), "verifier": "match", "seed": 2}
+    options = {"sampling": SAMPLING.merged(n=64, temperature=1.0), "verifier": "match", "seed": 2}
     more = {"layers": [0, 1], "temperature": 1.0} if source == "layer_skip" else {}
     rows = specsparse.generate(target, PROMPTS[1], drafter=get_drafter(source, gamma=3, **more), **options)
     found = metrics.rates(sum((g.stats.counters for g in rows[1:]), rows[0].stats.counters))
@@ -82,5 +82,5 @@ def test_alpha_of_greedy_is_none(target):
 def test_a_pair_that_does_not_fit_is_refused_with_the_valid_names(target):
     with pytest.raises(UserError, match=r"verifier=kseq cannot verify one_hot tree drafts.*choose one of tree_match"):
         specsparse.generate(
-            target, "abc", drafter=drafter(target, "layer_skip", "tree_delta"), verifier="kseq", sampling=LAW
+            target, "abc", drafter=drafter(target, "layer_skip", "tree_delta"), verifier="kseq", sampling=SAMPLING
         )

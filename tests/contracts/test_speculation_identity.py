@@ -18,7 +18,7 @@ from specsparse.testing import write_tiny_gguf
 from tests.cells import cells
 
 PROMPTS = ["hello world hello", "abcabcabcabc", "the"]
-LAWS = {
+SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
     "sharp": SamplingParams(
         temperature=0.6, top_k=20, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.1,
@@ -46,8 +46,10 @@ def model(path):
 
 @pytest.fixture(scope="module")
 def plain(model) -> dict:
-    """Plain decoding of the batch under each law."""
-    return {name: specsparse.generate(model, PROMPTS, sampling=law, seed=11) for name, law in LAWS.items()}
+    """Plain decoding of the batch under each distribution."""
+    return {
+        name: specsparse.generate(model, PROMPTS, sampling=sampling, seed=11) for name, sampling in SAMPLINGS.items()
+    }
 
 
 def drafters(truth: tuple[int, ...]) -> dict:
@@ -66,17 +68,17 @@ def same(got, wanted, *, drafted: bool = True) -> None:
         assert sum(g.stats.counters.num_draft_tokens for g in got) > 0
 
 
-MATRIX = [(drafter, law) for drafter in ("prompt_lookup", "chain", "tree") for law in LAWS]
-# Every drafter and law; penalties follow a chain and a path of a tree.
+MATRIX = [(drafter, sampling) for drafter in ("prompt_lookup", "chain", "tree") for sampling in SAMPLINGS]
+# Every drafter and distribution; penalties follow a chain and a path of a tree.
 ORDINARY = [("prompt_lookup", "greedy"), ("tree", "sharp"), ("chain", "warm"), ("chain", "sharp")]
 
 
-@pytest.mark.parametrize(("drafter", "law"), cells(MATRIX, ORDINARY))
-def test_tiny_models_emit_the_plain_tokens(model, plain, law, drafter):
-    wanted = plain[law]
+@pytest.mark.parametrize(("drafter", "sampling"), cells(MATRIX, ORDINARY))
+def test_tiny_models_emit_the_plain_tokens(model, plain, sampling, drafter):
+    wanted = plain[sampling]
     chosen = drafters((*wanted[0].prompt_token_ids, *wanted[0].token_ids))[drafter]
-    verifier = ("tree_" if chosen.tree else "") + ("greedy" if law == "greedy" else "match")
-    got = specsparse.generate(model, PROMPTS, sampling=LAWS[law], seed=11, drafter=chosen, verifier=verifier)
+    verifier = ("tree_" if chosen.tree else "") + ("greedy" if sampling == "greedy" else "match")
+    got = specsparse.generate(model, PROMPTS, sampling=SAMPLINGS[sampling], seed=11, drafter=chosen, verifier=verifier)
     same(got, wanted)
     if drafter != "prompt_lookup":
         counters = got[0].stats.counters
@@ -84,43 +86,43 @@ def test_tiny_models_emit_the_plain_tokens(model, plain, law, drafter):
         assert counters.num_rounds < wanted[0].stats.counters.num_rounds
 
 
-@pytest.mark.parametrize("name", cells(LAWS, ["greedy"]))
+@pytest.mark.parametrize("name", cells(SAMPLINGS, ["greedy"]))
 def test_the_reference_kernels_emit_the_plain_tokens_too(path, name):
-    """Their laws and draws are compared in test_c1.py."""
+    """Their distributions and draws are compared in test_c1.py."""
     model = specsparse.load(path, backend="reference")
-    law = LAWS[name].merged(max_tokens=20, min_tokens=0)
-    wanted = specsparse.generate(model, PROMPTS[:2], sampling=law, seed=11)
+    sampling = SAMPLINGS[name].merged(max_tokens=20, min_tokens=0)
+    wanted = specsparse.generate(model, PROMPTS[:2], sampling=sampling, seed=11)
     truth = (*wanted[0].prompt_token_ids, *wanted[0].token_ids)
-    same(specsparse.generate(model, PROMPTS[:2], sampling=law, seed=11, drafter=drafters(truth)["tree"]), wanted)
+    same(specsparse.generate(model, PROMPTS[:2], sampling=sampling, seed=11, drafter=drafters(truth)["tree"]), wanted)
 
 
 def test_the_context_ends_a_text_at_the_same_token(model, plain):
     """The budget shrinks towards the end of the context; the last tokens are the same."""
-    law = LAWS["greedy"].merged(max_tokens=None)
-    wanted = specsparse.generate(model, PROMPTS, sampling=law)
+    sampling = SAMPLINGS["greedy"].merged(max_tokens=None)
+    wanted = specsparse.generate(model, PROMPTS, sampling=sampling)
     truth = (*wanted[0].prompt_token_ids, *wanted[0].token_ids)
     assert len(truth) == model.config.context_length
     for name in ("chain", "tree"):
-        same(specsparse.generate(model, PROMPTS, sampling=law, drafter=drafters(truth)[name]), wanted)
+        same(specsparse.generate(model, PROMPTS, sampling=sampling, drafter=drafters(truth)[name]), wanted)
 
 
 def test_a_stop_id_inside_an_accepted_path_ends_the_text_there(model, plain):
     wanted = plain["greedy"][0]
     truth = (*wanted.prompt_token_ids, *wanted.token_ids)
     stop = wanted.token_ids[2]
-    law = LAWS["greedy"].merged(stop_token_ids=[stop])
+    sampling = SAMPLINGS["greedy"].merged(stop_token_ids=[stop])
     chosen = get_drafter("scripted", gamma=5, accept=(5,), vocab_size=VOCAB, truth=truth)
-    plain_stopped = specsparse.generate(model, PROMPTS[0], sampling=law)
-    got = specsparse.generate(model, PROMPTS[0], sampling=law, drafter=chosen)
+    plain_stopped = specsparse.generate(model, PROMPTS[0], sampling=sampling)
+    got = specsparse.generate(model, PROMPTS[0], sampling=sampling, drafter=chosen)
     same([got], [plain_stopped])
     assert got.token_ids == wanted.token_ids[: wanted.token_ids.index(stop) + 1] and got.finish_reason == "stop"
 
 
 def test_log_probabilities_are_those_of_plain_decoding(model, plain):
     """Of the emitted tokens, along the accepted path of a tree too; bit for bit."""
-    wanted = specsparse.generate(model, PROMPTS, sampling=LAWS["greedy"], logprobs=3)
+    wanted = specsparse.generate(model, PROMPTS, sampling=SAMPLINGS["greedy"], logprobs=3)
     truth = (*wanted[0].prompt_token_ids, *wanted[0].token_ids)
-    got = specsparse.generate(model, PROMPTS, sampling=LAWS["greedy"], logprobs=3, drafter=drafters(truth)["tree"])
+    got = specsparse.generate(model, PROMPTS, sampling=SAMPLINGS["greedy"], logprobs=3, drafter=drafters(truth)["tree"])
     assert [g.logprobs for g in got] == [g.logprobs for g in wanted]
 
 
@@ -139,11 +141,11 @@ def test_smollm2_writes_the_plain_tokens(smollm2, tokens):
     greedy = SamplingParams(temperature=0.0, max_tokens=170, ignore_eos=True)
     sharp = greedy.merged(temperature=0.6, top_k=40, top_p=0.95, repetition_penalty=1.1)
     warm = greedy.merged(temperature=1.0, min_p=0.02)
-    plain = functools.cache(lambda law: specsparse.generate(smollm2, REAL_PROMPTS, sampling=law, seed=5))
+    plain = functools.cache(lambda sampling: specsparse.generate(smollm2, REAL_PROMPTS, sampling=sampling, seed=5))
     pairs = [(suffix, greedy), (lookup, sharp)]
-    for drafter, law in pairs if tokens == 1000 else [*pairs, (lookup, greedy), (suffix, warm)]:
-        wanted = plain(law)
-        got = specsparse.generate(smollm2, REAL_PROMPTS, sampling=law, seed=5, drafter=drafter)
+    for drafter, sampling in pairs if tokens == 1000 else [*pairs, (lookup, greedy), (suffix, warm)]:
+        wanted = plain(sampling)
+        got = specsparse.generate(smollm2, REAL_PROMPTS, sampling=sampling, seed=5, drafter=drafter)
         same(got, wanted, drafted=drafter is lookup)
         drafted += sum(g.stats.counters.num_accepted_tokens for g in got)
         total += sum(len(g.token_ids) for g in wanted)

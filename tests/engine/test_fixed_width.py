@@ -114,10 +114,10 @@ def test_speculation_writes_the_text_of_plain_decoding_with_a_fixed_width(model,
     if model.path.stem != "F32":
         pytest.skip("texts are compared in float32 alone: it is the same program with other weights")
     temperature, verifier, drafter, options = HOW[how]
-    law = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True)
-    plain = specsparse.generate(model, PROMPTS, sampling=law, seed=3)
+    sampling = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True)
+    plain = specsparse.generate(model, PROMPTS, sampling=sampling, seed=3)
     method = {"drafter": get_drafter(drafter, **options), "verifier": verifier}
-    got = specsparse.generate(model, PROMPTS, sampling=law, seed=3, **method)
+    got = specsparse.generate(model, PROMPTS, sampling=sampling, seed=3, **method)
     assert [g.token_ids for g in got] == [g.token_ids for g in plain]
     assert sum(g.stats.counters.num_draft_tokens for g in got) > 40
     assert sum(g.stats.counters.num_accepted_tokens for g in got) > 0
@@ -138,10 +138,10 @@ def test_an_automatic_width_holds_the_longest_draft(model, tmp_path):
 
 def test_whoever_decodes_gets_a_model_as_wide_as_the_drafts(model):
     """The API, the server and the chat ask `ready`. What drafts no more than usual keeps plain decoding's width."""
-    law, ten = SamplingParams(temperature=0.0), get_drafter("prompt_lookup", gamma=10)
-    wide, method = ready(MethodSpec(ten, sampling=law), model)
+    sampling, ten = SamplingParams(temperature=0.0), get_drafter("prompt_lookup", gamma=10)
+    wide, method = ready(MethodSpec(ten, sampling=sampling), model)
     assert (wide.width, method.max_nodes) == (16, 10) and wide is model.holding(12) is wide.holding(9)
-    assert ready(MethodSpec(), model)[0] is model is ready(MethodSpec("prompt_lookup", sampling=law), model)[0]
+    assert ready(MethodSpec(), model)[0] is model is ready(MethodSpec("prompt_lookup", sampling=sampling), model)[0]
     assert ready(MethodSpec(Choice("prompt_lookup", {"gamma": 16})), model)[0] is model.holding(17) is wide.holding(17)
     with pytest.raises(UserError, match="drafter must be a registered name or a Drafter, not int"):
         MethodSpec(3)
@@ -149,16 +149,16 @@ def test_whoever_decodes_gets_a_model_as_wide_as_the_drafts(model):
 
 @pytest.mark.slow
 def test_long_drafts_write_plain_text_of_the_model_that_holds_them(model):
-    law = {"max_tokens": 40, "ignore_eos": True}
-    plain = specsparse.generate(model.holding(11), PROMPTS, **law)
-    got = specsparse.generate(model, PROMPTS, drafter=get_drafter("prompt_lookup", gamma=10), **law)
+    sampling = {"max_tokens": 40, "ignore_eos": True}
+    plain = specsparse.generate(model.holding(11), PROMPTS, **sampling)
+    got = specsparse.generate(model, PROMPTS, drafter=get_drafter("prompt_lookup", gamma=10), **sampling)
     assert [g.token_ids for g in got] == [g.token_ids for g in plain]
-    streamed = specsparse.stream(model, PROMPTS[0], drafter=get_drafter("prompt_lookup", gamma=10), **law)
-    assert "".join(streamed) == specsparse.generate(model.holding(11), PROMPTS[0], **law).text
+    streamed = specsparse.stream(model, PROMPTS[0], drafter=get_drafter("prompt_lookup", gamma=10), **sampling)
+    assert "".join(streamed) == specsparse.generate(model.holding(11), PROMPTS[0], **sampling).text
 
 
 def test_what_a_width_does_not_hold_is_one_line(model, tmp_path):
-    assert promise("xla").startswith("equal law") and promise("native").startswith("equal bits")
+    assert promise("xla").startswith("equal distribution") and promise("native").startswith("equal bits")
     asked = dataclasses.replace(model, narrow=None)  # a width that the user asked for
     with pytest.raises(UserError, match="verify 17 rows, and the model's width is 8: load it with width=24"):
         specsparse.generate(asked, "hello", drafter=get_drafter("prompt_lookup", gamma=16))

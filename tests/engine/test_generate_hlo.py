@@ -71,17 +71,17 @@ def decode_loop(hlo: str) -> list[str]:
     return max(loops, key=len)
 
 
-LAWS = {
+SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=8),
     "warm": SamplingParams(temperature=0.7, top_k=20, top_p=0.9, repetition_penalty=1.1, logprobs=2, max_tokens=8),
 }
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("drafter", [None, "prompt_lookup"])
-def test_the_loop_copies_no_cache_and_calls_no_host(model, law, drafter):
+def test_the_loop_copies_no_cache_and_calls_no_host(model, sampling, drafter):
     model.programs.clear()
-    specsparse.generate(model, "abab", sampling=LAWS[law], drafter=drafter)
+    specsparse.generate(model, "abab", sampling=SAMPLINGS[sampling], drafter=drafter)
     hlo = decode_program(model)
     assert not HOST.search(hlo)
     cache = model.new_cache(1, 256)
@@ -102,7 +102,7 @@ MOST = {None: 19, "prompt_lookup": 44, "ngram_simple": 44}
 def test_a_round_has_few_operations(model, drafter):
     """And what follows the target's products takes no branch and no loop of its own."""
     model.programs.clear()
-    specsparse.generate(model, "abab", sampling=LAWS["greedy"], drafter=drafter)
+    specsparse.generate(model, "abab", sampling=SAMPLINGS["greedy"], drafter=drafter)
     hlo = decode_program(model)
     parts = computations(hlo)
     (body,) = [lines for lines in parts.values() if any("specsparse_layers" in line for line in lines)]
@@ -116,16 +116,16 @@ def test_a_round_has_few_operations(model, drafter):
 def test_a_program_is_compiled_once(model):
     """Other prompts, seeds and numbers of the same kind run what is there; another kind adds its program."""
     model.programs.clear()
-    first = specsparse.generate(model, "abab", sampling=LAWS["warm"])
+    first = specsparse.generate(model, "abab", sampling=SAMPLINGS["warm"])
     count = len(model.programs)
     assert first.stats.compile_s > 0 and count == 2  # a prompt piece and the loop
     for seed, prompt in enumerate(("xyz", "a longer one", "abab")):
-        law = LAWS["warm"].merged(temperature=0.3 + seed, top_k=5 + seed, max_tokens=3 + seed)
-        assert specsparse.generate(model, prompt, sampling=law, seed=seed).stats.compile_s == 0
+        sampling = SAMPLINGS["warm"].merged(temperature=0.3 + seed, top_k=5 + seed, max_tokens=3 + seed)
+        assert specsparse.generate(model, prompt, sampling=sampling, seed=seed).stats.compile_s == 0
     assert len(model.programs) == count
-    specsparse.generate(model, "abab", sampling=LAWS["greedy"])
-    assert len(model.programs) == count + 1  # the prompt's program does not depend on the law
-    list(specsparse.stream(model, "abab", sampling=LAWS["greedy"]))
+    specsparse.generate(model, "abab", sampling=SAMPLINGS["greedy"])
+    assert len(model.programs) == count + 1  # the prompt's program does not depend on the distribution
+    list(specsparse.stream(model, "abab", sampling=SAMPLINGS["greedy"]))
     assert len(model.programs) == count + 1  # streaming runs the same loop
 
 

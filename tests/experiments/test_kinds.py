@@ -115,7 +115,7 @@ SAME_TEXT = "model x match (lossless: plain decoding's tokens)"
 PAIRS = {
     "spec_llama160m": (SAME_TEXT, ["policy.p_min=0.01", "policy.n_min=2"]),
     "spec_qwen3": (SAME_TEXT, []),
-    "spec_llama160m_pq": ("model x token (lossless in law)", ["policy.p_min=0.01"]),
+    "spec_llama160m_pq": ("model x token (lossless in distribution)", ["policy.p_min=0.01"]),
     **{name: (SAME_TEXT, []) for name in ("spec_llama31_8b", "spec_smollm2_1.7b", "spec_tinyllama")},
 }
 
@@ -293,8 +293,8 @@ def test_certify_takes_callables_and_the_museum(cfg, tmp_path, monkeypatch):
     source = "def lazy(p, q, drafts, uniforms):\n    return [int(uniforms[0] >= p[0, 0])]\n"
     (tmp_path / "mine_own.py").write_text(source + "\n\ndef eager(p, q, drafts, u):\n    return len(drafts), 0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    shown = {name: certificate.EXHIBITS[name] for name in ("coin_is_0", "argmax_drafts_q_1")}
-    monkeypatch.setattr(certificate, "EXHIBITS", shown)
+    shown = {name: certificate.KNOWN_BUGS[name] for name in ("coin_is_0", "argmax_drafts_q_1")}
+    monkeypatch.setattr(certificate, "KNOWN_BUGS", shown)
     spec = CertifySpec((), vocab=2, gamma=1, mutants=False, also=("mine_own:lazy",))
     cfg = replaced(cfg, kind="certify", certify=spec, model=ModelSpec("none.gguf"))
     found, text, written = play(cfg, tmp_path / "a")

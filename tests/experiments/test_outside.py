@@ -79,11 +79,11 @@ class Top(SiblingRule):
     def enter(self, p_V, q_V, siblings):
         return ()
 
-    def accept(self, law_x, q_x, memo):
-        return (law_x >= self.least).astype(law_x.dtype)
+    def accept(self, p_x, q_x, memo):
+        return (p_x >= self.least).astype(p_x.dtype)
 
-    def reject(self, law_V, q_V, child, memo, last):
-        return law_V, memo
+    def reject(self, probs_V, q_V, child, memo, last):
+        return probs_V, memo
 
 
 @dataclasses.dataclass(frozen=True)

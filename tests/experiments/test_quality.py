@@ -40,7 +40,7 @@ def cfg(folder, tmp_path, monkeypatch):
 
 def play(cfg, directory):
     played = playing.play(cfg, directory, width=140)
-    assert [p.name for p in directory.iterdir()] == ["record.json"]  # the base's laws are gone
+    assert [p.name for p in directory.iterdir()] == ["record.json"]  # the base's distributions are gone
     return played
 
 

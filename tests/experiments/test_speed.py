@@ -272,7 +272,7 @@ def test_a_broken_promise_is_said_and_fails_the_run(cfg, tmp_path):
 def test_a_verifier_that_keeps_the_law_only_may_differ(cfg, tmp_path):
     cfg = replace(cfg, verifier=Choice("delta"), sampling={"temperature": 1.0})
     found, text = play(cfg, tmp_path, FakeEngine(wrong=True, verifier="delta"))
-    assert found.as_promised and found.result.method["label"] == "lossless in law"
+    assert found.as_promised and found.result.method["label"] == "lossless in distribution"
     assert "keeps the distribution only" in text
 
 

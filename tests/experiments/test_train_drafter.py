@@ -109,8 +109,8 @@ OTHERS = [("qwen3", "head"), ("smollm3", "head"), *(("gemma3", form) for form in
 def test_training_learns_from_other_architectures(cfg, tmp_path, architecture, name):
     """Windows, norms of heads and of sums, scaled embeddings, layers without RoPE: what drafts is always the same.
 
-    How often the argmax is right is not asked: under its scaled embeddings the law of a random Gemma is nearly one-hot,
-    and the linear guess that training begins with has it right nine times in ten.
+    How often the argmax is right is not asked: under its scaled embeddings the distribution of a random Gemma is nearly
+    one-hot, and the linear guess that training begins with has it right nine times in ten.
     """
     given = {"qwen3": {"head_dim": 32}, "smollm3": {}, "gemma3": {"full_every": 2, "head_dim": 32}}[architecture]
     path = tmp_path / "other.gguf"

@@ -17,7 +17,7 @@ import pytest
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize, quantize
 
-from specsparse.engine.sampling.row_laws import REFERENCE, LawRows
+from specsparse.engine.sampling.row_probs import REFERENCE, ProbRows
 from specsparse.errors import UserError
 from specsparse.kernels import BACKENDS, QTensor, status
 from specsparse.kernels.native import cpu
@@ -296,7 +296,7 @@ def test_argmax_of_every_implementation():
             np.testing.assert_array_equal(got, wanted, err_msg=f"{kernels.name} {width}")
 
 
-# Laws and draws.
+# Distributions and draws.
 
 SHAPES = {  # temperature, top-k, top-p, min-p
     "plain": (1.0, 0, 1.0, 0.0),
@@ -311,7 +311,7 @@ SHAPES = {  # temperature, top-k, top-p, min-p
 
 
 def law_case(width: int):
-    """Logits of one row for each of SHAPES, on a coarse grid (ties), some banned; and the LawRows."""
+    """Logits of one row for each of SHAPES, on a coarse grid (ties), some banned; and the ProbRows."""
     rng = np.random.default_rng(width)
     logits = (rng.normal(size=(len(SHAPES), width)) * 4).round(1).astype(np.float32)
     logits[:, rng.random(width) < 0.1] = -np.inf
@@ -320,7 +320,7 @@ def law_case(width: int):
     with np.errstate(divide="ignore"):
         rows = (t, np.log(min_p), np.where(k < 1, width, np.minimum(k, width)), top_p)
     types = (np.float32, np.float32, np.int32, np.float32)
-    return logits, LawRows(*(jnp.asarray(a.astype(d)) for a, d in zip(rows, types, strict=True)))
+    return logits, ProbRows(*(jnp.asarray(a.astype(d)) for a, d in zip(rows, types, strict=True)))
 
 
 @pytest.mark.parametrize("width", cells([1, 37, 256, 1000], [1, 37, 1000]))
@@ -328,7 +328,7 @@ def test_laws_equal_the_reference(width):
     """The same tokens are kept, ties together; what is left differs by the last bits of exp."""
     use("portable", 1)
     logits, rows = law_case(width)
-    got, wanted = (np.asarray(jax.jit(law)(logits, rows)) for law in (cpu.law, REFERENCE.law))
+    got, wanted = (np.asarray(jax.jit(probs)(logits, rows)) for probs in (cpu.probs, REFERENCE.probs))
     np.testing.assert_array_equal(got > 0, wanted > 0)
     np.testing.assert_allclose(got, wanted, rtol=LAW_RTOL)
     for u in (0.0, 0.25, 0.6180339, 1 - 2.0**-24):
@@ -338,15 +338,15 @@ def test_laws_equal_the_reference(width):
 
 @pytest.mark.parametrize("spread", [0.01, 0.5, 3.0, 20.0])
 def test_top_p_of_flat_and_of_peaked_laws_equals_the_reference(spread):
-    """From laws of which nearly all tokens are kept to such as have one, on a fine grid and on one full of ties."""
+    """From nearly all tokens kept to a single one, on a fine grid and on one full of ties."""
     use("portable", 1)
     rng = np.random.default_rng(int(100 * spread))
     fine = (rng.normal(size=(6, 5000)) * spread).astype(np.float32)
     shares = np.array([0.02, 0.3, 0.7, 0.95, 0.99, 0.9999], np.float32)
     every = np.ones(6, np.float32)
-    rows = LawRows(every, every * -np.inf, every.astype(np.int32) * 5000, shares)
+    rows = ProbRows(every, every * -np.inf, every.astype(np.int32) * 5000, shares)
     for logits in (fine, fine.round(1)):
-        got, wanted = (np.asarray(jax.jit(law)(logits, rows)) for law in (cpu.law, REFERENCE.law))
+        got, wanted = (np.asarray(jax.jit(probs)(logits, rows)) for probs in (cpu.probs, REFERENCE.probs))
         np.testing.assert_array_equal((got > 0).sum(axis=1), (wanted > 0).sum(axis=1))
         np.testing.assert_allclose(got, wanted, rtol=LAW_RTOL)
 
@@ -355,27 +355,27 @@ def test_top_p_of_flat_and_of_peaked_laws_equals_the_reference(spread):
 def test_one_call_samples_what_check_law_and_draw_do(isa):
     """Bit for bit, of the rows that count: two or one or none of each sequence's two rows."""
     use(isa, 2)
-    logits, laws = law_case(1000)
+    logits, probs = law_case(1000)
     rng = np.random.default_rng(0)
-    B, twice = len(logits), jax.tree.map(lambda a: np.repeat(a, 2), laws)
+    B, twice = len(logits), jax.tree.map(lambda a: np.repeat(a, 2), probs)
     x = np.repeat(logits, 2, axis=0)
     x[1::2] = rng.permutation(x[1::2].T).T
     x[2, 3], x[5], x[9, 0] = np.nan, -np.inf, np.inf
     u, tokens = rng.random((2 * B, 4), np.float32), rng.integers(0, 1000, 2 * B, np.int32)
     n_valid = np.resize(np.array([2, 1, 2, 0], np.int32), B)
-    p = np.asarray(jax.jit(cpu.law)(x, twice))
+    p = np.asarray(jax.jit(cpu.probs)(x, twice))
     wanted = np.asarray(jax.jit(cpu.draw)(p, u)), np.asarray(jax.jit(cpu.check)(x)), p[np.arange(2 * B), tokens]
-    got = [np.asarray(a) for a in jax.jit(cpu.sample)(x, laws, n_valid, u, tokens)]
+    got = [np.asarray(a) for a in jax.jit(cpu.sample)(x, probs, n_valid, u, tokens)]
     counts = (np.arange(2) < n_valid[:, None]).reshape(-1)
     for a, b in zip(got, wanted, strict=True):
         sane = counts & wanted[1] if a is got[2] else counts
         np.testing.assert_array_equal(a[sane], b[sane])
     assert not got[0][~counts].any() and got[1][~counts].all() and not got[2][~counts].any()
-    greedy = laws._replace(temperature=np.zeros(B, np.float32))
+    greedy = probs._replace(temperature=np.zeros(B, np.float32))
     first = np.asarray(jax.jit(cpu.sample)(x, greedy, np.full(B, 2, np.int32))[0])
     np.testing.assert_array_equal(first[wanted[1]], np.asarray(jax.jit(cpu.argmax)(x))[wanted[1]])
     with pytest.raises(jax.errors.JaxRuntimeError, match="do not go together"):
-        jax.block_until_ready(cpu.sample(x, laws, n_valid, u[:3], tokens))
+        jax.block_until_ready(cpu.sample(x, probs, n_valid, u[:3], tokens))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -396,8 +396,8 @@ def test_rows_that_are_no_laws_stay_inside():
     x[0, ::3], x[1, 500], x[2], x[3, :] = np.nan, np.inf, np.nan, np.inf
     for t, k, top_p, min_p in SHAPES.values():
         numbers = (t, np.log(min_p) if min_p else -np.inf, k or 1000, top_p)
-        rows = LawRows(*(np.full(4, a, d) for a, d in zip(numbers, "ffif", strict=True)))
-        p = jax.jit(cpu.law)(x, rows)
+        rows = ProbRows(*(np.full(4, a, d) for a, d in zip(numbers, "ffif", strict=True)))
+        p = jax.jit(cpu.probs)(x, rows)
         assert p.shape == x.shape
         token = np.asarray(jax.jit(cpu.draw)(p, np.full((4, 4), 0.7, np.float32)))
         assert ((token >= 0) & (token < 1000)).all()
@@ -407,11 +407,11 @@ def test_rows_that_are_no_laws_stay_inside():
 def test_laws_have_the_same_bits_for_every_isa_thread_and_number_of_rows(isa):
     logits, rows = law_case(1000)
     use("portable", 1)
-    wanted = np.asarray(jax.jit(cpu.law)(logits, rows))
-    one = jax.jit(cpu.law)
+    wanted = np.asarray(jax.jit(cpu.probs)(logits, rows))
+    one = jax.jit(cpu.probs)
     for threads in (1, 2):
         use(isa, threads)
-        same_bits(jax.jit(cpu.law)(logits, rows), wanted)
+        same_bits(jax.jit(cpu.probs)(logits, rows), wanted)
         for r in range(len(logits)):
             same_bits(one(logits[r : r + 1], jax.tree.map(lambda a, r=r: a[r : r + 1], rows))[0], wanted[r], f"row {r}")
 

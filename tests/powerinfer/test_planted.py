@@ -13,9 +13,9 @@ SMALL = {"d_model": 128, "d_ff": 512, "n_heads": 4, "rank": 96, "vocab_size": 30
 
 
 def test_a_quarter_of_the_neurons_does_most_of_the_work():
-    law = power_law(10_000, 0.1, seed=3)
-    assert law.mean() == pytest.approx(0.1, abs=1e-6) and law.max() <= 0.95
-    ranked = np.sort(law)[::-1]
+    probs = power_law(10_000, 0.1, seed=3)
+    assert probs.mean() == pytest.approx(0.1, abs=1e-6) and probs.max() <= 0.95
+    ranked = np.sort(probs)[::-1]
     assert ranked[:2600].sum() / ranked.sum() == pytest.approx(0.8, abs=0.02)
     with pytest.raises(ValueError, match=r"between 0 and 0\.9"):
         power_law(10, 0.95)

@@ -51,7 +51,7 @@ want = Want("none", hidden=(2, 0, model.config.n_layers))
 rows, _ = model.forward(model.params_for(64), np.array([ids], np.int32), model.new_cache(1, 64), want=want)
 found["features"] = rows.hidden
 found["greedy"] = specsparse.generate(model, ids, max_tokens=10, ignore_eos=True).token_ids
-law = SamplingParams(temperature=0.9, max_tokens=10, ignore_eos=True)
+distribution = SamplingParams(temperature=0.9, max_tokens=10, ignore_eos=True)
 found["sampled"] = specsparse.generate(model, ids, sampling=law, seed=3).token_ids
 spec = specsparse.generate(model, ids, max_tokens=10, ignore_eos=True, drafter="prompt_lookup", verifier="greedy")
 found["speculative"] = spec.token_ids
@@ -140,9 +140,9 @@ def test_features_of_layers(one, two):
 
 def test_the_same_tokens(one, two):
     greedy = specsparse.generate(one, IDS, max_tokens=10, ignore_eos=True).token_ids
-    law = SamplingParams(temperature=0.9, max_tokens=10, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.9, max_tokens=10, ignore_eos=True)
     assert tuple(two["greedy"]) == tuple(two["speculative"]) == tuple(two["streamed"]) == greedy
-    assert tuple(two["sampled"]) == specsparse.generate(one, IDS, sampling=law, seed=3).token_ids
+    assert tuple(two["sampled"]) == specsparse.generate(one, IDS, sampling=sampling, seed=3).token_ids
 
 
 def test_every_layer_has_the_parts_it_should(two):

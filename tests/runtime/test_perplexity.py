@@ -18,7 +18,7 @@ def model(tmp_path_factory):
     return specsparse.load(path, kv_dtype="f32")
 
 
-def laws(model, ids):
+def log_probs(model, ids):
     return log_softmax(model.logits(ids).astype(np.float64), -1)
 
 
@@ -28,8 +28,8 @@ def test_halves_of_windows_are_scored(model):
     expected = []
     for i in range(3):
         ids = [1, *IDS[40 * i + 1 : 40 * i + 40]]
-        law = laws(model, ids)
-        expected += [-law[row, ids[row + 1]] for row in range(20, 39)]
+        logprobs = log_probs(model, ids)
+        expected += [-logprobs[row, ids[row + 1]] for row in range(20, 39)]
     found = score(model, text)
     np.testing.assert_allclose(found.nll, expected, rtol=1e-5)
     assert len(found.nll) == text.scored == 57 and found.kl is None
@@ -46,8 +46,8 @@ def test_with_a_stride_the_last_of_each_window_are(model):
     expected = []
     for start in starts:
         ids = IDS[start : start + 48]
-        law = laws(model, ids)
-        expected += [-law[row, ids[row + 1]] for row in range(48 - 16 - 1, 47)]
+        logprobs = log_probs(model, ids)
+        expected += [-logprobs[row, ids[row + 1]] for row in range(48 - 16 - 1, 47)]
     np.testing.assert_allclose(score(model, text).nll, expected, rtol=1e-5)
 
 

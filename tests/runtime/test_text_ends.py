@@ -28,7 +28,7 @@ from specsparse.testing import write_tiny_gguf
 from tests.cells import cells
 
 LETTERS = [3 + b for b in b"abcd"]
-LAW = SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True, allowed_token_ids=LETTERS)
+SAMPLING = SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True, allowed_token_ids=LETTERS)
 AUTO_OFF = get_policy("auto_off", v=(1.0, 1.3, 1.6, 1.9, 2.2), gamma=4, inner="fixed", every=2, probe_share=1.0)
 
 
@@ -46,7 +46,7 @@ def free(model):
     def watch(view):
         seen.append(jax.tree.map(np.array, view.after.counters))
 
-    made = specsparse.generate(model, "abcabd", sampling=LAW, seed=4, **fast(), watch=watch)
+    made = specsparse.generate(model, "abcabd", sampling=SAMPLING, seed=4, **fast(), watch=watch)
     return made, jax.tree.map(lambda *a: np.stack(a)[:, 0], *seen)
 
 
@@ -81,7 +81,7 @@ WAYS = [specsparse.generate, streamed, stepped]
 @pytest.mark.parametrize("end", [1, 5, 16, 17, 40])
 def test_plain_decoding_takes_a_round_a_token(model, free, way, end):
     text = free[0].text
-    got = way(model, "abcabd", sampling=LAW, seed=4, stop=unique(text, end))
+    got = way(model, "abcabd", sampling=SAMPLING, seed=4, stop=unique(text, end))
     assert len(got.token_ids) == got.stats.decode_tokens == end and got.finish_reason == "stop"
     c = got.stats.counters
     assert (c.num_rounds, c.num_emitted_tokens, c.target_passes) == (end, end, end + 1)
@@ -92,7 +92,7 @@ def test_plain_decoding_takes_a_round_a_token(model, free, way, end):
 @pytest.mark.parametrize("end", [3, 16, 29, 47])
 def test_counters_are_those_after_the_round_that_ended_the_text(model, free, way, end):
     whole, after = free
-    got = way(model, "abcabd", sampling=LAW, seed=4, stop=unique(whole.text, end), **fast())
+    got = way(model, "abcabd", sampling=SAMPLING, seed=4, stop=unique(whole.text, end), **fast())
     assert got.token_ids == whole.token_ids[:end]
     last = int(np.searchsorted(after.emitted, end))
     assert after.emitted[-1] > after.emitted[last] and after.accepted[-1] > after.accepted[last]
@@ -106,7 +106,7 @@ def test_counters_are_those_after_the_round_that_ended_the_text(model, free, way
 
 
 def test_the_policy_is_reported_where_the_text_ends(model, free):
-    options, after = {"sampling": LAW, "seed": 4, **fast(AUTO_OFF)}, []
+    options, after = {"sampling": SAMPLING, "seed": 4, **fast(AUTO_OFF)}, []
 
     def watch(view):
         now = view.session.state
@@ -122,7 +122,7 @@ def test_the_policy_is_reported_where_the_text_ends(model, free):
 
 
 def test_a_text_of_a_batch_ends_as_it_does_alone(model):
-    options = {"sampling": LAW, "seed": 4, **fast()}
+    options = {"sampling": SAMPLING, "seed": 4, **fast()}
     prompts = ["abcabd", "cad", "bb"]
     stop = specsparse.generate(model, prompts[1], **options).text[2:9]
     together = specsparse.generate(model, prompts, **options, stop=stop, common_noise=True)
@@ -149,7 +149,7 @@ class Clock:
 def test_the_time_ends_with_the_text(model, free, monkeypatch):
     """A call of the loop takes a second: 16 rounds at once, 4 of a stream, 1 of the host's."""
     for way, seconds in zip(WAYS, (1 + 5 / 16, 5 + 1 / 4, 21), strict=True):
-        options = {"sampling": LAW, "seed": 4, "stop": unique(free[0].text, 21)}
+        options = {"sampling": SAMPLING, "seed": 4, "stop": unique(free[0].text, 21)}
         way(model, "abcabd", **options)
         with monkeypatch.context() as patch:
             patch.setattr(device_batch, "time", Clock())
@@ -185,10 +185,10 @@ def test_rounds_of_a_call_share_its_time():
 
 
 def test_acceptance_over_seeds_ends_texts_too(model):
-    whole = specsparse.generate(model, "abcabd", sampling=LAW, seed=0, **fast())
-    law = LAW.merged(stop=unique(whole.text, 11))
-    found = acceptance_over_seeds(model, "abcabd", sampling=law, seeds=2, **fast())
-    each = [stepped(model, "abcabd", sampling=law, seed=seed, **fast()).stats.counters for seed in (0, 1)]
+    whole = specsparse.generate(model, "abcabd", sampling=SAMPLING, seed=0, **fast())
+    sampling = SAMPLING.merged(stop=unique(whole.text, 11))
+    found = acceptance_over_seeds(model, "abcabd", sampling=sampling, seeds=2, **fast())
+    each = [stepped(model, "abcabd", sampling=sampling, seed=seed, **fast()).stats.counters for seed in (0, 1)]
     assert found.tokens_per_target_pass.values == tuple(c.num_emitted_tokens / c.num_rounds for c in each)
     assert found.counters.num_rounds == sum(c.num_rounds for c in each) and each[0].num_emitted_tokens == 11
 
@@ -206,7 +206,7 @@ def test_a_stop_string_ends_no_text_before_min_tokens(model, free, way, options,
     """vLLM's rule: one of the tokens after the first `min_tokens` has to complete it; what came before stays."""
     text, stops = free[0].text, [stop] if isinstance(stop, str) else stop
     ends = [n for n in range(least + 1, len(text) + 1) if any(text[:n].endswith(s) for s in stops)]
-    got = way(model, "abcabd", sampling=LAW, seed=4, stop=stop, min_tokens=least, **options)
+    got = way(model, "abcabd", sampling=SAMPLING, seed=4, stop=stop, min_tokens=least, **options)
     assert len(got.token_ids) == (ends[0] if ends else len(text))
     cut = max((len(s) for s in stops if ends and text[: ends[0]].endswith(s)), default=0)
     assert got.text == text[: len(got.token_ids) - cut]
@@ -218,19 +218,19 @@ def test_a_stop_string_ends_no_text_before_min_tokens(model, free, way, options,
 
 @pytest.mark.parametrize("way", WAYS)
 def test_times_are_the_truth_or_none(model, way):
-    stats = way(model, "abcabd", sampling=LAW, seed=4, **fast()).stats
+    stats = way(model, "abcabd", sampling=SAMPLING, seed=4, **fast()).stats
     times = stats.counters.times
     assert (times.total, times.prefill) == (stats.decode_s, stats.prefill_s) and times.total > 0
     if way is stepped:
         assert sum(getattr(times, name) for name in STAGES) == pytest.approx(times.total)
     else:
         assert [getattr(times, name) for name in STAGES] == [None] * len(STAGES)
-    assert rates(stats.counters)["tokens_per_second"] == len(LAW.allowed_token_ids) * 15 / stats.decode_s
+    assert rates(stats.counters)["tokens_per_second"] == len(SAMPLING.allowed_token_ids) * 15 / stats.decode_s
 
 
 @pytest.mark.parametrize("way", [specsparse.generate, stepped])
 def test_times_of_a_batch_add_up_to_the_batchs(model, way):
-    made = way(model, ["abcabd", "cad", "bb"], sampling=LAW, seed=4, **fast())
+    made = way(model, ["abcabd", "cad", "bb"], sampling=SAMPLING, seed=4, **fast())
     total = sum((g.stats.counters for g in made), Counters()).times
     stats = made[0].stats
     assert total.total == pytest.approx(stats.decode_s) and total.prefill == pytest.approx(stats.prefill_s)
@@ -277,9 +277,9 @@ def calls_of(function, *args) -> int:
 
 def test_results_of_a_batch_take_linear_work(model):
     """A decoded batch of two, its rows repeated: the work is counted in calls, which for a square grow fourfold."""
-    law = LAW.merged(logprobs=0)
-    method = resolve(MethodSpec(**fast(), sampling=law), model)
-    done = Session(model, [Request(np.array([5, 6], np.int32), law, seed) for seed in (0, 1)], method)
+    sampling = SAMPLING.merged(logprobs=0)
+    method = resolve(MethodSpec(**fast(), sampling=sampling), model)
+    done = Session(model, [Request(np.array([5, 6], np.int32), sampling, seed) for seed in (0, 1)], method)
     done.advance()
     two, stop_ids, sequences = done.state._replace(cache=None, drafter=None), done.job.stop_ids, done.sequences
     work = {}

@@ -1,10 +1,10 @@
-"""Native calls that judge chains and draw drafts in one go, against laws that are written down: the same bits."""
+"""Native calls that judge chains and draw drafts in one go, against whole distributions: the same bits."""
 
 import jax
 import numpy as np
 import pytest
 
-from specsparse.engine.sampling.row_laws import REFERENCE, LawRows
+from specsparse.engine.sampling.row_probs import REFERENCE, ProbRows
 from specsparse.kernels.native import cpu
 from specsparse.speculative.base import Draft
 from specsparse.speculative.drafters.sources import DraftWeights, VocabMap
@@ -16,10 +16,10 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native kernels")
 B, K, V = 12, 3, 1300  # no multiple of a block of sums
 
 
-def law_rows(rng, rows):
+def prob_rows(rng, rows):
     """Neutral numbers, truncations and greedy rows mixed."""
     pick = lambda *values: rng.choice(values, rows)  # noqa: E731
-    return LawRows(
+    return ProbRows(
         pick(0.0, 0.6, 1.0, 1.3).astype(np.float32),
         pick(-np.inf, np.log(0.05)).astype(np.float32),
         pick(V, 40).astype(np.int32),
@@ -28,7 +28,7 @@ def law_rows(rng, rows):
 
 
 def drafts(rng, logits_BnV, name):
-    """Drawn from laws near the target's, of all lengths; some from laws that could not have drawn them."""
+    """Drawn from distributions near the target's, of all lengths; some that q could not have drawn."""
     near_BKV = logits_BnV[:, :K] + rng.normal(0, 0.7, (B, K, V))
     q_BKV = np.exp(near_BKV - near_BKV.max(axis=-1, keepdims=True))
     q_BKV = (q_BKV / q_BKV.sum(axis=-1, keepdims=True)).astype(np.float32)
@@ -43,13 +43,13 @@ def drafts(rng, logits_BnV, name):
 
 @pytest.mark.parametrize("name", ["token", "delta", "block"])
 def test_verdicts_on_logits(name):
-    """All of a verdict is that on the laws of the same kernels, also where a row is no law, or a law has one token."""
+    """The whole verdict is that on the same kernels' distributions, also where a row is invalid or one-hot."""
     verifier = VERIFIERS[name]
 
     @jax.jit
     def written_down(draft, logits_BnV, rows, coins_BK, u_B):
-        x_RV, per_row = logits_BnV.reshape(-1, V), LawRows(*(a.repeat(K + 1) for a in rows))
-        p_RV = jax.numpy.where(cpu.check(x_RV)[:, None], cpu.law(x_RV, per_row), 0)
+        x_RV, per_row = logits_BnV.reshape(-1, V), ProbRows(*(a.repeat(K + 1) for a in rows))
+        p_RV = jax.numpy.where(cpu.check(x_RV)[:, None], cpu.probs(x_RV, per_row), 0)
         p_BnV = p_RV.reshape(B, K + 1, V)
         return verify(verifier, draft, p_BnV, coins_BK=coins_BK, u_B=u_B, draw=REFERENCE.draw, alpha=True)
 
@@ -69,7 +69,7 @@ def test_verdicts_on_logits(name):
             np.put_along_axis(logits_BnV[:, :K], draft.tokens[..., None], 12.0, axis=2)
         logits_BnV[2, 1, 5], logits_BnV[3, 0] = np.nan, -np.inf
         coins_BK, u_B = rng.random((B, K)).astype(np.float32) ** 2, rng.random((B, 4)).astype(np.float32)
-        given = draft, logits_BnV, law_rows(rng, B), coins_BK, u_B
+        given = draft, logits_BnV, prob_rows(rng, B), coins_BK, u_B
         want, got = written_down(*given), at_once(*given)
         for field, x, y in zip(want._fields, want, got, strict=True):
             np.testing.assert_array_equal(x, y, err_msg=f"{field} of seed {seed}")
@@ -105,17 +105,17 @@ def test_a_proposal_is_law_draw_and_widening(ids):
 
     @jax.jit
     def by_laws(x_RN, rows, u_RU):
-        q_RN = cpu.law(x_RN, rows)
+        q_RN = cpu.probs(x_RN, rows)
         return cpu.draw(q_RN, u_RU), cpu.check(x_RN), vocab.widen(DraftWeights(ids=own), q_RN)
 
     at_once = jax.jit(lambda x, rows, u: cpu.propose(x, rows, u, own, wide))
     x_RN = (3 * rng.standard_normal((R, V))).astype(np.float32)
     x_RN[1, 3], x_RN[2] = np.inf, -np.inf
-    given = x_RN, law_rows(rng, R), rng.random((R, 4)).astype(np.float32)
+    given = x_RN, prob_rows(rng, R), rng.random((R, 4)).astype(np.float32)
     for want, got in zip(by_laws(*given), at_once(*given), strict=True):
         np.testing.assert_array_equal(want, got)
-    shared = LawRows(*(a[4:5] for a in given[1]))
-    same = LawRows(*(np.repeat(a, R) for a in shared))
+    shared = ProbRows(*(a[4:5] for a in given[1]))
+    same = ProbRows(*(np.repeat(a, R) for a in shared))
     for want, got in zip(by_laws(x_RN, same, given[2]), at_once(x_RN, shared, given[2]), strict=True):
         np.testing.assert_array_equal(want, got)
 
@@ -125,7 +125,7 @@ def test_arrays_that_do_not_go_together_are_refused():
     p, K1 = np.full((4, 5), 0.2, np.float32), np.zeros((1, 3), np.float32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="do not go together"):
         cpu.judge(p, None, np.int32([3]), np.zeros((1, 2), np.int32), None, K1, K1[0, :1], whole=True)
-    rows = LawRows(np.ones(1, np.float32), np.zeros(1, np.float32), np.ones(1, np.int32), np.ones(1, np.float32))
+    rows = ProbRows(np.ones(1, np.float32), np.zeros(1, np.float32), np.ones(1, np.int32), np.ones(1, np.float32))
     with pytest.raises(jax.errors.JaxRuntimeError, match="do not go together"):
         cpu.propose(p, rows, K1[0], None, 5)
     with pytest.raises(jax.errors.JaxRuntimeError, match="do not go together"):

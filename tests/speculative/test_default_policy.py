@@ -204,8 +204,8 @@ def test_in_a_batch_what_pays_is_what_pays_the_batch(replay):
 
 def test_a_text_that_depends_on_its_drafts_is_drafted_in_a_batch_as_alone(replay):
     def policies(temperature: float, verifier: str) -> list[object]:
-        law = SamplingParams(temperature=temperature)
-        spec = MethodSpec("prompt_lookup", verifier, sampling=law)
+        sampling = SamplingParams(temperature=temperature)
+        spec = MethodSpec("prompt_lookup", verifier, sampling=sampling)
         made = (resolve(spec, replay.model, batch=b).drafter for b in (1, 8))
         return [drafter.policy for drafter in made]
 

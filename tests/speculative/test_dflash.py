@@ -1,4 +1,4 @@
-"""The DFlash drafter against the speculators library's own forward; its cache, its laws, its files."""
+"""The DFlash drafter against the speculators library's own forward; its cache, its distributions, its files."""
 
 import dataclasses
 import functools
@@ -177,13 +177,13 @@ def test_ddtree_holds_the_most_likely_paths(tiny):
     ctx = on_target(tiny, draft_context([list(range(3, 20))], capacity=C, budget=9))
     hidden = target_rows(tiny, ctx, drafter.wants_hidden)
     logits, draft = draft_logits(drafter, weights, ctx, hidden)
-    laws = np.asarray(jax.nn.softmax(logits[0, :3], axis=-1), np.float64)
-    order = np.argsort(-laws, axis=1, kind="stable")[:, :9]
+    probs = np.asarray(jax.nn.softmax(logits[0, :3], axis=-1), np.float64)
+    order = np.argsort(-probs, axis=1, kind="stable")[:, :9]
     all_paths = {}
     for depth in range(1, 4):
         for ranks in np.ndindex(*(9,) * depth):
             ids = tuple(int(order[d, r]) for d, r in enumerate(ranks))
-            all_paths[ids] = np.prod([laws[d, i] for d, i in enumerate(ids)])
+            all_paths[ids] = np.prod([probs[d, i] for d, i in enumerate(ids)])
     wanted = sorted(all_paths, key=lambda ids: -all_paths[ids])[:9]
     tokens, parents = np.asarray(draft.tokens)[0].tolist(), np.asarray(draft.parents)[0].tolist()
     found = []
@@ -207,8 +207,8 @@ PROMPTS = ["hello world", "abc"]
 
 
 def decode(model, heat, **options):
-    law = SamplingParams(temperature=heat, max_tokens=24, ignore_eos=True)
-    return specsparse.generate(model, PROMPTS, sampling=law, seed=3, **options)
+    sampling = SamplingParams(temperature=heat, max_tokens=24, ignore_eos=True)
+    return specsparse.generate(model, PROMPTS, sampling=sampling, seed=3, **options)
 
 
 # The others are slow: `block` weighs an EAGLE-3 head's draws in test_eagle3.py, and argmax drafts of a block are

@@ -1,5 +1,5 @@
-"""Model drafters: q is the law a token was drawn from, a rolled back cache is as good as a new one, and a draft by the
-target itself is accepted whole."""
+"""Model drafters: q is the distribution a token was drawn from, a rolled back cache is as good as a new one, and a
+draft by the target itself is accepted whole."""
 
 import jax
 import jax.numpy as jnp
@@ -57,12 +57,12 @@ def test_q_is_the_law_of_the_draw(shape, tmp_path, draft_model):
             logits = draft_model.logits([*text, *path])[-1]
             keep = np.zeros(V, bool)
             keep[extra.get("draft_vocab", range(V))] = True
-            law = np.where(keep, softmax(np.where(keep, logits, -1e30), 0.7), 0)
+            probs = np.where(keep, softmax(np.where(keep, logits, -1e30), 0.7), 0)
             if shape == "wor":
-                law[used.setdefault(int(parents[b, node]), [])] = 0
-                law /= law.sum()
+                probs[used.setdefault(int(parents[b, node]), [])] = 0
+                probs /= probs.sum()
                 used[int(parents[b, node])].append(int(tokens[b, node]))
-            np.testing.assert_allclose(q[b, node], law, atol=2e-6)
+            np.testing.assert_allclose(q[b, node], probs, atol=2e-6)
             assert q[b, node, tokens[b, node]] > 0
             assert (q[b, node][~keep] == 0).all()
 
@@ -135,8 +135,8 @@ ITSELF = [
 def test_the_target_accepts_its_own_draft(model, name, verifier, temperature, options, depth):
     own = {"model": model} if name == "model" else {}
     drafter = get_drafter(name, gamma=4, **own, **options)
-    law = SamplingParams(temperature=temperature, top_k=20, max_tokens=40, ignore_eos=True)
-    out = specsparse.generate(model, PROMPTS, sampling=law, seed=0, drafter=drafter, verifier=verifier)
+    sampling = SamplingParams(temperature=temperature, top_k=20, max_tokens=40, ignore_eos=True)
+    out = specsparse.generate(model, PROMPTS, sampling=sampling, seed=0, drafter=drafter, verifier=verifier)
     for g in out:
         c = g.stats.counters
         assert c.num_rounds == -(-40 // (depth + 1)) and c.num_accepted_tokens == 40 - c.num_rounds

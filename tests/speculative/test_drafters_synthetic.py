@@ -1,4 +1,4 @@
-"""Synthetic acceptance: closed forms against enumeration, and the verdict against its own law."""
+"""Synthetic acceptance: closed forms against enumeration, and the verdict against its own distribution."""
 
 import itertools
 
@@ -28,21 +28,21 @@ RATES = [
 def enumerated(drafter):
     """P(accepted = a), over all outcomes of the coins."""
     rates = drafter.acceptance.conditional(drafter.max_nodes)
-    law = np.zeros(len(rates) + 1)
+    probs = np.zeros(len(rates) + 1)
     for coins in itertools.product((True, False), repeat=len(rates)):
         weight = np.prod([r if c else 1 - r for r, c in zip(rates, coins)])
-        law[next((i for i, c in enumerate(coins) if not c), len(coins))] += weight
-    return law
+        probs[next((i for i, c in enumerate(coins) if not c), len(coins))] += weight
+    return probs
 
 
 @pytest.mark.parametrize("drafter", RATES, ids=str)
 def test_closed_forms(drafter):
-    law, rates, gamma = enumerated(drafter), drafter.acceptance, drafter.max_nodes
+    probs, rates, gamma = enumerated(drafter), drafter.acceptance, drafter.max_nodes
     lengths = np.arange(gamma + 1) + 1
-    mean = (law * lengths).sum()
+    mean = (probs * lengths).sum()
     assert rates.mean_acceptance_length(gamma) == pytest.approx(mean, abs=1e-12)
-    assert rates.variance(gamma) == pytest.approx((law * (lengths - mean) ** 2).sum(), abs=1e-12)
-    assert rates.unconditional(gamma) == pytest.approx([law[i + 1 :].sum() for i in range(gamma)])
+    assert rates.variance(gamma) == pytest.approx((probs * (lengths - mean) ** 2).sum(), abs=1e-12)
+    assert rates.unconditional(gamma) == pytest.approx([probs[i + 1 :].sum() for i in range(gamma)])
 
 
 def test_geometric_follows_leviathan():

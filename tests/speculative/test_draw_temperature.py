@@ -40,8 +40,8 @@ def test_a_head_draws_for_verifiers_that_weigh_draws(name, verifier):
     assert resolve(MethodSpec(model, verifier, sampling=warm)).drafter is model
 
 
-def laws(model, texts):
-    """Of places of answers: the target's law float[r, N] at the head's ids, and the head's logits float[r, N]."""
+def probs(model, texts):
+    """At places of answers: p float[r, N] of the head's ids, and the head's logits float[r, N]."""
     form = HeadForm(model, (), read_head(find(None, model.params.output_norm), model.config, floats=True))
     ids = form.ids([], 0)
     weights, frozen = form.first([]), Trainer(model, TrainOptions(rows=ROWS, drafting=ROWS), form).frozen(ids)
@@ -66,7 +66,7 @@ def test_three_quarters_of_the_target_s_temperature_are_accepted_most(smollm2):
     """By 0.01 of the tokens more than at its own temperature, and by 0.05 more than the likeliest token."""
     chosen = [t for t in TEXTS if t["temperature"] == WARM and len(t["prompt_ids"]) < SHORT]
     texts = [Text(np.array(t["prompt_ids"] + t["text_ids"], np.int32), len(t["prompt_ids"])) for t in chosen]
-    p_RN, logits_RN = laws(smollm2, texts)
+    p_RN, logits_RN = probs(smollm2, texts)
     assert len(p_RN) > 150
 
     def accepted(temperature):
@@ -82,4 +82,4 @@ def test_generate_draws_too(smollm2):
     made = resolve(MethodSpec("head", "token", sampling=SamplingParams(temperature=WARM)), smollm2).drafter
     assert made is not None and made.kind is DraftKind.SAMPLED
     inner = getattr(made, "drafter", made)
-    assert isinstance(inner, ModelDrafter) and inner.law.sampling.temperature == pytest.approx(0.6)
+    assert isinstance(inner, ModelDrafter) and inner.sampling.sampling.temperature == pytest.approx(0.6)

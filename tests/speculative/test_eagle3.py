@@ -216,8 +216,8 @@ def test_verifiers(model, verifier):
     """Drawn drafts for those that weigh q, argmax drafts for `delta`; `match` is in tests/contracts."""
     drawn = {"temperature": 0.8} if verifier in ("token", "block") else {}
     drafter = get_drafter("eagle3", path=random_eagle3(model, ids=range(0, V, 2)), gamma=3, **drawn)
-    law = specsparse.SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
-    got = specsparse.generate(model, [TEXT, [5, 6]], sampling=law, seed=2, drafter=drafter, verifier=verifier)
+    sampling = specsparse.SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
+    got = specsparse.generate(model, [TEXT, [5, 6]], sampling=sampling, seed=2, drafter=drafter, verifier=verifier)
     assert all(len(g.token_ids) == 40 for g in got)
     assert sum(g.stats.counters.num_draft_tokens for g in got) > 0
 
@@ -238,9 +238,9 @@ def test_drafter_head_takes_a_gguf_file_of_this_kind(model, head, name):
 
 @pytest.mark.parametrize("name", cells(["head", "lookup_head"], ["head"]))
 def test_a_gguf_file_of_this_kind_decodes_by_the_name_of_a_head(model, head, name):
-    spec, law = get_drafter(name, head=head, gamma=3, p_min=0.0), {"max_tokens": 12, "ignore_eos": True}
-    got = specsparse.generate(model, TEXT, drafter=spec, **law)
-    assert got.token_ids == specsparse.generate(model, TEXT, **law).token_ids and got.stats.counters.num_drafts > 0
+    spec, sampling = get_drafter(name, head=head, gamma=3, p_min=0.0), {"max_tokens": 12, "ignore_eos": True}
+    got = specsparse.generate(model, TEXT, drafter=spec, **sampling)
+    assert got.token_ids == specsparse.generate(model, TEXT, **sampling).token_ids and got.stats.counters.num_drafts > 0
 
 
 def test_a_head_that_names_no_layers_reads_those_of_the_authors(target):

@@ -43,13 +43,13 @@ def probes(rule, outcome):
     for end in ends(rule, outcome.draft, outcome.p):
         if end.weight < LEAST:
             continue
-        cdf = np.cumsum(end.law)
+        cdf = np.cumsum(end.probs)
         for share in (EDGE, 1 - EDGE):
             coins = np.full(K, 0.5)
             for node, chance, passed in end.coins:
                 coins[node] = share * chance if passed else chance + share * (1 - chance)
-            for x in np.flatnonzero(end.law > LEAST):
-                yield end, coins, (cdf[x] - end.law[x] / 2) / cdf[-1], int(x)
+            for x in np.flatnonzero(end.probs > LEAST):
+                yield end, coins, (cdf[x] - end.probs[x] / 2) / cdf[-1], int(x)
 
 
 def target_tokens(rng, outcome, end, token):
@@ -61,8 +61,8 @@ def target_tokens(rng, outcome, end, token):
     return target
 
 
-# Chains and trees judged by laws and by tokens, and what is lossy; the law of each lossless verdict that runs is
-# enumerated in proof/test_driver.py.
+# Chains and trees judged by distributions and by tokens, and what is lossy; the distribution of each lossless verdict
+# that runs is enumerated in proof/test_driver.py.
 ORDINARY = [
     p for p in POINTS if p[0] in ("match", "mss", "typical", "threshold") or (p[0] == "block" and p[3] == "random")
 ]

@@ -52,7 +52,7 @@ def trainable(weights) -> HeadWeights:
     return HeadWeights.from_params(weights.params)
 
 
-def laws(model, weights, temperature):
+def probs(model, weights, temperature):
     """law(rows, text, path): q after `text` and the drafted `path`, by the function that is trained: stream s of the
     path's rows.
 
@@ -67,7 +67,7 @@ def laws(model, weights, temperature):
     def run(count, w, frozen, embedding, window):
         return jax.nn.softmax(HeadForm(model).logits(w, frozen, embedding, window, count)[-1][-1] / temperature)
 
-    def law(rows, text, path):
+    def probs(rows, text, path):
         n = len(text) + len(path) - 1
         tokens, hidden = np.zeros(C, np.int32), np.zeros((C, rows.shape[1]), np.float32)
         tokens[:n], hidden[: len(text) - 1] = [*text, *path][1:], rows[: len(text) - 1]
@@ -78,7 +78,7 @@ def laws(model, weights, temperature):
         out[ids] = run(len(at), w, frozen, model.params.embedding, window)
         return out
 
-    return law
+    return probs
 
 
 OTHERS = {
@@ -132,7 +132,7 @@ def drafted(drafter, weights, ctx, hidden):
 
 
 def check_q(model, file, tree, features):
-    """The drafter's laws are those of the function that is trained."""
+    """The drafter's distributions are those of the function that is trained."""
     drafter, weights = bound(model, file, temperature=0.7, **tree)
     wanted, shape = drafter.wants_hidden, "tree" if tree else "chain"
     assert wanted == features
@@ -141,14 +141,14 @@ def check_q(model, file, tree, features):
     hidden = target_rows(model, ctx, wanted)
     draft = drafted(drafter, weights, ctx, hidden)
     tokens, parents, q = (np.asarray(a) for a in (draft.tokens, draft.parents, draft.q))
-    law, hidden = laws(model, weights, 0.7), np.asarray(hidden)
+    own, hidden = probs(model, weights, 0.7), np.asarray(hidden)
     for b, text in enumerate(TEXTS[:2]):
         assert draft.count[b] == nodes
         for node in (0, 3, 5, 9) if shape == "tree" else range(nodes):
             path, at = [], int(parents[b, node])
             while at != ROOT:
                 path, at = [int(tokens[b, at]), *path], int(parents[b, at])
-            np.testing.assert_allclose(q[b, node], law(hidden[b], text, path), atol=1e-5)
+            np.testing.assert_allclose(q[b, node], own(hidden[b], text, path), atol=1e-5)
             assert q[b, node, tokens[b, node]] > 0
 
 
@@ -263,7 +263,7 @@ def test_lookup_drafts_where_it_can_and_the_head_elsewhere(model, file):
 
 
 def test_lookup_beside_a_head_that_draws(model, file):
-    """Copied tokens count as drawn from laws of one token; the head's laws stay as they are."""
+    """Copied tokens count as drawn from distributions of one token; the head's distributions stay as they are."""
     texts = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3, 9, 27, 81, 10, 30]]
     spec = get_drafter("lookup_head", gamma=K, head=str(file), temperature=0.7, p_min=0.0)
     joined = load_drafter(model, spec)

@@ -13,14 +13,14 @@ from specsparse.speculative.base import Draft, DraftKind, Verdict
 from specsparse.speculative.policies import POLICIES, get_policy
 from specsparse.speculative.policies.base import (
     Confidence,
+    DraftView,
     Entropy,
     Fixed,
     Heuristic,
-    LawView,
     NMin,
     PMin,
     check_policy,
-    view_law,
+    draft_view,
 )
 from specsparse.speculative.policies.cost import AutoOff, CostModel, CostOptimal
 from specsparse.speculative.proof.certify import certify
@@ -30,7 +30,7 @@ from specsparse.testing import contract
 
 V_TABLE = (1.0, 1.1, 1.2, 1.3, 1.45, 1.6, 1.7, 1.8, 2.0)
 NEEDED = {"cost": {"v": V_TABLE, "c": 0.05}, "auto_off": {"v": V_TABLE}}
-LAWS = [[0.5, 0.3, 0.2] + [0.0] * 9, [1 / 12] * 12, [1.0] + [0.0] * 11]
+SAMPLINGS = [[0.5, 0.3, 0.2] + [0.0] * 9, [1 / 12] * 12, [1.0] + [0.0] * 11]
 
 
 def policy_of(name):
@@ -45,7 +45,7 @@ def verdict(accepted, tested):
 
 def view(**fields):
     fields = {key: jnp.array(value, jnp.float32) for key, value in fields.items()}
-    return LawView(jnp.zeros(next(iter(fields.values())).shape, jnp.int32), **fields)
+    return DraftView(jnp.zeros(next(iter(fields.values())).shape, jnp.int32), **fields)
 
 
 def lengths(policy, rounds):
@@ -169,13 +169,13 @@ def test_heuristic_of_hugging_face():
 
 
 def test_laws_in_view():
-    q = jnp.array(LAWS, jnp.float32)
+    q = jnp.array(SAMPLINGS, jnp.float32)
     ones = jnp.ones((3,), jnp.float32)
-    seen = view_law(q, depth_B=jnp.zeros((3,), jnp.int32), last_B=ones, needs=frozenset({"top10", "entropy"}))
+    seen = draft_view(q, depth_B=jnp.zeros((3,), jnp.int32), last_B=ones, needs=frozenset({"top10", "entropy"}))
     np.testing.assert_allclose(seen.top, [0.5, 1 / 12, 1.0], rtol=1e-6)
     np.testing.assert_allclose(seen.top10, [0.5, 0.1, 1.0], rtol=1e-6)
     np.testing.assert_allclose(seen.entropy, [1.0296530, np.log(12), 0.0], rtol=1e-5)
-    lazy = view_law(q, depth_B=jnp.zeros((3,), jnp.int32), last_B=ones, needs=frozenset())
+    lazy = draft_view(q, depth_B=jnp.zeros((3,), jnp.int32), last_B=ones, needs=frozenset())
     assert lazy.top10 is None and lazy.entropy is None
 
 

@@ -86,7 +86,7 @@ def test_slem_special_ids_are_never_text(pair):
     assert one.write([300], [*spm.encode_bytes(b" the"), 309]) == bpe.encode("the")
 
 
-LAWS = {
+SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
     "warm": SamplingParams(temperature=0.9, top_p=0.9, repetition_penalty=1.1, max_tokens=60, ignore_eos=True),
 }
@@ -100,12 +100,12 @@ METHODS = {
 # Argmax drafts for the other target are in `test_slem_streams_and_stops`.
 @pytest.mark.parametrize("method", cells(METHODS, ["match_drawn"]))
 def test_slem_emits_the_plain_tokens(pair, method):
-    target, law, verifier, options = METHODS[method]
+    target, sampling, verifier, options = METHODS[method]
     model, draft = pair[target], pair["spm" if target == "bpe" else "bpe"]
     options = options if "policy" in options else {"gamma": 4, **options}
     drafter = get_drafter("model", path=draft, vocabulary="slem", **options)
-    plain = specsparse.generate(model, PROMPTS, sampling=LAWS[law], seed=5)
-    got = specsparse.generate(model, PROMPTS, sampling=LAWS[law], seed=5, drafter=drafter, verifier=verifier)
+    plain = specsparse.generate(model, PROMPTS, sampling=SAMPLINGS[sampling], seed=5)
+    got = specsparse.generate(model, PROMPTS, sampling=SAMPLINGS[sampling], seed=5, drafter=drafter, verifier=verifier)
     assert [g.token_ids for g in got] == [g.token_ids for g in plain]
     assert [g.text for g in got] == [g.text for g in plain]
     counters = [g.stats.counters for g in got]
@@ -177,16 +177,16 @@ def test_slem_reads_on_what_it_would_read_whole(pair, target, draft):
 def test_slem_drafts_are_one_hot(pair):
     spec = get_drafter("model", model=pair["spm"], vocabulary="slem", temperature=0.8)
     assert spec.kind is DraftKind.ONE_HOT and not spec.tree
-    law = SamplingParams(temperature=0.9, max_tokens=20)
+    sampling = SamplingParams(temperature=0.9, max_tokens=20)
     with pytest.raises(UserError, match="verifier=token cannot verify one_hot chain drafts") as error:
-        specsparse.generate(pair["bpe"], "hello", sampling=law, drafter=spec, verifier="token")
+        specsparse.generate(pair["bpe"], "hello", sampling=sampling, drafter=spec, verifier="token")
     assert "drafter.temperature" not in str(error.value)
 
 
 def test_slem_runs_under_a_verifier_of_one_hot_drafts(pair):
-    law = SamplingParams(temperature=0.9, max_tokens=30, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.9, max_tokens=30, ignore_eos=True)
     drafter = get_drafter("model", model=pair["spm"], vocabulary="slem", gamma=3)
-    got = specsparse.generate(pair["bpe"], PROMPTS, sampling=law, seed=2, drafter=drafter, verifier="block")
+    got = specsparse.generate(pair["bpe"], PROMPTS, sampling=sampling, seed=2, drafter=drafter, verifier="block")
     assert all(len(g.token_ids) == 30 for g in got)
 
 

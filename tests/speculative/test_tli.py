@@ -1,5 +1,5 @@
 """A draft model with another vocabulary, by token-level intersection (TLI): which tokens are the same, what the draft
-reads, the law it draws from, and that the output keeps the target's."""
+reads, the distribution it draws from, and that the output keeps the target's."""
 
 import dataclasses
 
@@ -11,20 +11,20 @@ import pytest
 import specsparse
 from specsparse import SamplingParams
 from specsparse.errors import UserError
+from specsparse.runtime.host_loop import Pieces, runner_for
 from specsparse.runtime.method import MethodSpec, load_drafter, resolve
 from specsparse.runtime.rounds import InOneProgram
-from specsparse.runtime.stepped import Pieces, runner_for
 from specsparse.speculative import intersection
 from specsparse.speculative.base import ROOT, DraftKind, Feedback
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.sources import draft_ids
 from specsparse.speculative.intersection import intersect
 from specsparse.speculative.proof.cases import outcomes, random_tables
-from specsparse.speculative.proof.exact import continuations, output_law, total_variation
+from specsparse.speculative.proof.exact import continuations, output_probs, total_variation
 from specsparse.speculative.proof.results import LOSSLESS_TV, MUTANT_TV
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree
-from specsparse.speculative.verifiers import laws
+from specsparse.speculative.verifiers import residuals
 from specsparse.speculative.verify import VERIFIERS, match_verdict
 from specsparse.testing.drafting import draft_context
 from tests.cells import cells
@@ -205,12 +205,12 @@ def test_tli_q_is_the_drafts_law_on_the_shared_tokens(pair, shape):
                 common = dataclasses.replace(
                     common, target_ids=common.target_ids[keep], draft_ids=common.draft_ids[keep]
                 )
-            law = common.law(softmax(pair["spm"].logits(fed)[-1], 0.7))
+            probs = common.probs(softmax(pair["spm"].logits(fed)[-1], 0.7))
             if shape == "wor":
-                law[used.setdefault(int(parents[b, node]), [])] = 0
-                law /= law.sum()
+                probs[used.setdefault(int(parents[b, node]), [])] = 0
+                probs /= probs.sum()
                 used[int(parents[b, node])].append(int(tokens[b, node]))
-            np.testing.assert_allclose(q[b, node], law, atol=2e-6)
+            np.testing.assert_allclose(q[b, node], probs, atol=2e-6)
             assert tokens[b, node] in common.target_ids and q[b, node, tokens[b, node]] > 0
 
 
@@ -258,7 +258,7 @@ def test_rounds_run_in_one_program_but_for_drafts_of_text(pair):
         assert type(runner_for(pair["bpe"], method)) is runner
 
 
-# The law, enumerated
+# The distribution, enumerated
 
 
 COMMON = ("a", "b", "c")
@@ -267,31 +267,31 @@ DRAFT = Written("x", "c", "b", "y", "a", "<e>")  # two texts and a special token
 
 
 def tli_rounds(kind, template, seed, *, draw=None, record=None):
-    """Every draft of a draft model on its own vocabulary, and p. `draw`, `record`: mutants' laws of q float64[D]."""
+    """Every draft of a draft model on its own vocabulary, and p. `draw`, `record`: mutants of q float64[D]."""
     common = intersect(TARGET, DRAFT, target_size=4, draft_size=6)
     rng = np.random.default_rng([seed, 5])
     p = random_tables(rng, vocab=4, depth=template.max_depth)
     own = {}
 
-    def q_of(context, law):
+    def q_of(context, probs):
         read = tuple(i for token in context for i in common.image(token))
         own.setdefault(read, rng.dirichlet(np.full(6, 0.8)))
-        return law(own[read])
+        return probs(own[read])
 
-    def row(law):
+    def row(probs):
         def at(node, context, elders):
-            q = q_of(context, law)
+            q = q_of(context, probs)
             if kind is DraftKind.ONE_HOT:
-                return laws.one_hot(q, np.argsort(-q, kind="stable")[len(elders)])
+                return residuals.one_hot(q, np.argsort(-q, kind="stable")[len(elders)])
             for token in elders if kind is DraftKind.WOR else ():
-                q = laws.remove(q, token)
+                q = residuals.remove(q, token)
             return q
 
         return at
 
     one_hot = kind is DraftKind.ONE_HOT
     found = outcomes(
-        template, p, draw=row(draw or common.law), record=row(record or draw or common.law), one_hot=one_hot
+        template, p, draw=row(draw or common.probs), record=row(record or draw or common.probs), one_hot=one_hot
     )
     return common, p, found
 
@@ -299,7 +299,7 @@ def tli_rounds(kind, template, seed, *, draw=None, record=None):
 def tli_tv(rule, kind, template, seed=0, **mutant):
     _, p, found = tli_rounds(kind, template, seed, **mutant)
     length = template.max_depth + 1
-    return total_variation(output_law(rule, found, p, length), continuations(p, length)[0])
+    return total_variation(output_probs(rule, found, p, length), continuations(p, length)[0])
 
 
 CASES = [
@@ -356,7 +356,7 @@ MUTANTS = {
 
 
 def tli_law(q_D):
-    return intersect(TARGET, DRAFT, target_size=4, draft_size=6).law(q_D)
+    return intersect(TARGET, DRAFT, target_size=4, draft_size=6).probs(q_D)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -388,10 +388,10 @@ TEXTS = [*(("bpe", name) for name in METHODS), ("spm", "match")]
 def test_tli_emits_the_plain_tokens(pair, target, method):
     verifier, temperature, options = METHODS[method]
     model, draft = pair[target], pair["spm" if target == "bpe" else "bpe"]
-    law = SamplingParams(temperature=temperature, max_tokens=60, ignore_eos=True, top_k=40)
-    plain = specsparse.generate(model, PROMPTS, sampling=law, seed=3)
+    sampling = SamplingParams(temperature=temperature, max_tokens=60, ignore_eos=True, top_k=40)
+    plain = specsparse.generate(model, PROMPTS, sampling=sampling, seed=3)
     drafter = get_drafter("model", path=draft, vocabulary="tli", gamma=4, **options)
-    got = specsparse.generate(model, PROMPTS, sampling=law, seed=3, drafter=drafter, verifier=verifier)
+    got = specsparse.generate(model, PROMPTS, sampling=sampling, seed=3, drafter=drafter, verifier=verifier)
     assert [g.token_ids for g in got] == [g.token_ids for g in plain]
     assert sum(g.stats.counters.num_draft_tokens for g in got) > 60
 
@@ -400,8 +400,8 @@ def test_tli_emits_the_plain_tokens(pair, target, method):
 def test_tli_runs_under_the_verifiers_of_p_and_q(pair, verifier):
     options = {"tree": get_tree("sampled_iid", widths=(2, 1))} if verifier == "mss" else {}
     drafter = get_drafter("model", model=pair["spm"], gamma=3, temperature=1.0, **options)
-    law = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
-    got = specsparse.generate(pair["bpe"], PROMPTS, sampling=law, seed=1, drafter=drafter, verifier=verifier)
+    sampling = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
+    got = specsparse.generate(pair["bpe"], PROMPTS, sampling=sampling, seed=1, drafter=drafter, verifier=verifier)
     counters = [g.stats.counters for g in got]
     assert all(len(g.token_ids) == 40 for g in got) and sum(c.num_accepted_tokens for c in counters) > 0
 
@@ -409,8 +409,8 @@ def test_tli_runs_under_the_verifiers_of_p_and_q(pair, verifier):
 def test_the_target_accepts_itself_by_tli(pair):
     """All tokens are shared, so that nothing is lost on the way there and back."""
     drafter = get_drafter("model", model=pair["bpe"], gamma=4, vocabulary="tli")
-    law = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-    got = specsparse.generate(pair["bpe"], PROMPTS, sampling=law, drafter=drafter, verifier="greedy")
+    sampling = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    got = specsparse.generate(pair["bpe"], PROMPTS, sampling=sampling, drafter=drafter, verifier="greedy")
     assert [g.stats.counters.num_rounds for g in got] == [6, 6, 6]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specsparse.engine.sampling.pipeline import kernels_of
-from specsparse.engine.sampling.row_laws import REFERENCE
+from specsparse.engine.sampling.row_probs import REFERENCE
 from specsparse.kernels import get
 from specsparse.speculative.base import PAD, Draft
 from specsparse.speculative.tree import TreeTemplate
@@ -80,7 +80,7 @@ def same(a, b):
 
 
 def with_q(name, draft, vocab):
-    """The draft as this verifier takes it: one-hot laws written out unless it reads none."""
+    """The draft as this verifier takes it: one-hot distributions written out unless it reads none."""
     return draft if "delta" in name else draft._replace(q=spikes(draft.tokens, vocab))
 
 
@@ -116,7 +116,7 @@ nothing = jax.jit(verify_nothing)
 
 @pytest.mark.parametrize("name", NEEDS_P)
 def test_nothing_drafted_is_the_verdict_on_empty_drafts(name):
-    """What the loop asks where nobody drafted; a row that is no law fails here as there."""
+    """What the loop asks where nobody drafted; a row that is no distribution fails here as there."""
     p = np.random.default_rng(3).dirichlet(np.ones(5), size=(4, 4)).astype(np.float32)
     p[1, 0], p[2, 0, 3] = 0.0, np.nan
     draft = with_q(name, chain([[1, 2, 3]] * 4, count=[0] * 4), 5)
@@ -128,7 +128,7 @@ def test_nothing_drafted_is_the_verdict_on_empty_drafts(name):
 TREES = ["tree_delta", "mss", "kseq", "typical", "threshold"]
 
 
-# Argmax and drawn drafts by rules that keep the law, and one that does not.
+# Argmax and drawn drafts by rules that keep the distribution, and one that does not.
 @pytest.mark.parametrize("name", cells(TREES, ["tree_delta", "kseq", "typical"]))
 def test_second_branch_is_taken_and_nodes_beyond_count_are_not(name):
     template = TreeTemplate.kary((2, 1))

@@ -1,8 +1,9 @@
-"""Pearson's chi-square against a law known exactly, and what such a test is sure to see.
+"""Pearson's chi-square against a distribution known exactly, and what such a test is sure to see.
 
-Power is stated as a total variation: of all wrong laws at that distance the least visible one is still refused with
-probability `POWER`. With d = law - wrong law, sum d^2 / law >= (sum |d|)^2 = 4 TV^2 (Cauchy-Schwarz, the law sums to
-one), so the noncentrality of N draws is at least 4 N TV^2, whatever the shape of d.
+Power is stated as a total variation: of all wrong distributions at that distance the least visible one is still refused
+with probability `POWER`. With d = distribution - wrong distribution, sum d^2 / distribution >= (sum |d|)^2 = 4 TV^2
+(Cauchy-Schwarz, the distribution sums to one), so the noncentrality of N draws is at least 4 N TV^2, whatever the shape
+of d.
 """
 
 from typing import NamedTuple
@@ -14,14 +15,14 @@ ALPHA = 1e-6
 """Level: chance that a right sampler is refused. The tests are seeded, so this is spent once and never again."""
 
 POWER = 0.99
-"""Chance that a wrong law at the stated distance is refused."""
+"""Chance that a wrong distribution at the stated distance is refused."""
 
 LEAST_EXPECTED = 8.0
 """Draws expected in a cell that stands alone; rarer cells are counted together."""
 
 
 class ChiSquare(NamedTuple):
-    """Result of a test: the statistic, its degrees of freedom, and the chance of one as large under the law."""
+    """Result of a test: the statistic, its degrees of freedom, and the chance of one as large."""
 
     value: float
     freedom: int
@@ -42,14 +43,14 @@ def pooled(counts: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, np.nda
     return np.append(counts[common], counts[rare].sum()), np.append(expected[common], expected[rare].sum())
 
 
-def chi_square(counts: np.ndarray, law: np.ndarray) -> ChiSquare:
-    """Whether `counts` are draws from `law` (both of one shape).
+def chi_square(counts: np.ndarray, probs: np.ndarray) -> ChiSquare:
+    """Whether `counts` are draws from `probs` (both of one shape).
 
-    Several laws with a count of draws each, known or not, stand side by side along the first axis of 2-D arguments:
-    their statistics and degrees of freedom add up.
+    Several distributions with a count of draws each, known or not, stand side by side along the first axis of 2-D
+    arguments: their statistics and degrees of freedom add up.
     """
     value, freedom = 0.0, 0
-    for n_c, law_c in zip(np.atleast_2d(counts), np.atleast_2d(np.asarray(law, np.float64)), strict=True):
+    for n_c, law_c in zip(np.atleast_2d(counts), np.atleast_2d(np.asarray(probs, np.float64)), strict=True):
         if n_c.sum() == 0:
             continue
         seen, expected = pooled(n_c, n_c.sum() * law_c / law_c.sum())
@@ -59,7 +60,7 @@ def chi_square(counts: np.ndarray, law: np.ndarray) -> ChiSquare:
 
 
 def least_tv(freedom: int, draws: int) -> float:
-    """The total variation from which any wrong law is refused at level `ALPHA` with probability `POWER`."""
+    """The total variation from which any wrong distribution is refused at level `ALPHA` with probability `POWER`."""
     critical = stats.chi2.isf(ALPHA, freedom)
 
     def missing(tv):

@@ -1,8 +1,10 @@
-"""A model of the real vocabulary whose next token depends on the class of the last one alone, so that its laws are few.
+"""A model of the real vocabulary whose next token depends on the class of the last one alone, so that its distributions
+are few.
 
 The file is a tiny random model with one embedding for each class of ids, and attention that adds nothing. Whatever is
-generated, every token is then a draw from one of `CLASSES` laws known exactly, and half a million draws are a few
-hundred texts. The laws are computed here from the model's logits in float64, by sorting: in no step as the engine does.
+generated, every token is then a draw from one of `CLASSES` distributions known exactly, and half a million draws are a
+few hundred texts. The distributions are computed here from the model's logits in float64, by sorting: in no step as the
+engine does.
 """
 
 import dataclasses
@@ -71,9 +73,9 @@ def exact_law(x_V: np.ndarray, s: SamplingParams) -> np.ndarray:
         share = np.cumsum(ranked[:keep]) / ranked[:keep].sum()
         keep = _cut(ranked, int((share < s.top_p).sum()) + 1)
         assert np.abs(share / s.top_p - 1).min() > 1e-5
-    law = np.zeros_like(p)
-    law[order[:keep]] = ranked[:keep]
-    return law / law.sum()
+    probs = np.zeros_like(p)
+    probs[order[:keep]] = ranked[:keep]
+    return probs / probs.sum()
 
 
 def _cut(ranked: np.ndarray, keep: int) -> int:
@@ -82,14 +84,14 @@ def _cut(ranked: np.ndarray, keep: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Laws:
-    """float64[CLASSES, VOCAB]: the target's law p, and the law q of the draft, after a token of each class."""
+class Probs:
+    """float64[CLASSES, VOCAB]: p of the target and q of the draft after a token of each class."""
 
     p: np.ndarray
     q: np.ndarray
 
     @classmethod
-    def of(cls, model: Model, target: SamplingParams, draft: SamplingParams) -> "Laws":
+    def of(cls, model: Model, target: SamplingParams, draft: SamplingParams) -> "Probs":
         p, q = logits(model), logits(model, DRAFT_LAYERS)
         return cls(np.stack([exact_law(x, target) for x in p]), np.stack([exact_law(x, draft) for x in q]))
 

@@ -2,8 +2,8 @@
 
 The forward function does in the plainest way what a model does: the slot of a row in the key/value cache holds the
 number of the context that ends there, a row finds its context through its parent, and the logits are those of a table.
-So a cache that is committed or rolled back wrongly, a row with another row's law or a round that forgets a token
-shows in the law of the text, as noise that is used twice does.
+So a cache that is committed or rolled back wrongly, a row with another row's distribution or a round that forgets a
+token shows in the distribution of the text, as noise that is used twice does.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from specsparse.speculative.trees.base import TreeShape
 
 VOCAB = 4
 LENGTH = 4
-"""Tokens whose joint law is compared."""
+"""Tokens whose joint distribution is compared."""
 CONTEXTS = sum(VOCAB**d for d in range(LENGTH))
 """Contexts of fewer than LENGTH tokens: 0 is the empty one, the children of c are VOCAB c + 1 and following."""
 CHUNK = 4096
@@ -56,18 +56,18 @@ def random_tables(seed: int) -> Tables:
     """Laws that differ from context to context and between target and draft, none with a rare token."""
     rng = np.random.default_rng(seed)
     p, q = (0.9 * rng.dirichlet(np.ones(VOCAB), CONTEXTS + 1) + 0.1 / VOCAB for _ in range(2))
-    return Tables(*(jnp.asarray(np.log(law), jnp.float32) for law in (p, q)))
+    return Tables(*(jnp.asarray(np.log(probs), jnp.float32) for probs in (p, q)))
 
 
 def joint_law(tables: Tables) -> np.ndarray:
-    """float64[VOCAB ** LENGTH]: the law of LENGTH tokens drawn one after the other from the target."""
+    """float64[VOCAB ** LENGTH]: the distribution of LENGTH tokens drawn one after the other from the target."""
     logits = np.asarray(tables.target, np.float64)
     p = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    law, context = np.ones(1), np.zeros(1, int)
+    probs, context = np.ones(1), np.zeros(1, int)
     for _ in range(LENGTH):
-        law = (law[:, None] * p[context]).reshape(-1)
+        probs = (probs[:, None] * p[context]).reshape(-1)
         context = (VOCAB * context[:, None] + 1 + np.arange(VOCAB)).reshape(-1)
-    return law
+    return probs
 
 
 def forward(tables: Tables, tokens_Bn, cache: kv.KVCache, *, n_valid_B=None, parents_Bn=None, want: Want = ALL):
@@ -107,12 +107,12 @@ def drafter(shape: int | TreeShape, kind: DraftKind | None = None, *, own: bool 
         kind: how the tokens of a chain are drawn; a tree says it itself.
         own: as a second model with a cache of its own, else as a part of the target on the target's cache.
     """
-    law = draft_law.DraftLaw(SamplingParams(temperature=1.0), VOCAB)
+    probs = draft_law.DraftSampling(SamplingParams(temperature=1.0), VOCAB)
     vocab = VocabMap(VOCAB, VOCAB, VOCAB)
     source = OwnModel(forward, vocab, 64, (0,), 1, 1, 1, jnp.float32) if own else TargetLayers(forward, vocab, 64, (0,))
     if isinstance(shape, int):
-        return ModelDrafter(source, law, Fixed(shape), kind)
-    return TreeDrafter(source, law, shape)
+        return ModelDrafter(source, probs, Fixed(shape), kind)
+    return TreeDrafter(source, probs, shape)
 
 
 class Key(NamedTuple):
@@ -173,7 +173,7 @@ class Engine:
 
     def __init__(self, draft: Drafter | None, verifier: Verifier | None, *, masked: bool = True):
         self.draft, self.masked = draft, masked
-        self.config, self.law = pipeline.compile_params(SamplingParams(temperature=1.0), vocab_size=VOCAB)
+        self.config, self.probs = pipeline.compile_params(SamplingParams(temperature=1.0), vocab_size=VOCAB)
         if draft is None:
             self.step = generate.make_step(forward, self.config, pipeline.REFERENCE)
         else:
@@ -196,7 +196,7 @@ class Engine:
     def _one(self, tables: Tables, key: Key, seed, sample):
         """int32[LENGTH] tokens, and int32[2] rounds and complete rounds of one run."""
         with keyed(key) if self.masked else contextlib.nullcontext():
-            job, state = _start(self.law, self.draft.max_nodes if self.draft else 0, seed, sample)
+            job, state = _start(self.probs, self.draft.max_nodes if self.draft else 0, seed, sample)
             params = tables
             if self.draft is not None:
                 weights = DraftWeights(params=tables)
@@ -208,11 +208,11 @@ class Engine:
         return end.tokens[0, 1 : LENGTH + 1], jnp.stack([c.rounds[0], complete])
 
 
-def _start(law, nodes: int, seed, sample) -> tuple[Job, DecodeState]:
+def _start(probs, nodes: int, seed, sample) -> tuple[Job, DecodeState]:
     """One sequence that holds its first token. Its limit leaves every round up to the last counted token its draft."""
     length = jnp.ones((1,), jnp.int32)
     job = Job(
-        law=jax.tree.map(jnp.asarray, law),
+        probs=jax.tree.map(jnp.asarray, probs),
         stop_ids=jnp.full((1, 1), -1, jnp.int32),
         limit=length + LENGTH + nodes,
         seed=seed[None],

@@ -14,34 +14,34 @@ def rng():
     return np.random.default_rng(0)
 
 
-def refused(counts, law) -> float:
-    return float(np.mean([chi_square(row, law).p < ALPHA for row in counts]))
+def refused(counts, probs) -> float:
+    return float(np.mean([chi_square(row, probs).p < ALPHA for row in counts]))
 
 
 def test_right_draws_have_even_p_values(rng):
-    law = 0.5 * rng.dirichlet(np.ones(CELLS)) + 0.5 / CELLS
-    p = [chi_square(row, law).p for row in rng.multinomial(DRAWS, law, size=REPEATS)]
+    probs = 0.5 * rng.dirichlet(np.ones(CELLS)) + 0.5 / CELLS
+    p = [chi_square(row, probs).p for row in rng.multinomial(DRAWS, probs, size=REPEATS)]
     assert stats.kstest(p, "uniform").pvalue > 1e-3
 
 
 def test_power_is_what_it_is_said_to_be(rng):
-    """On the least visible deviation: the same share up or down in each cell of an even law."""
-    law = np.full(CELLS, 1 / CELLS)
+    """On the least visible deviation: the same share up or down in each cell of an even distribution."""
+    probs = np.full(CELLS, 1 / CELLS)
     tv = least_tv(CELLS - 1, DRAWS)
     sign = np.tile([1.0, -1.0], CELLS // 2)
-    seen = refused(rng.multinomial(DRAWS, law * (1 + 2 * tv * sign), size=REPEATS), law)
+    seen = refused(rng.multinomial(DRAWS, probs * (1 + 2 * tv * sign), size=REPEATS), probs)
     assert seen > POWER - 0.02
-    assert refused(rng.multinomial(DRAWS, law * (1 + tv * sign), size=REPEATS), law) < 0.2  # half of it is not seen
+    assert refused(rng.multinomial(DRAWS, probs * (1 + tv * sign), size=REPEATS), probs) < 0.2  # half of it is not seen
 
 
 def test_other_deviations_are_seen_better(rng):
-    law = 0.9 * rng.dirichlet(np.ones(CELLS)) + 0.1 / CELLS
+    probs = 0.9 * rng.dirichlet(np.ones(CELLS)) + 0.1 / CELLS
     tv = least_tv(CELLS - 1, DRAWS)
-    wrong = law.copy()
-    wrong[np.argmax(law)] += tv
-    others = np.arange(CELLS) != np.argmax(law)
-    wrong[others] *= 1 - tv / law[others].sum()
-    assert refused(rng.multinomial(DRAWS, wrong, size=REPEATS), law) > POWER - 0.02
+    wrong = probs.copy()
+    wrong[np.argmax(probs)] += tv
+    others = np.arange(CELLS) != np.argmax(probs)
+    wrong[others] *= 1 - tv / probs[others].sum()
+    assert refused(rng.multinomial(DRAWS, wrong, size=REPEATS), probs) > POWER - 0.02
 
 
 @pytest.mark.parametrize("chance", [0.5, 0.1, 0.83])
@@ -54,15 +54,15 @@ def test_power_of_one_event(rng, chance):
 
 
 def test_rare_cells_are_counted_together_and_impossible_ones_refused():
-    law = np.array([0.5, 0.4998, 0.0001, 0.0001, 0.0])
-    assert chi_square(np.array([500, 500, 0, 0, 0]), law).freedom == 1
-    assert chi_square(np.array([50_000, 49_980, 10, 10, 0]), law).freedom == 3
+    probs = np.array([0.5, 0.4998, 0.0001, 0.0001, 0.0])
+    assert chi_square(np.array([500, 500, 0, 0, 0]), probs).freedom == 1
+    assert chi_square(np.array([50_000, 49_980, 10, 10, 0]), probs).freedom == 3
     with pytest.raises(AssertionError, match="3 draws of probability 0"):
-        chi_square(np.array([500, 497, 0, 0, 3]), law)
+        chi_square(np.array([500, 497, 0, 0, 3]), probs)
 
 
 def test_laws_side_by_side_add_up(rng):
-    laws = rng.dirichlet(np.full(8, 3.0), size=3)
-    counts = np.stack([rng.multinomial(n, law) for n, law in zip((5000, 0, 9000), laws)])
-    first, last, both = chi_square(counts[0], laws[0]), chi_square(counts[2], laws[2]), chi_square(counts, laws)
+    probs = rng.dirichlet(np.full(8, 3.0), size=3)
+    counts = np.stack([rng.multinomial(n, probs) for n, probs in zip((5000, 0, 9000), probs)])
+    first, last, both = chi_square(counts[0], probs[0]), chi_square(counts[2], probs[2]), chi_square(counts, probs)
     assert both.value == pytest.approx(first.value + last.value) and both.freedom == first.freedom + last.freedom

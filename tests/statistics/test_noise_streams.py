@@ -1,9 +1,10 @@
-"""Texts of several rounds follow the target's law, with the very keys that the engine draws its noise by (contract C1).
+"""Texts of several rounds follow the target's distribution, with the very keys that the engine draws its noise by
+(contract C1).
 
 A certificate of one round cannot see noise that is used twice, in one round or in two. Here whole texts are decoded by
 the engine's loop, drafters and verifiers over tables, every round drafting anew after a rejection or a bonus token, and
-the joint law of four tokens is compared with the exact one: Pearson's chi-square at level 1e-6. What it is sure to see
-(99 % power, every kind of deviation) is a total variation of 0.010 at 500,000 runs, 0.028 at 65,536.
+the joint distribution of four tokens is compared with the exact one: Pearson's chi-square at level 1e-6. What it is
+sure to see (99 % power, every kind of deviation) is a total variation of 0.010 at 500,000 runs, 0.028 at 65,536.
 
 The test of the test: keys that leave a part out, so that two uses share their noise. Each must be refused.
 """
@@ -23,7 +24,7 @@ from tests.statistics.tabular import Engine, Key, drafter, joint_law, random_tab
 
 RUNS, MANY = 65_536, 500_000
 LEAST_TV = {RUNS: 0.028, MANY: 0.0102}
-"""The power: every law that far from the target's is refused with probability 0.99."""
+"""The power: every distribution that far from the target's is refused with probability 0.99."""
 MUTANT_RUNS = 16_384
 
 SAMPLED, ONE_HOT = DraftKind.SAMPLED, DraftKind.ONE_HOT
@@ -73,7 +74,7 @@ the node, the other tells the rounds apart.)"""
 
 
 @functools.cache
-def law() -> np.ndarray:
+def probs() -> np.ndarray:
     return joint_law(random_tables(0))
 
 
@@ -89,7 +90,7 @@ def check(case: str, runs: int) -> None:
     assert out.counts.sum() == runs
     if case != "plain":
         assert min(out.complete, out.rounds - out.complete) > 1000, "too few bonus tokens or rejections to judge"
-    found = chi_square(out.counts, law())
+    found = chi_square(out.counts, probs())
     assert least_tv(found.freedom, runs) < LEAST_TV[runs]
     assert found.p > ALPHA, found
 
@@ -109,7 +110,7 @@ def check_mutants(case: str) -> None:
             # The target's own noise is all that counts, whatever the drafts have in common with it.
             np.testing.assert_array_equal(counts, right, err_msg=name)
         else:
-            assert chi_square(counts, law()).p < ALPHA, f"{case}: {name} is not refused"
+            assert chi_square(counts, probs()).p < ALPHA, f"{case}: {name} is not refused"
 
 
 @pytest.mark.parametrize("case", QUICK)

@@ -1,9 +1,11 @@
-"""Sampling through the whole engine at a real vocabulary (49,152), plain and speculative, against the exact laws.
+"""Sampling through the whole engine at a real vocabulary (49,152), plain and speculative, against the exact
+distributions.
 
-Every token of a Markov model's texts is a draw from one of four laws. Three tests at level 1e-6 each: how often the
-event p > q came (what a verifier without a right residual draws too seldom), 16 bins of equal chance, and 16 ranges of
-ids, the last two by chi-square over the four laws. At 500,000 draws they are sure (99 % power) to see a change of 0.005
-in the event's chance, and any law whose bins are 0.008 away in total variation. The ordinary suite draws fewer.
+Every token of a Markov model's texts is a draw from one of four distributions. Three tests at level 1e-6 each: how
+often the event p > q came (what a verifier without a right residual draws too seldom), 16 bins of equal chance, and 16
+ranges of ids, the last two by chi-square over the four distributions. At 500,000 draws they are sure (99 % power) to
+see a change of 0.005 in the event's chance, and any distribution whose bins are 0.008 away in total variation. The
+ordinary suite draws fewer.
 """
 
 from typing import NamedTuple
@@ -18,9 +20,9 @@ from specsparse.engine.sampling import pipeline
 from specsparse.kernels.native import cpu
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.trees import get_tree
-from specsparse.speculative.verifiers import laws
+from specsparse.speculative.verifiers import residuals
 from tests.statistics.chi_square import ALPHA, chi_square, least_shift, least_tv
-from tests.statistics.markov import BINS, CLASSES, DRAFT_LAYERS, VOCAB, Laws, count, load_markov
+from tests.statistics.markov import BINS, CLASSES, DRAFT_LAYERS, VOCAB, Probs, count, load_markov
 from tests.statistics.tabular import Key, keyed
 
 ROWS, TEXT = 16, 250
@@ -91,7 +93,7 @@ def summed(values: np.ndarray, cells: np.ndarray, number: int) -> np.ndarray:
     return np.stack([np.bincount(c, weights=v, minlength=number) for v, c in zip(values, cells, strict=True)])
 
 
-def p_values(counts: np.ndarray, exact: Laws) -> dict[str, float]:
+def p_values(counts: np.ndarray, exact: Probs) -> dict[str, float]:
     """Of the three tests. A token of probability 0 fails at once."""
     n_C = counts.sum(axis=1)
     event_C = (exact.p * exact.gains).sum(axis=1)
@@ -104,7 +106,7 @@ def p_values(counts: np.ndarray, exact: Laws) -> dict[str, float]:
     return found
 
 
-def power(counts: np.ndarray, exact: Laws) -> tuple[float, float]:
+def power(counts: np.ndarray, exact: Probs) -> tuple[float, float]:
     """(least change of the event's chance, least total variation over the bins) that are sure to be seen."""
     n_C = counts.sum(axis=1)
     event_C = (exact.p * exact.gains).sum(axis=1)
@@ -114,7 +116,7 @@ def power(counts: np.ndarray, exact: Laws) -> tuple[float, float]:
 
 
 def check(model, target: str, method: str, total: int) -> None:
-    exact = Laws.of(model, TARGETS[target], DRAFT)
+    exact = Probs.of(model, TARGETS[target], DRAFT)
     drawn = draws(model, TARGETS[target], method, calls(total))
     assert drawn.counts.sum() == total
     shift, tv = power(drawn.counts, exact)
@@ -127,13 +129,13 @@ def check(model, target: str, method: str, total: int) -> None:
 
 
 def test_the_laws_are_known_and_all_steps_of_sampling_bite(model):
-    """A token's class decides its law, whatever went before; each truncation removes tokens that the others keep."""
+    """A class decides the next distribution, in any context. Each truncation removes tokens that the others keep."""
     x = model.logits([0, 5, 4099, 3, 40_002])
     np.testing.assert_array_equal(x[[0, 1, 3]], model.logits([0, 1, 3])[[0, 1, 2]])
     np.testing.assert_array_equal(x[2], x[3])
     s = TARGETS["truncated"]
     kept = [
-        int((Laws.of(model, s.merged(**off), DRAFT).p > 0).sum())
+        int((Probs.of(model, s.merged(**off), DRAFT).p > 0).sum())
         for off in ({}, {"top_p": 1.0}, {"top_p": 1.0, "top_k": -1}, {"top_p": 1.0, "top_k": -1, "min_p": 0.0})
     ]
     assert kept == sorted(set(kept)), kept
@@ -146,12 +148,12 @@ def test_plain_draws_follow_the_exact_law(model):
 @pytest.mark.slow
 def test_a_verifier_without_a_residual_is_refused(model, monkeypatch):
     """The test of the test: after a rejection the token comes from p, not from what q left of it."""
-    monkeypatch.setattr(laws, "residual", lambda law_V, q_V, usable=True: law_V)
+    monkeypatch.setattr(residuals, "residual", lambda probs_V, q_V, usable=True: probs_V)
     of_model = pipeline.kernels_of  # their `judge` has a residual of its own
     monkeypatch.setattr(pipeline, "kernels_of", lambda kernels: of_model(kernels)._replace(judge=None))
     monkeypatch.setattr(model, "programs", {})
     drawn = draws(model, TARGETS["truncated"], "token", calls(FEW))
-    assert p_values(drawn.counts, Laws.of(model, TARGETS["truncated"], DRAFT))["event"] < ALPHA
+    assert p_values(drawn.counts, Probs.of(model, TARGETS["truncated"], DRAFT))["event"] < ALPHA
 
 
 @pytest.mark.slow
@@ -160,7 +162,7 @@ def test_noise_keyed_by_position_alone_is_refused(model, monkeypatch):
     monkeypatch.setattr(model, "programs", {})
     with keyed(Key(round=0, node=0, stream=0)):
         drawn = draws(model, TARGETS["truncated"], "token", calls(SOME))
-    found = p_values(drawn.counts, Laws.of(model, TARGETS["truncated"], DRAFT))
+    found = p_values(drawn.counts, Probs.of(model, TARGETS["truncated"], DRAFT))
     assert min(found.values()) < ALPHA
 
 
@@ -168,7 +170,7 @@ def test_noise_keyed_by_position_alone_is_refused(model, monkeypatch):
 def test_a_temperature_five_percent_off_is_refused(model):
     target = TARGETS["heated"]
     drawn = draws(model, target.merged(temperature=1.05 * target.temperature), "plain", calls(SOME))
-    assert p_values(drawn.counts, Laws.of(model, target, DRAFT))["bins"] < ALPHA
+    assert p_values(drawn.counts, Probs.of(model, target, DRAFT))["bins"] < ALPHA
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 
 from specsparse.speculative.base import DraftKind, Verifier
 from specsparse.speculative.proof.certify import certify
-from specsparse.speculative.verifiers import laws
+from specsparse.speculative.verifiers import residuals
 from specsparse.speculative.verifiers.rejection import Rejection
 from specsparse.speculative.verify import VERIFIERS
 from specsparse.testing.verifiers import VERIFIER_CHECKS, check_verifier, the_promise_is_kept
@@ -31,17 +31,19 @@ class Bad(Rejection):
     def enter(self, p_V, q_V, siblings):
         return (siblings * 0,)  # rejected ones
 
-    def accept(self, law_x, q_x, memo):
-        right = super().accept(law_x, q_x, memo)
+    def accept(self, p_x, q_x, memo):
+        right = super().accept(p_x, q_x, memo)
         return {"eager": right**0.5, "chance": right + 1}.get(self.wrong, right)
 
-    def reject(self, law_V, q_V, child, memo, last):
-        rest_V, _ = super().reject(law_V, q_V, child, memo, last)
-        xp = laws.namespace(law_V)
+    def reject(self, probs_V, q_V, child, memo, last):
+        rest_V, _ = super().reject(probs_V, q_V, child, memo, last)
+        xp = residuals.namespace(probs_V)
         if self.wrong == "tied":  # struck out by value
-            rest_V = laws.normalise(xp.where(law_V == law_V[child.token], xp.zeros_like(law_V), law_V), law_V)
+            rest_V = residuals.normalise(
+                xp.where(probs_V == probs_V[child.token], xp.zeros_like(probs_V), probs_V), probs_V
+            )
         if self.wrong in ("fourth", "fifth"):  # as if it had not been rejected
-            rest_V = xp.where(memo[0] < ("fourth", "fifth").index(self.wrong) + 3, rest_V, law_V)
+            rest_V = xp.where(memo[0] < ("fourth", "fifth").index(self.wrong) + 3, rest_V, probs_V)
         return rest_V * (0.5 if self.wrong == "law" else 1), (memo[0] + 1,)
 
 

@@ -56,10 +56,10 @@ def test_what_comes_once_is_the_same_throughout():
 
 def test_an_answer_is_plain_decodings_with_the_rows_of_a_forward_pass(model):
     ids = [np.array([5, 9, 7, 30]), np.array([8]), np.array([11, 12, 13, 14, 15, 16])]
-    laws = [SamplingParams(temperature=0.0, max_tokens=7), SamplingParams(temperature=0.9, max_tokens=12)]
-    params = [laws[0], laws[1], laws[1]]
+    sampling = [SamplingParams(temperature=0.0, max_tokens=7), SamplingParams(temperature=0.9, max_tokens=12)]
+    params = [sampling[0], sampling[1], sampling[1]]
     texts = corpus.answer(model, ids, params, seed=3)
-    plain = specsparse.generate(model, ids[0], sampling=laws[0]).token_ids
+    plain = specsparse.generate(model, ids[0], sampling=sampling[0]).token_ids
     assert texts[0].tokens[4:].tolist() == list(plain)
     read = Features(model, (0, 1, model.config.n_layers)).of(texts)
     capacity, width = model.capacity_for(32), model.config.d_model

@@ -1,1 +1,1 @@
-"""From logits to a law, from a law to a token."""
+"""From logits to a distribution, from a distribution to a token."""

@@ -1,4 +1,4 @@
-"""What laws remember of a sequence, and which draft tokens lie between it and a row of logits."""
+"""What distributions remember of a sequence, and which draft tokens lie between it and a row of logits."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine.sampling.law_params import LawConfig
+from specsparse.engine.sampling.sampling_arrays import SamplingConfig
 
 
 class History(NamedTuple):
-    """Generated tokens as far as the laws need them; a field is None where no step needs it.
+    """Generated tokens as far as the distributions need them; a field is None where no step needs it.
 
     Attributes:
         generated: int32[B], tokens generated so far.
@@ -38,7 +38,7 @@ class RowPaths(NamedTuple):
     path: jax.Array
 
 
-def init_history(cfg: LawConfig, prompts: Sequence[Sequence[int]]) -> History:
+def init_history(cfg: SamplingConfig, prompts: Sequence[Sequence[int]]) -> History:
     """History of B sequences of which nothing is generated yet; only ids in [0, V) of the prompts are looked at."""
     B = len(prompts)
     counts = in_prompt = recent = None  # numpy, then one transfer: `jnp.zeros` compiles a program for each shape

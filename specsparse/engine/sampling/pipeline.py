@@ -24,8 +24,8 @@ from specsparse.engine.sampling.history import (
     recent_tokens,
     tree_rows,
 )
-from specsparse.engine.sampling.law_params import LawConfig, LawParams, compile_params
-from specsparse.engine.sampling.row_laws import REFERENCE, LawRows, SamplingKernels, mass, one_hot
+from specsparse.engine.sampling.row_probs import REFERENCE, ProbRows, SamplingKernels, mass, one_hot
+from specsparse.engine.sampling.sampling_arrays import SamplingArrays, SamplingConfig, compile_params
 from specsparse.errors import UserError
 from specsparse.kernels import Kernels
 from specsparse.kernels.native import cpu
@@ -33,18 +33,17 @@ from specsparse.kernels.native import cpu
 __all__ = [
     "REFERENCE",
     "History",
-    "LawConfig",
-    "LawParams",
     "Logprobs",
     "RowPaths",
     "Sampled",
+    "SamplingArrays",
+    "SamplingConfig",
     "SamplingKernels",
     "chain_rows",
     "compile_params",
     "draw",
     "init_history",
     "kernels_of",
-    "law",
     "logprobs",
     "observe",
     "observe_many",
@@ -53,6 +52,7 @@ __all__ = [
     "sample",
     "sample_at",
     "target_logits",
+    "target_probs",
     "tree_rows",
 ]
 
@@ -60,14 +60,14 @@ _BANNED = np.float32(-np.inf)
 
 
 def kernels_of(kernels: Kernels) -> SamplingKernels:
-    """Argmax, laws and draws that belong to these kernels."""
+    """Argmax, distributions and draws that belong to these kernels."""
     if kernels.name == "native":
-        return SamplingKernels(cpu.argmax, cpu.law, cpu.draw, cpu.check, cpu.sample, cpu.propose, cpu.judge)
+        return SamplingKernels(cpu.argmax, cpu.probs, cpu.draw, cpu.check, cpu.sample, cpu.propose, cpu.judge)
     return REFERENCE
 
 
 class Sampled(NamedTuple):
-    """Tokens int32[R] drawn from laws, ok bool[R] (see `target_logits`), float32[R] the laws at tokens asked for."""
+    """Drawn tokens int32[R], ok bool[R] (see `target_logits`), and p of the tokens asked for, float32[R]."""
 
     token: jax.Array
     ok: jax.Array
@@ -97,8 +97,8 @@ def _sane(logits_RV: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def target_logits(
-    cfg: LawConfig,
-    params: LawParams,
+    cfg: SamplingConfig,
+    params: SamplingArrays,
     logits_RV: jax.Array,
     history: History | None = None,
     rows: RowPaths | None = None,
@@ -141,7 +141,7 @@ def _ban(x_RV: jax.Array, token_Rs: jax.Array) -> jax.Array:
     return x_RV.at[row_R1, token_Rs].set(_BANNED, mode="drop")
 
 
-def _ban_words(params: LawParams, x_RV: jax.Array, recent_Rm: jax.Array, rows: RowPaths) -> jax.Array:
+def _ban_words(params: SamplingArrays, x_RV: jax.Array, recent_Rm: jax.Array, rows: RowPaths) -> jax.Array:
     """Bans the last token of each bad word whose other tokens are the newest ones of the output."""
     prefix_RWm = jnp.asarray(params.bad_prefix)[rows.sequence]
     match_RW = jnp.all((prefix_RWm < 0) | (prefix_RWm == recent_Rm[:, None, :]), axis=2)
@@ -149,7 +149,7 @@ def _ban_words(params: LawParams, x_RV: jax.Array, recent_Rm: jax.Array, rows: R
     return _ban(x_RV, jnp.where(match_RW, last_RW, x_RV.shape[1]))
 
 
-def _ban_stops(params: LawParams, x_RV: jax.Array, history: History, rows: RowPaths) -> jax.Array:
+def _ban_stops(params: SamplingArrays, x_RV: jax.Array, history: History, rows: RowPaths) -> jax.Array:
     """Bans stop tokens where fewer than `min_tokens` are generated."""
     length_R = history.generated[rows.sequence] + path_length(rows.path)
     early_R = length_R < jnp.asarray(params.min_tokens)[rows.sequence]
@@ -157,7 +157,7 @@ def _ban_stops(params: LawParams, x_RV: jax.Array, history: History, rows: RowPa
     return _ban(x_RV, jnp.where(early_R[:, None], stops_Rs, x_RV.shape[1]))
 
 
-def _process(cfg: LawConfig, x_RV: jax.Array, recent_Rc: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _process(cfg: SamplingConfig, x_RV: jax.Array, recent_Rc: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The user's processors, row by row: a function we do not know may add up in another order for another R."""
 
     def one(row):
@@ -172,7 +172,7 @@ def _process(cfg: LawConfig, x_RV: jax.Array, recent_Rc: jax.Array) -> tuple[jax
     return _sane(jax.lax.map(one, (recent_Rc, x_RV)))
 
 
-def _penalise(params: LawParams, x_RV: jax.Array, history: History, rows: RowPaths) -> jax.Array:
+def _penalise(params: SamplingArrays, x_RV: jax.Array, history: History, rows: RowPaths) -> jax.Array:
     """Repetition (Keskar et al., CTRL, arXiv:1909.05858; prompt and output), then frequency and presence (output).
 
     The selects around the two products are there so that no compiler fuses them with the subtraction in one program and
@@ -192,8 +192,8 @@ def _penalise(params: LawParams, x_RV: jax.Array, history: History, rows: RowPat
 
 
 def _processed(
-    cfg: LawConfig,
-    params: LawParams,
+    cfg: SamplingConfig,
+    params: SamplingArrays,
     logits_RV: jax.Array,
     history: History | None,
     rows: RowPaths | None,
@@ -206,32 +206,34 @@ def _processed(
     return target_logits(cfg, params, logits_RV, history, rows)
 
 
-def _law_rows(params: LawParams, rows: RowPaths | None, needed_R: jax.Array | None) -> LawRows:
+def _prob_rows(params: SamplingArrays, rows: RowPaths | None, needed_R: jax.Array | None) -> ProbRows:
     numbers = (params.temperature, params.log_min_p, params.top_k, params.top_p)
-    found = LawRows(*(jnp.asarray(a) if rows is None else jnp.asarray(a)[rows.sequence] for a in numbers))
+    found = ProbRows(*(jnp.asarray(a) if rows is None else jnp.asarray(a)[rows.sequence] for a in numbers))
     if needed_R is None:
         return found
-    return found._replace(temperature=jnp.where(needed_R, found.temperature, jnp.float32(0)))  # the cheapest law
+    return found._replace(
+        temperature=jnp.where(needed_R, found.temperature, jnp.float32(0))
+    )  # the cheapest distribution
 
 
-def _law_of(
-    cfg: LawConfig,
-    params: LawParams,
+def _probs_of(
+    cfg: SamplingConfig,
+    params: SamplingArrays,
     x_RV: jax.Array,
     rows: RowPaths | None,
     kernels: SamplingKernels,
     needed_R: jax.Array | None,
 ) -> jax.Array:
-    """Law float32[R, V] of processed logits."""
+    """Distribution float32[R, V] of processed logits."""
     if cfg.greedy:
         return one_hot(kernels.argmax(x_RV), cfg.vocab_size)
     steps = {"min_p": cfg.use_min_p, "top_k": cfg.use_top_k, "top_p": cfg.use_top_p}
-    return kernels.law(x_RV, _law_rows(params, rows, needed_R), greedy=cfg.mixed, **steps)
+    return kernels.probs(x_RV, _prob_rows(params, rows, needed_R), greedy=cfg.mixed, **steps)
 
 
-def law(
-    cfg: LawConfig,
-    params: LawParams,
+def target_probs(
+    cfg: SamplingConfig,
+    params: SamplingArrays,
     logits_RV: jax.Array,
     history: History | None = None,
     rows: RowPaths | None = None,
@@ -239,26 +241,27 @@ def law(
     kernels: SamplingKernels = REFERENCE,
     needed_R: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The law p of the next token of each row: float32[R, V], and ok bool[R] (see `target_logits`).
+    """The distribution p of the next token of each row: float32[R, V], and ok bool[R] (see `target_logits`).
 
     Greedy rows are one-hot at the lowest index of the largest logit. A row without any token left is one-hot at 0, so
-    that nothing later reads outside the vocabulary; its `ok` is False. Rows outside `needed_R` (bool[R]) get some law.
+    that nothing later reads outside the vocabulary; its `ok` is False. Rows outside `needed_R` (bool[R]) get some
+    distribution.
     """
     x_RV, ok_R = _processed(cfg, params, logits_RV, history, rows, kernels)
-    return _law_of(cfg, params, x_RV, rows, kernels, needed_R), ok_R
+    return _probs_of(cfg, params, x_RV, rows, kernels, needed_R), ok_R
 
 
 def draw(p_RV: jax.Array, u_RU: jax.Array, *, kernels: SamplingKernels = REFERENCE) -> jax.Array:
     """Token int32[R] drawn from each row by inverse CDF in vocabulary order; consumes the row's `noise.token_uniforms`.
 
-    A token of probability 0 is never drawn; the row need not be normalised. See `row_laws.reference_draw`.
+    A token of probability 0 is never drawn; the row need not be normalised. See `row_probs.reference_draw`.
     """
     return kernels.draw(p_RV, u_RU)
 
 
 def sample(
-    cfg: LawConfig,
-    params: LawParams,
+    cfg: SamplingConfig,
+    params: SamplingArrays,
     logits_RV: jax.Array,
     history: History | None = None,
     rows: RowPaths | None = None,
@@ -267,7 +270,7 @@ def sample(
     kernels: SamplingKernels = REFERENCE,
     n_valid_B: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Tokens int32[R] drawn from `law`, and ok bool[R].
+    """Tokens int32[R] drawn from `probs`, and ok bool[R].
 
     Args:
         u_RU: float32[R, 4], the rows' `noise.token_uniforms`; not used (and may be None) where `cfg.greedy`.
@@ -275,18 +278,18 @@ def sample(
             is all. The rows of all sequences stand one after the other, equally many of each.
     """
     if not cfg.greedy and u_RU is None:
-        raise ValueError("a law that is not greedy needs `u_RU`")
+        raise ValueError("a distribution that is not greedy needs `u_RU`")
     if kernels.sample is not None:
         return _sample(cfg, params, logits_RV, history, rows, u_RU, None, kernels, n_valid_B)[:2]
     x_RV, ok_R = _processed(cfg, params, logits_RV, history, rows, kernels)
     if cfg.greedy:
         return kernels.argmax(x_RV), ok_R
-    return kernels.draw(_law_of(cfg, params, x_RV, rows, kernels, _needed(n_valid_B, logits_RV)), u_RU), ok_R
+    return kernels.draw(_probs_of(cfg, params, x_RV, rows, kernels, _needed(n_valid_B, logits_RV)), u_RU), ok_R
 
 
 def sample_at(
-    cfg: LawConfig,
-    params: LawParams,
+    cfg: SamplingConfig,
+    params: SamplingArrays,
     logits_RV: jax.Array,
     history: History | None = None,
     rows: RowPaths | None = None,
@@ -296,27 +299,28 @@ def sample_at(
     kernels: SamplingKernels = REFERENCE,
     n_valid_B: jax.Array | None = None,
 ) -> Sampled:
-    """`sample`, and the law of each row at `tokens_R` (int32[R], inside the vocabulary)."""
+    """`sample`, and the distribution of each row at `tokens_R` (int32[R], inside the vocabulary)."""
     if kernels.sample is not None:
         return _sample(cfg, params, logits_RV, history, rows, u_RU, tokens_R, kernels, n_valid_B)
     needed_R = _needed(n_valid_B, logits_RV)
-    p_RV, ok_R = law(cfg, params, logits_RV, history, rows, kernels=kernels, needed_R=needed_R)
+    p_RV, ok_R = target_probs(cfg, params, logits_RV, history, rows, kernels=kernels, needed_R=needed_R)
     share_R = jnp.take_along_axis(p_RV, tokens_R[:, None], axis=1)[:, 0]
     return Sampled(kernels.draw(p_RV, u_RU), ok_R, share_R)
 
 
 def rows_to_judge(
-    cfg: LawConfig, params: LawParams, logits_RV: jax.Array, history: History | None, rows: RowPaths | None
-) -> tuple[jax.Array, LawRows]:
-    """What `SamplingKernels.judge` makes laws of: float32[R, V] and the numbers of each sequence's law.
+    cfg: SamplingConfig, params: SamplingArrays, logits_RV: jax.Array, history: History | None, rows: RowPaths | None
+) -> tuple[jax.Array, ProbRows]:
+    """What `SamplingKernels.judge` makes distributions of: float32[R, V] and the numbers of each sequence's
+    distribution.
 
-    A row that `law` says is none has nothing above -inf.
+    A row that `probs` says is none has nothing above -inf.
     """
     x_RV = logits_RV.astype(jnp.float32)
     if not cfg.raw:
         x_RV, ok_R = target_logits(cfg, params, x_RV, history, rows)
         x_RV = jnp.where(ok_R[:, None], x_RV, _BANNED)
-    return x_RV, _law_rows(params, None, None)
+    return x_RV, _prob_rows(params, None, None)
 
 
 def _needed(n_valid_B: jax.Array | None, logits_RV: jax.Array) -> jax.Array | None:
@@ -328,15 +332,15 @@ def _needed(n_valid_B: jax.Array | None, logits_RV: jax.Array) -> jax.Array | No
 
 
 def _sample(cfg, params, logits_RV, history, rows, u_RU, tokens_R, kernels, n_valid_B) -> Sampled:
-    """`sample_at` by kernels that write no laws down."""
+    """`sample_at` by kernels that write no distributions down."""
     x_RV, sane_R = logits_RV.astype(jnp.float32), None
     if not cfg.raw:
         x_RV, sane_R = target_logits(cfg, params, x_RV, history, rows)
-    laws = _law_rows(params, None, None)
+    probs = _prob_rows(params, None, None)
     if n_valid_B is None:
-        B = laws.temperature.shape[0]
+        B = probs.temperature.shape[0]
         n_valid_B = jnp.full((B,), x_RV.shape[0] // B, jnp.int32)
-    token_R, ok_R, share_R = kernels.sample(x_RV, laws, n_valid_B, u_RU, tokens_R)
+    token_R, ok_R, share_R = kernels.sample(x_RV, probs, n_valid_B, u_RU, tokens_R)
     return Sampled(token_R, ok_R if sane_R is None else ok_R & sane_R, share_R)
 
 

@@ -9,15 +9,15 @@ from specsparse.errors import UserError
 from specsparse.experiments.kind import Kind, RunContext, RunResult
 from specsparse.speculative.policies.base import Policy
 from specsparse.speculative.proof.certify import certify
-from specsparse.speculative.proof.chain_law import POWER
-from specsparse.speculative.proof.handed import Handed, handed
+from specsparse.speculative.proof.chain_probs import POWER
+from specsparse.speculative.proof.external import ExternalVerifier, external
 from specsparse.speculative.proof.results import DRIVER, LEGEND, RULE, CertificateReport
 from specsparse.speculative.verify import VERIFIERS, get_verifier
 from specsparse.support import registry, terminal
 from specsparse.support.options import Range, Seed
 
 DEFINITION = (
-    "total variation between the joint law of the tokens of one round, continued by plain sampling, and plain "
+    "total variation between the joint distribution of the tokens of one round, continued by plain sampling, and plain "
     "sampling; every draft enumerated"
 )
 FINDS = f"the true total variation that samples would have shown with a chance of {POWER:.0%}"
@@ -44,7 +44,7 @@ class CertifySettings:
 
 
 class Certify(Kind[CertifySettings]):
-    """The exact output law of every verifier, by its rule and as it runs, and of the mutants."""
+    """The exact output distribution of every verifier, by its rule and as it runs, and of the mutants."""
 
     timed = False
     takes_model = False
@@ -66,7 +66,9 @@ class Certify(Kind[CertifySettings]):
             report = certify(
                 chosen, vocab=spec.vocab, gamma=spec.gamma, seed=cfg.seed, mutants=spec.mutants, museum=spec.museum
             )
-        kept = "as promised: rule and driver of every lossless verifier keep the law of p, every mutant is caught"
+        kept = (
+            "as promised: rule and driver of every lossless verifier keep the distribution of p, every mutant is caught"
+        )
         broken = "NOT as promised: " + "; ".join(report.failures)
         legend = Text("\n".join(report.legend()), style="dim")
         verdict = Text(kept, style="green") if report.passed else Text(broken, style="bold red")
@@ -86,13 +88,13 @@ class Certify(Kind[CertifySettings]):
         )
 
 
-def _callables(spec: CertifySpec) -> list[Handed | Policy]:
-    """What `certify.also` names, each a `module:name` of a function, a `Handed` or a policy."""
+def _callables(spec: CertifySpec) -> list[ExternalVerifier | Policy]:
+    """What `certify.also` names, each a `module:name` of a function, an `ExternalVerifier` or a policy."""
     for home in spec.also:
         if ":" not in home:
             raise UserError(f"certify.also={home} names no callable: say module:name, such as mine:my_verifier")
     found = [registry.load(home, f"certify.also={home}") for home in spec.also]
-    return [one if isinstance(one, Policy) else handed(one) for one in found]
+    return [one if isinstance(one, Policy) else external(one) for one in found]
 
 
 def _worst(report: CertificateReport, part: str) -> float | None:

@@ -294,9 +294,9 @@ def _same(identity: Identity) -> Text:
 
 
 def _short(label: str) -> str:
-    """ "tokens", "law" or "NO" under the heading lossless."""
+    """ "tokens", "distribution" or "NO" under the heading lossless."""
     if label.startswith("lossless"):
-        return "law" if label.endswith("law") else "tokens"
+        return "distribution" if label.startswith("lossless in") else "tokens"
     return "NO"
 
 

@@ -1,4 +1,4 @@
-"""`kind: perplexity`: how well a model predicts a text, and how far its law is from another's."""
+"""`kind: perplexity`: how well a model predicts a text, and how far its distribution is from another's."""
 
 import tempfile
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ F32 = "f32"
 IN_FLOAT32 = {"float_weights": True, "kv_dtype": "f32"}
 DEFINITIONS = {
     "perplexity": "exp of the mean negative log-likelihood of the scored tokens, llama.cpp's windows",
-    "kl_mean": "mean KL(base, model) of the next token's law over the scored tokens, in nats",
+    "kl_mean": "mean KL(base, model) of the next token's distribution over the scored tokens, in nats",
     "same_top": "share of the scored tokens at which both find the same token most likely",
 }
 
@@ -40,8 +40,8 @@ class PerplexitySpec:
         text: a text file, read as it is; None is the prompts of the data group, one after the other.
         context, stride: of the windows.
         chunks: at most so many windows; None for all.
-        base: whose law the KL is from: "f32", the same weights computed in float32, and with all neurons where `ffn`
-            says which are computed; a model; None for no KL.
+        base: whose distribution the KL is from: "f32", the same weights computed in float32, and with all neurons where
+            `ffn` says which are computed; a model; None for no KL.
     """
 
     text: str | None = None
@@ -59,7 +59,7 @@ class PerplexitySettings(ModelSettings):
 
 
 class Perplexity(Kind[PerplexitySettings]):
-    """How well a model predicts a text, after the base has, and how far its law is from the base's."""
+    """How well a model predicts a text, after the base has, and how far its distribution is from the base's."""
 
     timed = False
     on_mesh = True
@@ -83,8 +83,8 @@ class Perplexity(Kind[PerplexitySettings]):
         """
         model = sparse_model.load(cfg, ctx)
         text = cut(cfg, model.tokenizer)
-        with base_law(cfg, ctx, text) as law:
-            found = scored(model, text, ctx.console, cfg.model.path, base=law)
+        with base_probs(cfg, ctx, text) as probs:
+            found = scored(model, text, ctx.console, cfg.model.path, base=probs)
         facts = {"base": cfg.perplexity.base, "windows": text.tokens.shape[0], "window": text.tokens.shape[1]}
         summary = {**found.summary(), **facts, **sparse_model.label(model)}
         shown = [Text(line) for line in lines(summary)]
@@ -130,7 +130,7 @@ def scored(
 
 
 @contextmanager
-def base_law(cfg: PerplexitySettings, ctx: RunContext, text: Windows) -> Iterator[np.ndarray | None]:
+def base_probs(cfg: PerplexitySettings, ctx: RunContext, text: Windows) -> Iterator[np.ndarray | None]:
     """Log-probabilities float32[N, V] of the base on the text, in a file that goes with the block."""
     console = ctx.console
     if cfg.perplexity.base is None:
@@ -146,11 +146,11 @@ def base_law(cfg: PerplexitySettings, ctx: RunContext, text: Windows) -> Iterato
     ctx.directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=ctx.directory, prefix=".base-") as folder:
         shape = (text.scored, model.config.vocab_size)
-        law = np.lib.format.open_memmap(Path(folder) / "law.npy", mode="w+", dtype=np.float32, shape=shape)
-        scored(model, text, console, f"{path}, the base", keep=law)
+        probs = np.lib.format.open_memmap(Path(folder) / "law.npy", mode="w+", dtype=np.float32, shape=shape)
+        scored(model, text, console, f"{path}, the base", keep=probs)
         del model  # its weights need not stay beside the next model's
-        yield law
-        del law
+        yield probs
+        del probs
 
 
 def lines(found: dict[str, Any]) -> list[str]:

@@ -113,8 +113,8 @@ class Quantisations(Kind[QuantTableSettings]):
         files = [requantised(source, name, ctx.console) for name in cfg.quant_table.types]
         files += [Path(catalogue.resolve(file)) for file in cfg.quant_table.files]
         text = perplexity.cut(cfg, Tokenizer.from_metadata(f.metadata, where=str(source)))
-        with perplexity.base_law(cfg, ctx, text) as law:
-            found = QuantTable(tuple(_row(cfg, ctx.engine, file, text, law, ctx.console) for file in files), notes)
+        with perplexity.base_probs(cfg, ctx, text) as probs:
+            found = QuantTable(tuple(_row(cfg, ctx.engine, file, text, probs, ctx.console) for file in files), notes)
         said = (f"{text.scored} tokens scored; KL from {_base_name(cfg)}", *notes)
         taken = display.condition_lines(found.conditions, None, found.warnings)
         return RunResult(
@@ -124,7 +124,7 @@ class Quantisations(Kind[QuantTableSettings]):
 
 
 def _row(
-    cfg: QuantTableSettings, engine: Engine, path: Path, text: Windows, law: np.ndarray | None, console: Console
+    cfg: QuantTableSettings, engine: Engine, path: Path, text: Windows, probs: np.ndarray | None, console: Console
 ) -> dict[str, Any]:
     """One line of the table: the file's size, its scores and its timings."""
     f = open_gguf(path)
@@ -132,7 +132,7 @@ def _row(
     with terminal.loading(console, f"loading {path.name}") as progress:
         model = engine.load(path, progress=progress, **cfg.model.overrides())
     size = f.sizes()
-    found = perplexity.scored(model, text, console, name, base=law).summary()
+    found = perplexity.scored(model, text, console, name, base=probs).summary()
     return {
         "type": name,
         "file": path.name,

@@ -48,7 +48,7 @@ from specsparse.training.training_loop import Log
 
 _COLUMNS = ("step", "tokens", "divergence", "perplexity", "original", "agreement")
 DEFINITIONS = {
-    "divergence": "mean KL(original, ReLU model) of the next token's law in nats, over the rows of held-out answers",
+    "divergence": "mean KL(original, ReLU model) of the next token in nats, over the rows of held-out answers",
     "perplexity": "of those answers under the ReLU model; `original`: under the original",
     "agreement": "share of those rows whose most likely token is the original's",
     "share": "neurons whose activation is not zero / all, by layer",

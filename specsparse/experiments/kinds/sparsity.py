@@ -46,7 +46,7 @@ _PROMPT = 64
 """Tokens of the prompt that is decoded after."""
 DEFINITIONS = {
     "kept": "neurons computed / all, over the dense model's residuals on the judged rows",
-    "kl": "mean KL(dense, sparse) of the next token's law in nats; first half of each window read densely by both",
+    "kl": "mean KL(dense, sparse) of the next token in nats; first half of each window read densely by both",
     "by_bytes": "bytes that a dense step reads / bytes of a sparse one, prediction included; a bound on the speed-up",
     "speedup": "dense seconds per token / sparse ones, decoded in turn after the same prompt",
 }

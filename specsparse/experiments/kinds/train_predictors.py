@@ -40,7 +40,7 @@ from specsparse.support.files import load_state, read_tensors, replacing, save_s
 DEFINITIONS = {
     "recall": "active neurons that are kept / active neurons, on the dense model's residuals, over all rows",
     "error": "|sparse - dense| / |dense| of the FFN's output without the residual, over all rows",
-    "kl": "mean KL(dense, sparse) of the next token's law in nats; first half of each window read densely by both",
+    "kl": "mean KL(dense, sparse) of the next token in nats; first half of each window read densely by both",
 }
 PREDICTORS_FILE = "predictors.safetensors"
 EXPORT_FOLDER = "powerinfer"

@@ -26,9 +26,9 @@ from specsparse.measure.speedups import Repeats, Width
 from specsparse.models import catalogue
 from specsparse.report import display, record
 from specsparse.report.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
+from specsparse.runtime.host_loop import RoundView, Watch
 from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.runtime.results import Generation
-from specsparse.runtime.stepped import RoundView, Watch
 from specsparse.speculative.base import Verifier
 from specsparse.speculative.verifiers import SYNTHETIC
 from specsparse.support import terminal
@@ -106,7 +106,7 @@ def label(verifier: Verifier | str) -> str:
         return "lossless: plain decoding's tokens"
     if name == SYNTHETIC:
         return "synthetic acceptance: lossy, not text"
-    return "lossless in law" if isinstance(verifier, str) or verifier.lossless else "lossy"
+    return "lossless in distribution" if isinstance(verifier, str) or verifier.lossless else "lossy"
 
 
 def prepare(cfg: DecodingSettings, ctx: RunContext, specs: Iterable[MethodSpec] = ()) -> Bench:

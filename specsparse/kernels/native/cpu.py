@@ -274,46 +274,46 @@ def argmax(x):
 
 
 def check(logits_RV):
-    """`SamplingKernels.check` (see `engine.sampling.row_laws`) by the C++ kernels."""
+    """`SamplingKernels.check` (see `engine.sampling.row_probs`) by the C++ kernels."""
     return _call("specsparse_check", jax.ShapeDtypeStruct(logits_RV.shape[:1], jnp.bool_))(logits_RV)
 
 
-def law(logits_RV, rows, **_):
-    """`engine.sampling.row_laws.reference_law` by the C++ kernels; `rows` are its LawRows."""
+def probs(logits_RV, rows, **_):
+    """`engine.sampling.row_probs.reference_probs` by the C++ kernels; `rows` are its ProbRows."""
     call = _call("specsparse_law", jax.ShapeDtypeStruct(logits_RV.shape, jnp.float32))
     return call(logits_RV, rows.temperature, rows.log_min_p, rows.top_k, rows.top_p)
 
 
 def draw(p_RV, u_RU):
-    """`engine.sampling.row_laws.reference_draw` by the C++ kernels: the same tree of sums, the same token."""
+    """`engine.sampling.row_probs.reference_draw` by the C++ kernels: the same tree of sums, the same token."""
     return _call("specsparse_draw_token", jax.ShapeDtypeStruct(p_RV.shape[:1], jnp.int32))(p_RV, u_RU)
 
 
-def sample(logits_RV, laws, n_valid_B, u_RU=None, tokens_R=None):
-    """`check`, `law` and `draw` of the rows that count (see `SamplingKernels.sample`) by the C++ kernels."""
+def sample(logits_RV, probs, n_valid_B, u_RU=None, tokens_R=None):
+    """`check`, `probs` and `draw` of the rows that count (see `SamplingKernels.sample`) by the C++ kernels."""
     R = logits_RV.shape[:1]
     shapes = tuple(jax.ShapeDtypeStruct(R, dtype) for dtype in (jnp.int32, jnp.bool_, jnp.float32))
     u_RU = jnp.zeros((0, 4), jnp.float32) if u_RU is None else u_RU
     tokens_R = jnp.zeros((0,), jnp.int32) if tokens_R is None else tokens_R
-    return tuple(_call("specsparse_sample", shapes)(logits_RV, *laws, u_RU, tokens_R, n_valid_B))
+    return tuple(_call("specsparse_sample", shapes)(logits_RV, *probs, u_RU, tokens_R, n_valid_B))
 
 
-def propose(logits_RN, laws, u_RU, ids_N, size):
-    """`SamplingKernels.propose` (see `engine.sampling.row_laws`) by the C++ kernels."""
+def propose(logits_RN, probs, u_RU, ids_N, size):
+    """`SamplingKernels.propose` (see `engine.sampling.row_probs`) by the C++ kernels."""
     R = logits_RN.shape[:1]
     shapes = [jax.ShapeDtypeStruct(R, dtype) for dtype in (jnp.int32, jnp.bool_)]
     shapes.append(jax.ShapeDtypeStruct((*R, size), jnp.float32))
     ids_N = jnp.zeros((0,), jnp.int32) if ids_N is None else ids_N
-    return tuple(_call("specsparse_propose", shapes)(logits_RN, *laws, u_RU, ids_N))
+    return tuple(_call("specsparse_propose", shapes)(logits_RN, *probs, u_RU, ids_N))
 
 
-def judge(rows_RV, laws, n_valid_B, tokens_BK, q_BKV, coins_BK, u_BU, *, whole):
-    """`SamplingKernels.judge` (see `engine.sampling.row_laws`) by the C++ kernels."""
+def judge(rows_RV, probs, n_valid_B, tokens_BK, q_BKV, coins_BK, u_BU, *, whole):
+    """`SamplingKernels.judge` (see `engine.sampling.row_probs`) by the C++ kernels."""
     B = n_valid_B.shape
     shapes = [jax.ShapeDtypeStruct(B, dtype) for dtype in (jnp.int32, jnp.int32, jnp.bool_)]
     shapes.append(jax.ShapeDtypeStruct(tokens_BK.shape, jnp.float32))
     empty = jnp.zeros((0,), jnp.float32)
-    laws = (empty, empty, jnp.zeros((0,), jnp.int32), empty) if laws is None else laws
+    probs = (empty, empty, jnp.zeros((0,), jnp.int32), empty) if probs is None else probs
     call = _call("specsparse_judge", shapes)
     q_BKV = empty if q_BKV is None else q_BKV
-    return tuple(call(rows_RV, *laws, n_valid_B, tokens_BK, q_BKV, coins_BK, u_BU, whole=np.int64(whole)))
+    return tuple(call(rows_RV, *probs, n_valid_B, tokens_BK, q_BKV, coins_BK, u_BU, whole=np.int64(whole)))

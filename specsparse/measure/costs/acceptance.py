@@ -24,12 +24,12 @@ from specsparse.measure import intervals
 from specsparse.measure.costs.measuring import Bar, load_or_measure, silent
 from specsparse.runtime import metrics, timing_cache
 from specsparse.runtime.device_batch import Request
+from specsparse.runtime.host_loop import RoundView, Watch
 from specsparse.runtime.method import Method, MethodSpec, drafts_trees, resolve
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.requests import PromptLike, prompt_ids
 from specsparse.runtime.results import decode
 from specsparse.runtime.session import Session
-from specsparse.runtime.stepped import RoundView, Watch
 from specsparse.runtime.timing_cache import CostTable, cost_key
 from specsparse.speculative import expected
 from specsparse.speculative.base import Drafter, Verifier

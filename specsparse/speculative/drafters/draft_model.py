@@ -179,7 +179,7 @@ class DraftModel(DrafterSpec):
 
     @property
     def kind(self) -> DraftKind:
-        """How the tokens are drawn; of text made into tokens no law is known."""
+        """How the tokens are drawn; of text made into tokens no distribution is known."""
         return DraftKind.ONE_HOT if self.vocabulary == "slem" else self.style.kind
 
     @property
@@ -255,8 +255,8 @@ def common_tokens(target: Model, draft: Model, *, text: bool = False) -> Interse
 def shared_weights(style: Drafting, target: Model, draft: Model, common: Intersection) -> tuple[DraftWeights, int]:
     """What token-level intersection drafts with, and how many tokens it scores.
 
-    The rows of the draft's output matrix for the tokens that both have: the law of these logits is q restricted to them
-    and normalised anew, before the draft's temperature and truncation see it.
+    The rows of the draft's output matrix for the tokens that both have: the distribution of these logits is q
+    restricted to them and normalised anew, before the draft's temperature and truncation see it.
 
     Raises:
         UserError: none of the ids of `drafter.draft_vocab` is shared.

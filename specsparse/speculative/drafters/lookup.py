@@ -330,7 +330,8 @@ class EitherState(NamedTuple):
 class Either(Drafter):
     """Drafts with `first` (which needs no weights) and, for sequences it leaves empty, with `second`. Chains.
 
-    Where `second` draws its tokens, those of `first` count as drawn from laws that hold nothing else: `token` and
+    Where `second` draws its tokens, those of `first` count as drawn from distributions that hold nothing else: `token`
+    and
     `block` then accept one with its probability under p, and leave it out of what is drawn instead.
 
     A sequence that `first` drafts for gives `second` no budget, so that a drafter whose time follows its tokens costs
@@ -373,7 +374,7 @@ class Either(Drafter):
             tokens=tokens_BK,
             parents=TreeTemplate.chain(self.max_nodes).parents_array(tokens_BK.shape[0]),
             count=jnp.where(took_B, a.draft.count, b.draft.count),
-            q=None if b.draft.q is None else self._laws(took_B, tokens_BK, b.draft.q),
+            q=None if b.draft.q is None else self._probs(took_B, tokens_BK, b.draft.q),
         )
         return Drafted(draft, EitherState(a.state, b.state, took_B), b.cache)
 
@@ -386,8 +387,8 @@ class Either(Drafter):
         second = self.second.commit(params, state.second, ctx, other)
         return EitherState(first, second, state.took)
 
-    def _laws(self, took_B: jax.Array, tokens_BK: jax.Array, q_BkV: jax.Array) -> jax.Array:
-        """float32[B, K, V]: the second one's, and laws of one token."""
+    def _probs(self, took_B: jax.Array, tokens_BK: jax.Array, q_BkV: jax.Array) -> jax.Array:
+        """float32[B, K, V]: the second one's, and distributions of one token."""
         q_BKV = jnp.pad(q_BkV, ((0, 0), (0, self.max_nodes - q_BkV.shape[1]), (0, 0)))
         return jnp.where(took_B[:, None, None], jax.nn.one_hot(tokens_BK, q_BKV.shape[-1]), q_BKV)
 

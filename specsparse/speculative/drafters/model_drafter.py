@@ -12,9 +12,9 @@ from specsparse.engine.cache import KVCache
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
-from specsparse.speculative.draft_law import DraftLaw, draft_uniforms
+from specsparse.speculative.draft_sampling import DraftSampling, draft_uniforms
 from specsparse.speculative.drafters.sources import DraftWeights, FedRows, KeptRows, Source
-from specsparse.speculative.policies.base import Policy, check_policy, view_law
+from specsparse.speculative.policies.base import Policy, check_policy, draft_view
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees.base import Expander, TreeShape
 
@@ -54,13 +54,13 @@ class ModelDrafter(Drafter):
 
     Attributes:
         source: where logits come from.
-        law: the draft's own temperature and truncation.
+        probs: the draft's own temperature and truncation.
         policy: how many tokens to draft and when to stop; asked before a node is drawn.
         draw: `DraftKind.SAMPLED` or `DraftKind.ONE_HOT`.
     """
 
     source: Source
-    law: DraftLaw
+    sampling: DraftSampling
     policy: Policy
     draw: DraftKind = DraftKind.ONE_HOT
 
@@ -120,22 +120,22 @@ class ModelDrafter(Drafter):
         u_BU = draft_uniforms(ctx, depth=i + 1, node=i)[:, 0]
         vocab = self.source.vocab
         q_BN = wide_BV = None
-        at_once = sampled and not self.policy.needs and self.law.kernels.propose is not None
+        at_once = sampled and not self.policy.needs and self.sampling.kernels.propose is not None
         if at_once:
-            column_B, ok_B, wide_BV = self.law.propose(logits_BN, u_BU, params.ids, vocab.target)
+            column_B, ok_B, wide_BV = self.sampling.propose(logits_BN, u_BU, params.ids, vocab.target)
             live_B = live_B & ok_B
         elif sampled:
-            q_BN, ok_B = self.law.law(logits_BN)
-            live_B = live_B & ok_B  # without a law the draft ends
+            q_BN, ok_B = self.sampling.probs(logits_BN)
+            live_B = live_B & ok_B  # without a distribution the draft ends
         elif self.policy.needs:
-            q_BN = self.law.confidence(logits_BN)
+            q_BN = self.sampling.confidence(logits_BN)
         if self.policy.needs:
-            view = view_law(q_BN, depth_B=chain.count, last_B=chain.last, needs=self.policy.needs)
+            view = draft_view(q_BN, depth_B=chain.count, last_B=chain.last, needs=self.policy.needs)
             live_B = live_B & ~self.policy.stop(state.policy, view)
         if not sampled:
-            column_B = self.law.top(logits_BN)
+            column_B = self.sampling.top(logits_BN)
         elif not at_once:
-            column_B, wide_BV = self.law.draw(q_BN, u_BU), vocab.widen(params, q_BN)
+            column_B, wide_BV = self.sampling.draw(q_BN, u_BU), vocab.widen(params, q_BN)
         token_B = jnp.where(live_B, vocab.token_ids(params, column_B), 0)
         last_B = chain.last
         if "last" in self.policy.needs:
@@ -164,12 +164,12 @@ class TreeDrafter(Drafter):
 
     Attributes:
         source: where logits come from.
-        law: the draft's own temperature and truncation.
+        probs: the draft's own temperature and truncation.
         shape: which nodes there are and how their tokens are drawn.
     """
 
     source: Source
-    law: DraftLaw
+    sampling: DraftSampling
     shape: TreeShape
 
     kind = property(attrgetter("shape.kind"))
@@ -194,7 +194,7 @@ class TreeDrafter(Drafter):
         vocab = self.source.vocab
         expander = Expander(
             feed=feed,
-            law=self.law,
+            sampling=self.sampling,
             token_ids=lambda column: vocab.token_ids(params, column),
             widen=lambda q_RN: vocab.widen(params, q_RN),
             vocab_size=vocab.target,

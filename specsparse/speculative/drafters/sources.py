@@ -3,8 +3,8 @@
 A model of its own (`draft_model`), a part of the target (`self_draft`), or a head on its features
 (`heads.feature_source`).
 
-A source feeds tokens and keeps caches; it knows nothing of laws, trees or policies. Logits come as [.., N], N columns
-of the draft's vocabulary; `widen` and `token_ids` lead from columns to the target's ids.
+A source feeds tokens and keeps caches; it knows nothing of distributions, trees or policies. Logits come as [.., N], N
+columns of the draft's vocabulary; `widen` and `token_ids` lead from columns to the target's ids.
 """
 
 import abc

@@ -17,7 +17,7 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.kernels import Matrix, take_rows
 from specsparse.speculative.base import Drafter, DraftKind
-from specsparse.speculative.draft_law import DraftLaw
+from specsparse.speculative.draft_sampling import DraftSampling
 from specsparse.speculative.drafters.model_drafter import ModelDrafter, TreeDrafter
 from specsparse.speculative.drafters.sources import DraftWeights, Source
 from specsparse.speculative.gamma import MAX_GAMMA, SHORT_GAMMA, MaxNodes
@@ -57,9 +57,9 @@ class Drafting:
         max_nodes: tokens drafted at most; by default a few, or what the policy that pays allows.
         temperature: of the draft: 0 for argmax drafts, for greedy, match and delta; above, drawn from q, for match,
             token and block.
-        top_k, top_p, min_p: truncation of the draft's law, as in `SamplingParams`.
+        top_k, top_p, min_p: truncation of the draft's distribution, as in `SamplingParams`.
         draw: argmax (also greedy) or sampled (also probabilistic); by default as the temperature says.
-        p_min: stop before a law whose top probability (over its top ten) is under it.
+        p_min: stop before a distribution whose top probability (over its top ten) is under it.
         n_min: drop drafts that are shorter; argmax drafts only.
         draft_vocab: score these ids only: a number N (the first N, and those that end a text), a list, or a file of
             ids; by default all, or those of the head's file.
@@ -140,15 +140,15 @@ class Drafting:
 
     def drafter(self, source: Source, target: Model) -> Drafter:
         """What drafts so with that source of logits, for that target."""
-        law = DraftLaw(self.sampling, source.vocab.columns, target.sampling_kernels)
+        probs = DraftSampling(self.sampling, source.vocab.columns, target.sampling_kernels)
         if self.shape is not None and self.shape.independent and not source.independent:
             raise UserError(
-                "tree=ddtree needs laws that do not depend on what was drafted before, those of drafter=dflash; "
+                "tree=ddtree needs distributions that do not depend on the draft so far, as drafter=dflash has; "
                 "choose tree=dynamic for this drafter"
             )
         if self.shape is not None:
-            return TreeDrafter(source, law, self.shape)
-        return ModelDrafter(source, law, self.length_policy, self.kind)
+            return TreeDrafter(source, probs, self.shape)
+        return ModelDrafter(source, probs, self.length_policy, self.kind)
 
     def trim(
         self, target: Model, output: Matrix, columns: int, *, rows: np.ndarray | None = None
@@ -194,8 +194,8 @@ class ChainDrafting:
         max_nodes: tokens drafted at most; by default a few, or what the policy that pays allows.
         temperature: of the draft: 0 for argmax; by default 0, or three quarters of the target's under verifier=token
             and block, which draws drafts from q.
-        p_min: stop before a law whose top probability (over its top ten) is under it; by default 0.6 where the length
-            is fixed, else 0.
+        p_min: stop before a distribution whose top probability (over its top ten) is under it; by default 0.6 where the
+            length is fixed, else 0.
         draft_vocab: score these ids only; by default those of the head's file.
         policy: a `Policy`, instead of `max_nodes` and `p_min`.
     """
@@ -276,7 +276,7 @@ class DrafterSpec(abc.ABC):
 
     @property
     def can_draw(self) -> bool:
-        """Whether drafts are drawn from laws that a verifier can weigh, once a temperature above 0 says so."""
+        """Whether drafts are drawn from distributions that a verifier can weigh, once a temperature above 0 says so."""
         return True
 
     def check(self) -> None:

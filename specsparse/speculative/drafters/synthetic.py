@@ -1,7 +1,7 @@
 """Acceptance chosen beforehand: made up by rates, to test speed apart from draft quality, or scripted, round by round.
 
-The verdict of `synthetic` ignores what the tokens are, so the output is *not text* and the law is not the target's: it
-is labelled `synthetic` wherever it is named. Draft, forward, cache commit and counters are the real ones.
+The verdict of `synthetic` ignores what the tokens are, so the output is *not text* and the distribution is not the
+target's: it is labelled `synthetic` wherever it is named. Draft, forward, cache commit and counters are the real ones.
 """
 
 import dataclasses
@@ -132,7 +132,7 @@ def _solve_geometric(gamma: int, length: float) -> float:
 
 
 def synthetic_verifier(rates: SyntheticRates) -> Verifier:
-    """`SyntheticRates.verdict` as a verifier of any chain. Not among `verify.VERIFIERS`: there is no law to certify."""
+    """`SyntheticRates.verdict` as a verifier of any chain. Not among `verify.VERIFIERS`: nothing is to be certified."""
     kinds = frozenset({DraftKind.ONE_HOT, DraftKind.SAMPLED})
     return Verifier(SYNTHETIC, rates, kinds, lossless=False, needs_p=False)
 

@@ -27,7 +27,7 @@ class PolicyState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WithPolicy(Drafter):
-    """`drafter`, but as long a draft as `policy` says. For policies that need not see the draft's laws.
+    """`drafter`, but as long a draft as `policy` says. For policies that need not see the draft's distributions.
 
     Attributes:
         drafter: what proposes.
@@ -75,7 +75,7 @@ def with_policy(drafter: Drafter, policy: Policy) -> Drafter:
     A model drafter asks its own policy, which this one replaces; of two drafters each is under the policy by itself.
 
     Raises:
-        UserError: the policy looks at draft laws, which this drafter has none of, or drops drawn tokens.
+        UserError: the policy looks at draft distributions, which this drafter has none of, or drops drawn tokens.
     """
     check_policy(policy, drafter.kind)
     if isinstance(drafter, ModelDrafter):
@@ -86,7 +86,7 @@ def with_policy(drafter: Drafter, policy: Policy) -> Drafter:
         return Either(lookup_under(drafter.first, policy), with_policy(drafter.second, policy))
     if policy.needs:
         raise UserError(
-            f"policy {type(policy).__name__} looks at the laws of the draft, and {type(drafter).__name__} has none: "
+            f"policy {type(policy).__name__} looks at the draft's q, and {type(drafter).__name__} has none: "
             "choose policy=fixed, heuristic, cost or auto_off"
         )
     return drafter if policy.always and policy.gamma >= drafter.max_nodes else WithPolicy(drafter, policy)
@@ -94,5 +94,5 @@ def with_policy(drafter: Drafter, policy: Policy) -> Drafter:
 
 def lookup_under(lookup: Drafter, policy: Policy) -> Drafter:
     """A lookup beside a model drafter under that one's policy, with drafts that cost nothing; a policy that looks at
-    draft laws leaves it alone."""
+    draft distributions leaves it alone."""
     return lookup if policy.needs else with_policy(lookup, policy.free())

@@ -1,7 +1,8 @@
 """Draft-length policies: how many tokens to draft in a round, and when to stop while drafting.
 
-A policy may look at the context, at finished rounds and at the laws q so far, never at the token it then drops: a drawn
-token is verified, or the output no longer follows p. Hence `stop` is asked *before* a node is drawn from its law. Only
+A policy may look at the context, at finished rounds and at the distributions q so far, never at the token it then
+drops: a drawn token is verified, or the output no longer follows p. Hence `stop` is asked *before* a node is drawn from
+its distribution. Only
 `keep` drops drafted tokens, and is for one-hot drafts.
 """
 
@@ -36,7 +37,7 @@ class PolicyReport(NamedTuple):
     predicted: float | None = None
 
 
-class LawView(NamedTuple):
+class DraftView(NamedTuple):
     """What a model drafter shows before it draws node i from q_i; fields a policy does not name in `needs` are None.
 
     Attributes:
@@ -54,15 +55,15 @@ class LawView(NamedTuple):
     last: jax.Array | None = None
 
 
-def view_law(q_BV: jax.Array, *, depth_B: jax.Array, last_B: jax.Array, needs: frozenset[str]) -> LawView:
-    """The view of a law, of which only what the policy `needs` is computed."""
+def draft_view(q_BV: jax.Array, *, depth_B: jax.Array, last_B: jax.Array, needs: frozenset[str]) -> DraftView:
+    """The view of a distribution, of which only what the policy `needs` is computed."""
     top_B = jnp.max(q_BV, axis=1)
     top10_B = entropy_B = None
     if "top10" in needs:
         top10_B = top_B / jnp.sum(jax.lax.top_k(q_BV, min(10, q_BV.shape[1]))[0], axis=1)
     if "entropy" in needs:
         entropy_B = -jnp.sum(jnp.where(q_BV > 0, q_BV * jnp.log(jnp.where(q_BV > 0, q_BV, 1.0)), 0.0), axis=1)
-    return LawView(depth_B, top_B, top10_B, entropy_B, last_B)
+    return DraftView(depth_B, top_B, top10_B, entropy_B, last_B)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Policy:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Fields of `LawView` that `stop` reads; empty if it never stops."""
+        """Fields of `DraftView` that `stop` reads; empty if it never stops."""
         return frozenset()
 
     @property
@@ -137,8 +138,8 @@ class Policy:
         """
         return state
 
-    def stop(self, state: Any, view: LawView) -> jax.Array:
-        """bool[B]: end the draft before the next node is drawn from the law in view."""
+    def stop(self, state: Any, view: DraftView) -> jax.Array:
+        """bool[B]: end the draft before the next node is drawn from the distribution in view."""
         return jnp.zeros(view.depth.shape, bool)
 
     def keep(self, state: Any, count_B: jax.Array) -> jax.Array:
@@ -218,8 +219,8 @@ class PMin(Fixed):
         """The renormalised top probability."""
         return frozenset({"top10"}) if self.p_min > 0 else frozenset()
 
-    def stop(self, state: Any, view: LawView) -> jax.Array:
-        """Before a law that is not sure of its top token."""
+    def stop(self, state: Any, view: DraftView) -> jax.Array:
+        """Before a distribution that is not sure of its top token."""
         return jnp.zeros(view.depth.shape, bool) if self.p_min == 0 else view.top10 < self.p_min
 
 
@@ -242,7 +243,7 @@ class Confidence(Policy):
         """The probability of the last token."""
         return frozenset({"last"})
 
-    def stop(self, state: Any, view: LawView) -> jax.Array:
+    def stop(self, state: Any, view: DraftView) -> jax.Array:
         """After an unlikely token."""
         return view.last < self.threshold
 
@@ -267,8 +268,8 @@ class Entropy(Policy):
         """The entropy."""
         return frozenset({"entropy"})
 
-    def stop(self, state: Any, view: LawView) -> jax.Array:
-        """Before a law that is too flat."""
+    def stop(self, state: Any, view: DraftView) -> jax.Array:
+        """Before a distribution that is too flat."""
         return 1 - jnp.sqrt(self.scale * view.entropy) < self.threshold
 
 

@@ -22,7 +22,7 @@ from specsparse.speculative import expected
 from specsparse.speculative.base import Verdict
 from specsparse.speculative.gamma import SHORT_GAMMA
 from specsparse.speculative.policies import POLICIES, get_policy
-from specsparse.speculative.policies.base import Gamma, LawView, Policy, PolicyReport, Unit
+from specsparse.speculative.policies.base import DraftView, Gamma, Policy, PolicyReport, Unit
 from specsparse.support.options import Also, Count, Inline, Positive, Range, Size, instance_of
 
 KEPT = "kept"
@@ -276,7 +276,7 @@ class AutoOff(Policy):
         """Sums after a round; the idle rounds begin anew with every draft."""
         on_B, asked_B, drafted_B = self.pays(state), self.length(state), count_B > 0
         cost_B = self._times()[count_B]
-        if self.needs:  # a law that was looked at and not drawn from took the time of a token
+        if self.needs:  # a distribution that was looked at and not drawn from took the time of a token
             drafted_B = drafted_B | ((asked_B > 0) & (verdict.tested == 0))
             refused_B = (count_B < asked_B).astype(jnp.float32)
             cost_B = cost_B + refused_B * jnp.float32((self.cost.c or 0.0) / self.cost.times[0])
@@ -294,7 +294,7 @@ class AutoOff(Policy):
             jnp.where(on_B | whole_B, every, jnp.where(drafted_B, longer_B, state.wait)),
         )
 
-    def stop(self, state: AutoOffState, view: LawView) -> jax.Array:
+    def stop(self, state: AutoOffState, view: DraftView) -> jax.Array:
         return self.paying.stop(state.inner, view)
 
     def keep(self, state: AutoOffState, count_B: jax.Array) -> jax.Array:

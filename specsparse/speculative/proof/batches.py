@@ -7,15 +7,15 @@ samples, and the last one for the token after the accepted drafts.
 import numpy as np
 
 from specsparse.speculative.base import PAD
-from specsparse.speculative.verifiers import laws
+from specsparse.speculative.verifiers import residuals
 
 Tokens = np.ndarray
 """int64[N, K+1], emitted tokens padded with `PAD`."""
 
 
-def at(law_NKV: np.ndarray, drafts_NK: np.ndarray) -> np.ndarray:
+def at(probs_NKV: np.ndarray, drafts_NK: np.ndarray) -> np.ndarray:
     """float64[N, K]: probability of each draft in the first K rows."""
-    return np.take_along_axis(law_NKV[:, : drafts_NK.shape[1]], drafts_NK[:, :, None], axis=2)[:, :, 0]
+    return np.take_along_axis(probs_NKV[:, : drafts_NK.shape[1]], drafts_NK[:, :, None], axis=2)[:, :, 0]
 
 
 def ratio(p: np.ndarray, q: np.ndarray, drafts_NK: np.ndarray) -> np.ndarray:
@@ -25,7 +25,7 @@ def ratio(p: np.ndarray, q: np.ndarray, drafts_NK: np.ndarray) -> np.ndarray:
 
 def own_samples(p: np.ndarray, u: np.ndarray) -> np.ndarray:
     """int64[N, n]: a token of each of n rows by its own uniform."""
-    return laws.inverse_cdf(p[:, : u.shape[1]].reshape(-1, p.shape[2]), u.reshape(-1)).reshape(u.shape)
+    return residuals.inverse_cdf(p[:, : u.shape[1]].reshape(-1, p.shape[2]), u.reshape(-1)).reshape(u.shape)
 
 
 def one_hot(drafts_NK: np.ndarray, V: int) -> np.ndarray:
@@ -51,7 +51,7 @@ def walk(drafts_NK: np.ndarray, accept_NK: np.ndarray, token_Nn: np.ndarray) -> 
 def draw(weights_NnV: np.ndarray, u_N: np.ndarray) -> np.ndarray:
     """int64[N, n]: a token of each row by inverse CDF, all rows of a sequence by one uniform, since one is used."""
     N, n, V = weights_NnV.shape
-    return laws.inverse_cdf(weights_NnV.reshape(-1, V), np.repeat(u_N, n)).astype(np.int64).reshape(N, n)
+    return residuals.inverse_cdf(weights_NnV.reshape(-1, V), np.repeat(u_N, n)).astype(np.int64).reshape(N, n)
 
 
 def race(weights_NnV: np.ndarray, noise_NV: np.ndarray) -> np.ndarray:

@@ -8,30 +8,30 @@ import numpy as np
 from specsparse.speculative.base import ROOT, Draft, DraftKind
 from specsparse.speculative.proof.exact import Outcome
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.verifiers import laws
+from specsparse.speculative.verifiers import residuals
 
 Tables = list[np.ndarray]
-"""Entry d, shape [V] * (d + 1): the law of the next token after each context of d tokens."""
+"""Entry d, shape [V] * (d + 1): the distribution of the next token after each context of d tokens."""
 
-RowLaw = Callable[[int, tuple[int, ...], tuple[int, ...]], np.ndarray]
+RowProbs = Callable[[int, tuple[int, ...], tuple[int, ...]], np.ndarray]
 """(node, context tokens, tokens of its elder siblings) -> float64[V]."""
 
 
 def random_tables(rng: np.random.Generator, *, vocab: int, depth: int, concentration: float = 0.8) -> Tables:
-    """Independent Dirichlet laws after every context of 0..depth tokens."""
+    """Independent Dirichlet distributions after every context of 0..depth tokens."""
     return [rng.dirichlet(np.full(vocab, concentration), size=(vocab,) * d) for d in range(depth + 1)]
 
 
 def map_tables(tables: Tables, change: Callable[[np.ndarray], np.ndarray]) -> Tables:
-    """Applies a change of one law to all of them."""
+    """Applies a change of one distribution to all of them."""
     return [np.apply_along_axis(change, -1, table) for table in tables]
 
 
 def tempered(temperature: float) -> Callable[[np.ndarray], np.ndarray]:
     """p^(1/T), normalised."""
 
-    def change(law_V):
-        hot = law_V ** (1 / temperature)
+    def change(probs_V):
+        hot = probs_V ** (1 / temperature)
         return hot / hot.sum()
 
     return change
@@ -40,59 +40,59 @@ def tempered(temperature: float) -> Callable[[np.ndarray], np.ndarray]:
 def keep_top(k: int) -> Callable[[np.ndarray], np.ndarray]:
     """Top-k truncation."""
 
-    def change(law_V):
-        kept = np.where(law_V >= np.sort(law_V)[-min(k, law_V.shape[0])], law_V, 0.0)
+    def change(probs_V):
+        kept = np.where(probs_V >= np.sort(probs_V)[-min(k, probs_V.shape[0])], probs_V, 0.0)
         return kept / kept.sum()
 
     return change
 
 
-def ranked(law_V: np.ndarray, rank: int) -> np.ndarray:
-    """One-hot law of the token of that rank (0 the likeliest)."""
-    return laws.one_hot(law_V, np.argsort(-law_V, kind="stable")[rank % law_V.shape[0]])
+def ranked(probs_V: np.ndarray, rank: int) -> np.ndarray:
+    """One-hot distribution of the token of that rank (0 the likeliest)."""
+    return residuals.one_hot(probs_V, np.argsort(-probs_V, kind="stable")[rank % probs_V.shape[0]])
 
 
-def tie_top(law_V: np.ndarray) -> np.ndarray:
-    """The law whose two likeliest tokens are equally likely."""
-    top = np.argsort(-law_V, kind="stable")[:2]
-    tied_V = law_V.copy()
-    tied_V[top] = law_V[top].mean()
+def tie_top(probs_V: np.ndarray) -> np.ndarray:
+    """The distribution whose two likeliest tokens are equally likely."""
+    top = np.argsort(-probs_V, kind="stable")[:2]
+    tied_V = probs_V.copy()
+    tied_V[top] = probs_V[top].mean()
     return tied_V
 
 
-def towards_top(law_V: np.ndarray) -> np.ndarray:
-    """Halfway to the law that is its likeliest token alone: drawn from it that token may be rejected, and no other."""
-    return (law_V + ranked(law_V, 0)) / 2
+def towards_top(probs_V: np.ndarray) -> np.ndarray:
+    """Halfway to the likeliest token alone: drawn from it that token may be rejected, and no other."""
+    return (probs_V + ranked(probs_V, 0)) / 2
 
 
-def flat(law_V: np.ndarray) -> np.ndarray:
+def flat(probs_V: np.ndarray) -> np.ndarray:
     """Every token equally likely."""
-    return np.full_like(law_V, 1 / law_V.shape[0])
+    return np.full_like(probs_V, 1 / probs_V.shape[0])
 
 
-def off_top(law_V: np.ndarray) -> np.ndarray:
-    """Half the likeliest token's mass lies on all others alike: of the law itself that token alone may be rejected."""
-    moved = law_V[np.argmax(law_V)] / 2
-    return np.where(np.arange(law_V.shape[0]) == np.argmax(law_V), moved, law_V + moved / (law_V.shape[0] - 1))
+def off_top(probs_V: np.ndarray) -> np.ndarray:
+    """Half the likeliest token's mass lies on all others alike: of p itself that token alone may be rejected."""
+    moved = probs_V[np.argmax(probs_V)] / 2
+    return np.where(np.arange(probs_V.shape[0]) == np.argmax(probs_V), moved, probs_V + moved / (probs_V.shape[0] - 1))
 
 
-def draw_law(kind: DraftKind, q: Tables) -> RowLaw:
-    """The law a node is drawn from when a draft of that kind is made with q."""
+def draw_probs(kind: DraftKind, q: Tables) -> RowProbs:
+    """The distribution a node is drawn from when a draft of that kind is made with q."""
 
-    def law(node, context, elders):
+    def probs(node, context, elders):
         row = q[len(context)][context]
         if kind is DraftKind.ONE_HOT:
             return ranked(row, len(elders))
         if kind is DraftKind.WOR:
             for token in elders:
-                row = laws.remove(row, token)
+                row = residuals.remove(row, token)
         return row
 
-    return law
+    return probs
 
 
-def draws(template: TreeTemplate, draw: RowLaw, record: RowLaw) -> Iterator[tuple[float, tuple[int, ...], list]]:
-    """Every way the nodes can be drawn: (probability, tokens, recorded law of each node).
+def draws(template: TreeTemplate, draw: RowProbs, record: RowProbs) -> Iterator[tuple[float, tuple[int, ...], list]]:
+    """Every way the nodes can be drawn: (probability, tokens, recorded distribution of each node).
 
     Where `draw` has no mass left (without replacement, more siblings than tokens) the node holds token 0.
     """
@@ -104,25 +104,25 @@ def draws(template: TreeTemplate, draw: RowLaw, record: RowLaw) -> Iterator[tupl
         parent = template.parents[node]
         context = tuple(tokens[i] for i in template.path(parent))
         elders = tuple(tokens[i] for i in template.children[parent + 1] if i < node)
-        law_V, row_V = draw(node, context, elders), record(node, context, elders)
-        choices = np.flatnonzero(law_V) if law_V.any() else [0]
+        probs_V, row_V = draw(node, context, elders), record(node, context, elders)
+        choices = np.flatnonzero(probs_V) if probs_V.any() else [0]
         for x in choices:
-            chance = law_V[x] if law_V.any() else 1.0
+            chance = probs_V[x] if probs_V.any() else 1.0
             yield from extend(node + 1, weight * chance, (*tokens, int(x)), [*rows, row_V])
 
     yield from extend(0, 1.0, (), [])
 
 
 def outcomes(
-    template: TreeTemplate, p: Tables, *, draw: RowLaw, record: RowLaw | None = None, one_hot: bool = False
+    template: TreeTemplate, p: Tables, *, draw: RowProbs, record: RowProbs | None = None, one_hot: bool = False
 ) -> Iterator[Outcome]:
     """Every draft with its probability and the verifier's view of p.
 
     Args:
         template: shape of the draft.
-        p: tables of the law the verifier uses.
-        draw: law a node is drawn from.
-        record: law written into the draft; `draw` if None.
+        p: tables of the distribution the verifier uses.
+        draw: distribution a node is drawn from.
+        record: distribution written into the draft; `draw` if None.
         one_hot: leave q out, as one-hot drafts do.
 
     An empty draft is one node that does not exist, as rules are handed one.
@@ -159,22 +159,22 @@ class Case:
 
     @property
     def length(self) -> int:
-        """Tokens whose joint law is compared: the most a round can emit."""
+        """Tokens whose joint distribution is compared: the most a round can emit."""
         return self.template.max_depth + 1
 
     def outcomes(self) -> Iterator[Outcome]:
         """Every draft the drafter can make."""
         one_hot = self.kind is DraftKind.ONE_HOT
-        return outcomes(self.template, self.p, draw=draw_law(self.kind, self.q), one_hot=one_hot)
+        return outcomes(self.template, self.p, draw=draw_probs(self.kind, self.q), one_hot=one_hot)
 
 
 def at_temperature_0(case: Case) -> Case:
-    """The case with one-hot laws of the target; of tied tokens the first is the likeliest."""
-    return dataclasses.replace(case, p=map_tables(case.p, lambda law: ranked(law, 0)))
+    """The case with one-hot distributions of the target; of tied tokens the first is the likeliest."""
+    return dataclasses.replace(case, p=map_tables(case.p, lambda probs: ranked(probs, 0)))
 
 
-def _disjoint(law_V: np.ndarray, *, even: bool) -> np.ndarray:
-    kept = np.where((np.arange(law_V.shape[0]) % 2 == 0) == even, law_V, 0.0)
+def _disjoint(probs_V: np.ndarray, *, even: bool) -> np.ndarray:
+    kept = np.where((np.arange(probs_V.shape[0]) % 2 == 0) == even, probs_V, 0.0)
     return kept / kept.sum()
 
 
@@ -188,26 +188,26 @@ CORNERS: dict[str, Callable[[Tables, Tables], tuple[Tables, Tables]]] = {
     "q heated": lambda p, q: (p, map_tables(q, tempered(2.0))),
     "cold": lambda p, q: (map_tables(p, tempered(0.1)), map_tables(q, tempered(0.1))),
     "disjoint supports": lambda p, q: (
-        map_tables(p, lambda law: _disjoint(law, even=True)),
-        map_tables(q, lambda law: _disjoint(law, even=False)),
+        map_tables(p, lambda probs: _disjoint(probs, even=True)),
+        map_tables(q, lambda probs: _disjoint(probs, even=False)),
     ),
     "one token each": lambda p, q: (map_tables(p, keep_top(1)), map_tables(q, keep_top(1))),
     "q one token": lambda p, q: (p, map_tables(q, keep_top(1))),
     "p tied, q on one of them": lambda p, q: (
         map_tables(p, tie_top),
-        map_tables(p, lambda law: towards_top(tie_top(law))),
+        map_tables(p, lambda probs: towards_top(tie_top(probs))),
     ),
     "p flat, q tied": lambda p, q: (map_tables(p, flat), map_tables(q, tie_top)),
     "q tied, p off one of them": lambda p, q: (
-        map_tables(q, lambda law: off_top(tie_top(law))),
+        map_tables(q, lambda probs: off_top(tie_top(probs))),
         map_tables(q, tie_top),
     ),
 }
-"""Corners of (p, q) by name: 0/0 residuals, zeros, supports that differ or never meet, one-hot laws, ties."""
+"""Corners of (p, q) by name: 0/0 residuals, zeros, supports that differ or never meet, one-hot distributions, ties."""
 
 
 def make_case(corner: str, kind: DraftKind, template: TreeTemplate, *, vocab: int, seed: int) -> Case:
-    """The case of that corner with random context-dependent laws; the same seed gives the same case."""
+    """The case of that corner with random context-dependent distributions; the same seed gives the same case."""
     rng = np.random.default_rng([seed, vocab, template.size])
     p, q = (random_tables(rng, vocab=vocab, depth=template.max_depth) for _ in range(2))
     return Case(corner, kind, template, *CORNERS[corner](p, q))

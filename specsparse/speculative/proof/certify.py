@@ -1,9 +1,10 @@
-"""The certificate: the exact joint output law of every verifier, on random cases and corners, against the target's.
+"""The certificate: the exact joint output distribution of every verifier, on random cases and corners, against the
+target's.
 
 Two things are certified on the same cases. The *rule*: every draft and every coin interval is enumerated in float64
-(`exact`). The *driver*: the thresholds and laws of the jitted float32 verdict that the decode loop calls are found by
-bisection (`driver`). Either gives the law of one round, which is continued by plain sampling to a fixed length and
-compared with plain sampling alone.
+(`exact`). The *driver*: the thresholds and distributions of the jitted float32 verdict that the decode loop calls are
+found by bisection (`driver`). Either gives the distribution of one round, which is continued by plain sampling to a
+fixed length and compared with plain sampling alone.
 
 Anybody's callable is certified likewise (`handed`): its uniforms are bisected as the driver's are, or it is sampled
 with a stated power where it draws its own; and its text of several rounds is compared with the target's, too. A
@@ -19,12 +20,12 @@ from specsparse.errors import UserError
 from specsparse.speculative.base import DraftKind, Verifier
 from specsparse.speculative.policies.base import Policy
 from specsparse.speculative.proof.cases import CORNERS, Case, at_temperature_0, make_case
-from specsparse.speculative.proof.driver import driver_laws, jitted
+from specsparse.speculative.proof.driver import driver_probs, jitted
 from specsparse.speculative.proof.driver_mutants import DRIVER_MUTANTS
-from specsparse.speculative.proof.exact import continuations, output_law, total_variation
-from specsparse.speculative.proof.handed import Handed, handed
-from specsparse.speculative.proof.measured import driver_tv, measure_handed
-from specsparse.speculative.proof.museum import EXHIBITS, measure_exhibit
+from specsparse.speculative.proof.exact import continuations, output_probs, total_variation
+from specsparse.speculative.proof.external import ExternalVerifier, external
+from specsparse.speculative.proof.known_bugs import KNOWN_BUGS, measure_exhibit
+from specsparse.speculative.proof.measured import driver_tv, measure_external
 from specsparse.speculative.proof.mutants import MUTANTS
 from specsparse.speculative.proof.policies import measure_policy
 from specsparse.speculative.proof.results import DRIVER, CertificateReport, MutantResult, Result
@@ -32,7 +33,7 @@ from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import VERIFIERS, get_verifier
 from specsparse.support.options import Seed, only_known, read
 
-Certifiable = Verifier | str | Handed | Callable | Policy
+Certifiable = Verifier | str | ExternalVerifier | Callable | Policy
 
 VOCAB, GAMMA = 4, 3
 """Tokens of most cases of our own verifiers and their longest chain, unless others are asked for."""
@@ -81,8 +82,8 @@ def cases(verifier: Verifier, *, vocab: int, gamma: int, seed: int) -> Iterator[
 def measure(verifier: Verifier, case: Case) -> Result:
     """Total variation between the output of one round by the rule and plain sampling."""
     drafts = list(case.outcomes())
-    law = output_law(verifier.rule, drafts, case.p, case.length)
-    return _result(verifier, case, law, len(drafts))
+    probs = output_probs(verifier.rule, drafts, case.p, case.length)
+    return _result(verifier, case, probs, len(drafts))
 
 
 def measure_driver(verifier: Verifier, tried: Sequence[Case], *, seed: int) -> list[Result]:
@@ -90,15 +91,15 @@ def measure_driver(verifier: Verifier, tried: Sequence[Case], *, seed: int) -> l
     found = []
     for one_hot in (True, False):
         some = [case for case in tried if (case.kind is DraftKind.ONE_HOT) == one_hot]
-        for case, made in zip(some, driver_laws(jitted(verifier), verifier, some, seed=seed) if some else ()):
+        for case, made in zip(some, driver_probs(jitted(verifier), verifier, some, seed=seed) if some else ()):
             bound = driver_tv(case.template, vocab=case.p[0].shape[0])
-            result = _result(verifier, case, made.law, made.drafts)
+            result = _result(verifier, case, made.probs, made.drafts)
             found.append(dataclasses.replace(result, part=DRIVER, bound=bound))
     return found
 
 
-def _result(verifier: Verifier, case: Case, law: np.ndarray, drafts: int) -> Result:
-    tv = total_variation(law, continuations(case.p, case.length)[0])
+def _result(verifier: Verifier, case: Case, probs: np.ndarray, drafts: int) -> Result:
+    tv = total_variation(probs, continuations(case.p, case.length)[0])
     kind, vocab = case.kind.value, case.p[0].shape[0]
     return Result(verifier.name, verifier.lossless, kind, case.template.parents, vocab, case.name, drafts, tv)
 
@@ -109,8 +110,8 @@ def measure_mutant(name: str, *, seed: int) -> MutantResult:
     found = []
     for case in range(MUTANT_CASES):
         made = mutant.round(seed * MUTANT_CASES + case)
-        law = output_law(made.rule, made.outcomes, made.p, made.length)
-        found.append(total_variation(law, continuations(made.p, made.length)[0]))
+        probs = output_probs(made.rule, made.outcomes, made.p, made.length)
+        found.append(total_variation(probs, continuations(made.p, made.length)[0]))
     return MutantResult(name, mutant.mistake, max(found))
 
 
@@ -118,8 +119,8 @@ def measure_driver_mutant(name: str, *, seed: int) -> MutantResult:
     """Largest total variation of a mutant of a driver over `MUTANT_CASES` random cases."""
     mutant = DRIVER_MUTANTS[name]
     tried = mutant.cases(seed, count=MUTANT_CASES)
-    made = driver_laws(mutant.driver(), get_verifier(mutant.verifier), tried, seed=seed)
-    found = [total_variation(law, continuations(case.p, case.length)[0]) for case, (law, _) in zip(tried, made)]
+    made = driver_probs(mutant.driver(), get_verifier(mutant.verifier), tried, seed=seed)
+    found = [total_variation(probs, continuations(case.p, case.length)[0]) for case, (probs, _) in zip(tried, made)]
     return MutantResult(name, mutant.mistake, max(found), DRIVER)
 
 
@@ -154,10 +155,10 @@ def certify(
         vocab: vocabulary of most cases, 2..6; by default 4, and 3 for callables. `CertificateReport.covered` says
             what was tried. Mutants, museum and policies keep their own.
         gamma: longest chain, 1..3; by default 3, and 2 for callables, with one case of 4 drafts and one of 6 tokens.
-        seed: of the random laws; the same seed gives the same report.
+        seed: of the random distributions; the same seed gives the same report.
         mutants: whether to run the mutants too; by default they run unless callables alone are certified.
         driver: whether to certify, beside the rules, the jitted driver of the lossless verifiers.
-        museum: whether to run `museum.EXHIBITS` too, real mistakes and methods that were called lossy.
+        museum: whether to run `museum.KNOWN_BUGS` too, real mistakes and methods that were called lossy.
 
     Raises:
         UserError: an unknown name, a case too large to enumerate, or a callable that cannot be certified so.
@@ -169,7 +170,7 @@ def certify(
     if not several and not museum:
         raise UserError("certify([]) certifies nothing: name a verifier, or leave the list out for all")
     named = [get_verifier(v) if isinstance(v, str) else v for v in several]
-    made = [v if isinstance(v, Verifier | Policy) else handed(v) for v in named]
+    made = [v if isinstance(v, Verifier | Policy) else external(v) for v in named]
     if (vocab or gamma) and any(isinstance(v, Policy) for v in made):
         raise UserError("certify: a policy's drafts are as long as its own gamma: leave out gamma and vocab")
     chosen = sorted(made, key=lambda v: isinstance(v, Verifier))  # a broken one is said at once
@@ -181,8 +182,8 @@ def certify(
         if isinstance(verifier, Policy):
             results += measure_policy(verifier, seed=seed)
             continue
-        if isinstance(verifier, Handed):
-            results += measure_handed(verifier, vocab=vocab, gamma=gamma, seed=seed)
+        if isinstance(verifier, ExternalVerifier):
+            results += measure_external(verifier, vocab=vocab, gamma=gamma, seed=seed)
             continue
         tried = list(cases(verifier, vocab=vocab or VOCAB, gamma=gamma or GAMMA, seed=seed))
         results += [measure(verifier, case) for case in tried]
@@ -191,7 +192,7 @@ def certify(
     wrong = [measure_mutant(name, seed=seed) for name in MUTANTS] if mutants else []
     if mutants and driver:
         wrong += [measure_driver_mutant(name, seed=seed) for name in DRIVER_MUTANTS]
-    for exhibit in EXHIBITS.values() if museum else ():
+    for exhibit in KNOWN_BUGS.values() if museum else ():
         found = measure_exhibit(exhibit.name, seed=seed)
         if exhibit.how.lossless:
             results += found

@@ -1,4 +1,4 @@
-"""The law of what runs: the jitted verdict of the decode loop in float32, found by bisection of its uniforms.
+"""The distribution of what runs: the jitted verdict of the decode loop in float32, found by bisection of its uniforms.
 
 `exact` weighs the rules under a driver of its own. Here the driver itself is measured, and nothing is assumed of what
 it does with a rule. Jitted, `verify.verify_rows`, `verify.verify` or `verify.match_verdict` is a function of K+1
@@ -20,7 +20,7 @@ from jax.custom_batching import custom_vmap
 from specsparse import kernels
 from specsparse.engine.sampling import pipeline
 from specsparse.engine.sampling.pipeline import SamplingKernels
-from specsparse.engine.sampling.row_laws import LawRows
+from specsparse.engine.sampling.row_probs import ProbRows
 from specsparse.speculative.base import PAD, ROOT, Draft, Verdict, Verifier
 from specsparse.speculative.proof import boxes
 from specsparse.speculative.proof.boxes import LANES
@@ -92,13 +92,13 @@ def _to_draw_by(u_R: jax.Array) -> jax.Array:
 def _at_once(
     verifier: Verifier, ours: SamplingKernels, draft: Draft, p_LBnV: jax.Array, uniforms_LBn: jax.Array
 ) -> Verdict:
-    """A driver by kernels that judge rows, as the loop hands them over: logits, here log p, and numbers of a law that
-    change nothing. Batches become one, since a native call knows no `vmap`."""
+    """A driver by kernels that judge rows, as the loop hands them over: logits, here log p, and numbers of a
+    distribution that change nothing. Batches become one, since a native call knows no `vmap`."""
     L, B, n, V = p_LBnV.shape
     draft = jax.tree.map(lambda x: x.reshape(L * B, *x.shape[2:]), draft)
     uniforms_Bn = uniforms_LBn.reshape(L * B, n)
     every = jnp.ones((L * B,), jnp.float32)
-    as_given = LawRows(every, -jnp.inf * every, jnp.full((L * B,), V, jnp.int32), every)
+    as_given = ProbRows(every, -jnp.inf * every, jnp.full((L * B,), V, jnp.int32), every)
     found = verify_rows(
         verifier, draft, jnp.log(p_LBnV).reshape(-1, V), as_given, n_valid_B=draft.count + 1,
         coins_BK=uniforms_Bn[:, :-1], u_B=_to_draw_by(uniforms_Bn[:, -1]), judge=ours.judge,
@@ -187,17 +187,17 @@ def sound(drafts: Drafts, found: Decided) -> np.ndarray:
     return right & (found.count >= 1) & (found.count <= K + 1) & (found.failed == 0)
 
 
-class DriverLaw(NamedTuple):
-    """What a driver makes of a case: the joint law [V] * length, and how many drafts were tried."""
+class DriverResult(NamedTuple):
+    """What a driver makes of a case: the joint distribution [V] * length, and how many drafts were tried."""
 
-    law: np.ndarray
+    probs: np.ndarray
     drafts: int
 
 
-def driver_laws(driver: Driver, verifier: Verifier, cases: Sequence[Case], *, seed: int) -> list[DriverLaw]:
-    """Joint law of the tokens of one round, continued by plain sampling from p, of each case.
+def driver_probs(driver: Driver, verifier: Verifier, cases: Sequence[Case], *, seed: int) -> list[DriverResult]:
+    """Joint distribution of the tokens of one round, continued by plain sampling from p, of each case.
 
-    A verdict that is not `sound`, and one that was not settled, adds nothing: the law lacks its mass.
+    A verdict that is not `sound`, and one that was not settled, adds nothing: the distribution lacks its mass.
 
     Args:
         driver: what to measure.
@@ -208,10 +208,12 @@ def driver_laws(driver: Driver, verifier: Verifier, cases: Sequence[Case], *, se
     drafts, case_N, weight_N = stack(cases, verifier, seed=seed)
     found = settle(driver, drafts, seed=seed)
     rest = [continuations(case.p, case.length) for case in cases]
-    laws = [np.zeros_like(rest_c[0]) for rest_c in rest]
+    probs = [np.zeros_like(rest_c[0]) for rest_c in rest]
     usable = sound(drafts, found)
     for i, volume, tokens_n, count in zip(*(field[usable] for field in found[:4])):
         c, text = case_N[i], tuple(tokens_n[:count])
-        if max(text) < laws[c].shape[0]:
-            laws[c][text] += weight_N[i] * volume * rest[c][count][text]
-    return [DriverLaw(law, tried) for law, tried in zip(laws, np.bincount(case_N, minlength=len(cases)).tolist())]
+        if max(text) < probs[c].shape[0]:
+            probs[c][text] += weight_N[i] * volume * rest[c][count][text]
+    return [
+        DriverResult(probs, tried) for probs, tried in zip(probs, np.bincount(case_N, minlength=len(cases)).tolist())
+    ]

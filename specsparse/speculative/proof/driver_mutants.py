@@ -13,13 +13,13 @@ from specsparse.speculative.base import PAD, Draft, DraftKind, Verdict
 from specsparse.speculative.proof.cases import Case, make_case
 from specsparse.speculative.proof.driver import Driver, jitted
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.verifiers import laws
+from specsparse.speculative.verifiers import residuals
 from specsparse.speculative.verify import get_verifier
 
 VOCAB = 4
 CHAIN, PAIR = TreeTemplate.chain(2), TreeTemplate.kary((2, 1))
 
-Handed = tuple[Draft, np.ndarray, np.ndarray]
+ExternalVerifier = tuple[Draft, np.ndarray, np.ndarray]
 """What a driver is called with."""
 
 
@@ -53,7 +53,7 @@ class DriverMutant:
         return [make_case("random", self.kind, self.template, vocab=VOCAB, seed=s) for s in seeds]
 
 
-def _handed(change: Callable[[Draft, np.ndarray, np.ndarray], Handed]) -> Callable[[Driver], Driver]:
+def _handed(change: Callable[[Draft, np.ndarray, np.ndarray], ExternalVerifier]) -> Callable[[Driver], Driver]:
     """Something else is handed over."""
     return lambda run: lambda *given: run(*change(*given))
 
@@ -74,10 +74,10 @@ def _emitted(change: Callable[..., Verdict]) -> Callable[[Driver], Driver]:
 def _coins(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Driver], Driver]:
     """Other coins, the same uniform for the last token."""
 
-    def handed(draft, p, uniforms):
+    def external(draft, p, uniforms):
         return draft, p, np.concatenate([change(uniforms[..., :-1]), uniforms[..., -1:]], axis=-1)
 
-    return _handed(handed)
+    return _handed(external)
 
 
 def _no_coins(coins):
@@ -100,7 +100,7 @@ def _uniforms_of_another(draft, p, uniforms):
     return draft, p, uniforms[:, [0, 0]]
 
 
-def _laws_of_another(draft, p, uniforms):
+def _probs_of_another(draft, p, uniforms):
     return draft, p[:, [0, 0]], uniforms
 
 
@@ -108,7 +108,7 @@ def _without_root(draft, p, uniforms):
     return draft, np.roll(p, -1, axis=-2), uniforms
 
 
-def _law_of_parent(draft, p, uniforms):
+def _probs_of_parent(draft, p, uniforms):
     rows = np.pad(draft.parents + 1, ((0, 0), (0, 0), (1, 0)))
     return draft, np.take_along_axis(p, rows[..., None], axis=-2), uniforms
 
@@ -136,10 +136,10 @@ def _last_row(verdict):
     return np.take_along_axis(nodes, verdict.accepted[..., None], axis=-1)[..., 0]
 
 
-def _redrawn(verdict, law, where, uniforms):
-    """The verdict with its last token drawn from `law` [L, B, V] instead, `where` bool[L, B]."""
-    V = law.shape[-1]
-    last = laws.inverse_cdf(law.reshape(-1, V), uniforms[..., -1].reshape(-1)).reshape(where.shape)
+def _redrawn(verdict, probs, where, uniforms):
+    """The verdict with its last token drawn from `probs` [L, B, V] instead, `where` bool[L, B]."""
+    V = probs.shape[-1]
+    last = residuals.inverse_cdf(probs.reshape(-1, V), uniforms[..., -1].reshape(-1)).reshape(where.shape)
     here = (np.arange(verdict.tokens.shape[-1]) == verdict.accepted[..., None]) & where[..., None]
     return verdict._replace(tokens=np.where(here, last[..., None], verdict.tokens))
 
@@ -198,9 +198,9 @@ def _mutants() -> list[DriverMutant]:
         ("one_uniform", "one number for the target's noise at all rows", _handed(_one_uniform), "match"),
         ("coin_drawn_with", "the last token drawn with a coin", _handed(_coin_drawn_with), "token block"),
         ("others_noise", "coins and uniform of another sequence", _handed(_uniforms_of_another), "token match"),
-        ("others_laws", "p of another sequence", _handed(_laws_of_another), "token block match"),
+        ("others_probs", "p of another sequence", _handed(_probs_of_another), "token block match"),
         ("no_root", "p of the row after, for each row", _handed(_without_root), "token block match"),
-        ("parents_law", "p of the parent, for each node", _handed(_law_of_parent), "token mss"),
+        ("parents_probs", "p of the parent, for each node", _handed(_probs_of_parent), "token mss"),
         ("stale_q", "q of the node before, for each node", _handed(_q_of_previous), "token block"),
         ("count_ignored", "nodes that do not exist are tested", _handed(_all_nodes), "token match mss"),
         ("count_plus_one", "one node that does not exist is tested", _handed(_one_node_more), "token block"),

@@ -1,7 +1,7 @@
 """Exact verification: the rules of the engine with weights in place of coins, in float64.
 
-Every way a round can end is listed with its probability, so that the law of the output is a finite sum. Drafts here are
-those of one sequence: no batch axis, numpy arrays.
+Every way a round can end is listed with its probability, so that the distribution of the output is a finite sum. Drafts
+here are those of one sequence: no batch axis, numpy arrays.
 """
 
 import functools
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specsparse.speculative.base import Draft
-from specsparse.speculative.verifiers import laws
+from specsparse.speculative.verifiers import residuals
 from specsparse.speculative.verifiers.draft_rules import Block, Match
 from specsparse.speculative.verifiers.siblings import Child, SiblingRule, children, next_child
 
@@ -30,13 +30,13 @@ class End(NamedTuple):
     Attributes:
         weight: probability of this end, given the draft.
         path: accepted nodes from the root down.
-        law: float64[V], law of the token after them.
+        probs: float64[V], distribution of the token after them.
         coins: coin intervals that lead here (empty for match, which has none).
     """
 
     weight: float
     path: tuple[int, ...]
-    law: np.ndarray
+    probs: np.ndarray
     coins: tuple[Coin, ...] = ()
 
 
@@ -58,7 +58,7 @@ def ends(rule: Any, draft: Draft, p_nV: np.ndarray) -> list[End]:
 
 
 def _q_row(draft: Draft, node: int, like_V: np.ndarray) -> np.ndarray:
-    return laws.one_hot(like_V, draft.tokens[node]) if draft.q is None else draft.q[node]
+    return residuals.one_hot(like_V, draft.tokens[node]) if draft.q is None else draft.q[node]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -76,20 +76,20 @@ def _sibling_ends(rule: SiblingRule, draft: Draft, p_nV: np.ndarray) -> list[End
         siblings = int(children(draft.parents, count, at))
         return _entered(rule, p_nV[at].tobytes(), _q_row(draft, node, p_nV[at]).tobytes(), siblings)
 
-    def visit(node, at, law, memo, weight, path, coins):
+    def visit(node, at, probs, memo, weight, path, coins):
         if weight == 0:
             return
         if node == K:
-            found.append(End(weight, path, law, coins))
+            found.append(End(weight, path, probs, coins))
             return
-        x, q_V = draft.tokens[node], _q_row(draft, node, law)
-        chance = float(rule.accept(law[x], q_V[x], memo))
+        x, q_V = draft.tokens[node], _q_row(draft, node, probs)
+        chance = float(rule.accept(probs[x], q_V[x], memo))
         below, beside = (int(next_child(draft.parents, count, row, node)) for row in (node + 1, at))
         deeper = enter(node + 1, below) if below < K else ()
         yes, no = (*coins, Coin(node, chance, True)), (*coins, Coin(node, chance, False))
         visit(below, node + 1, p_nV[node + 1], deeper, weight * chance, (*path, node), yes)
         if chance < 1:
-            rest, memo = rule.reject(law, q_V, Child(x, q_V[x]), memo, beside == K)
+            rest, memo = rule.reject(probs, q_V, Child(x, q_V[x]), memo, beside == K)
             visit(beside, at, rest, memo, weight * (1 - chance), path, no)
 
     first = int(next_child(draft.parents, count, 0, -1))
@@ -102,7 +102,7 @@ def _block_ends(rule: Block, draft: Draft, p_nV: np.ndarray) -> list[End]:
     count = int(draft.count)
     q_KV = draft.q
     if q_KV is None:
-        q_KV = np.stack([laws.one_hot(p_nV[i], draft.tokens[i]) for i in range(count)]) if count else p_nV[:0]
+        q_KV = np.stack([residuals.one_hot(p_nV[i], draft.tokens[i]) for i in range(count)]) if count else p_nV[:0]
     weights, stops = [np.float64(1)], []
     for i in range(count):
         x = draft.tokens[i]
@@ -112,9 +112,9 @@ def _block_ends(rule: Block, draft: Draft, p_nV: np.ndarray) -> list[End]:
     found, open_weight, coins = [], 1.0, ()
     for i in range(count, -1, -1):
         chance = stops[i - 1] if i else 1.0
-        law = p_nV[i] if i == count else rule.law(weights[i], p_nV[i], q_KV[i])
+        probs = p_nV[i] if i == count else rule.probs(weights[i], p_nV[i], q_KV[i])
         here = (*coins, Coin(i - 1, chance, True)) if i else coins
-        found.append(End(open_weight * chance, tuple(range(i)), law, here))
+        found.append(End(open_weight * chance, tuple(range(i)), probs, here))
         open_weight, coins = open_weight * (1 - chance), (*coins, Coin(i - 1, chance, False))
     return [end for end in found if end.weight > 0]
 
@@ -137,29 +137,29 @@ def _match_ends(rule: Match, draft: Draft, p_nV: np.ndarray) -> list[End]:
 
 
 def continuations(p: Sequence[np.ndarray], length: int) -> list[np.ndarray]:
-    """Law of plain sampling to `length` tokens after each context: entry d has shape [V] * length.
+    """Distribution of plain sampling to `length` tokens after each context: entry d has shape [V] * length.
 
-    Its first d axes are the context (entry `length` is all ones). `p[d]` has shape [V] * (d + 1): the law after a
-    context of d tokens.
+    Its first d axes are the context (entry `length` is all ones). `p[d]` has shape [V] * (d + 1): the distribution
+    after a context of d tokens.
     """
     V = p[0].shape[0]
-    laws_by_depth = [np.ones((V,) * length)]
+    probs_by_depth = [np.ones((V,) * length)]
     for d in range(length - 1, -1, -1):
-        laws_by_depth.append(laws_by_depth[-1] * p[d].reshape(p[d].shape + (1,) * (length - d - 1)))
-    return laws_by_depth[::-1]
+        probs_by_depth.append(probs_by_depth[-1] * p[d].reshape(p[d].shape + (1,) * (length - d - 1)))
+    return probs_by_depth[::-1]
 
 
-def output_law(rule: Any, outcomes: Iterable[Outcome], p: Sequence[np.ndarray], length: int) -> np.ndarray:
-    """Joint law [V] * length of the tokens of one round, continued by plain sampling from p."""
+def output_probs(rule: Any, outcomes: Iterable[Outcome], p: Sequence[np.ndarray], length: int) -> np.ndarray:
+    """Joint distribution [V] * length of the tokens of one round, continued by plain sampling from p."""
     rest = continuations(p, length)
-    law = np.zeros((p[0].shape[0],) * length)
+    probs = np.zeros((p[0].shape[0],) * length)
     for outcome in outcomes:
         for end in ends(rule, outcome.draft, outcome.p):
             emitted = tuple(int(x) for x in outcome.draft.tokens[list(end.path)])
             after = rest[len(emitted) + 1][emitted]
-            last = end.law.reshape((-1,) + (1,) * (after.ndim - 1))
-            law[emitted] += outcome.weight * end.weight * last * after
-    return law
+            last = end.probs.reshape((-1,) + (1,) * (after.ndim - 1))
+            probs[emitted] += outcome.weight * end.weight * last * after
+    return probs
 
 
 def total_variation(a: np.ndarray, b: np.ndarray) -> float:

@@ -4,10 +4,10 @@ import numpy as np
 
 from specsparse.errors import UserError
 from specsparse.speculative.proof.cases import CORNERS, Case, at_temperature_0, make_case, random_tables
-from specsparse.speculative.proof.chain_law import power, round_laws, sampled_law, several_rounds, true_p, window
+from specsparse.speculative.proof.chain_probs import power, round_probs, sampled_probs, several_rounds, true_p, window
 from specsparse.speculative.proof.driver import STEPS
 from specsparse.speculative.proof.exact import continuations, total_variation
-from specsparse.speculative.proof.handed import Handed
+from specsparse.speculative.proof.external import ExternalVerifier
 from specsparse.speculative.proof.results import CALLABLE, SAMPLED, Result
 from specsparse.speculative.tree import TreeTemplate
 
@@ -33,12 +33,12 @@ def driver_tv(template: TreeTemplate, *, vocab: int, steps: int = STEPS) -> floa
 
     With e = 1 / steps (2^-24: float32's unit roundoff, and the step of a uniform), V tokens, T coins on a path at most:
 
-    * A token drawn from a law: each of V-1 edges is off by at most 2V e (two sums of V terms, a product, a step), and p
-      itself by e. Together 2V^2 e. `match` draws T+1 tokens, all others one.
-    * A law after a rejection: at most (V+8) e in L1 (p and q rounded, the difference, its sum, the division; an earlier
-      weight or rho) over the chance to be there, which its weight in the joint law cancels. After j rejections it is
-      j (V+8) e.
-    * A coin: 6 e (p and q rounded, a product, the division, a step), and what its law is off by.
+    * A token drawn from a distribution: each of V-1 edges is off by at most 2V e (two sums of V terms, a product, a
+      step), and p itself by e. Together 2V^2 e. `match` draws T+1 tokens, all others one.
+    * A distribution after a rejection: at most (V+8) e in L1 (p and q rounded, the difference, its sum, the division;
+      an earlier weight or rho) over the chance to be there, which its weight in the joint distribution cancels. After j
+      rejections it is j (V+8) e.
+    * A coin: 6 e (p and q rounded, a product, the division, a step), and what its distribution is off by.
 
     All of it adds up to less than (T+1) ((T+1) (V+8) + 2V^2) e.
     """
@@ -50,13 +50,15 @@ def driver_tv(template: TreeTemplate, *, vocab: int, steps: int = STEPS) -> floa
     return draws * (draws * (vocab + 8) + 2 * vocab**2) / steps
 
 
-def measure_handed(how: Handed, *, vocab: int | None = None, gamma: int | None = None, seed: int) -> list[Result]:
+def measure_external(
+    how: ExternalVerifier, *, vocab: int | None = None, gamma: int | None = None, seed: int
+) -> list[Result]:
     """Every case of a callable: one round on each corner, and several rounds; or samples of several rounds.
 
     Args:
         how: the callable.
         vocab, gamma: tokens, and the longest draft. Drafts of every length from `how.shortest` on are tried.
-        seed: of the random laws and of points and samples.
+        seed: of the random distributions and of points and samples.
 
     Raises:
         UserError: it raised, handed back no verdict, or is no function of thresholds of its uniforms.
@@ -75,14 +77,14 @@ def measure_handed(how: Handed, *, vocab: int | None = None, gamma: int | None =
     shapes = [(CORNERS, vocab, K) for K in lengths] + [(("random",), *more) for more in beyond]
     for corners, V, K in shapes:
         tried = [_greedy(how, make_case(c, how.drafts, TreeTemplate.chain(K), vocab=V, seed=seed)) for c in corners]
-        laws = round_laws(how, tried, seed=seed)
-        found += [_result(how, case, law, drafts) for case, (law, drafts) in zip(tried, laws)]
+        probs = round_probs(how, tried, seed=seed)
+        found += [_result(how, case, probs, drafts) for case, (probs, drafts) in zip(tried, probs)]
     case = _long_case(how, "random", 2, ROUNDS, gamma, seed)
-    law, drafts = several_rounds(how, case, gamma, ROUNDS, seed=seed)
-    return [*found, _result(how, case, law, drafts)]
+    probs, drafts = several_rounds(how, case, gamma, ROUNDS, seed=seed)
+    return [*found, _result(how, case, probs, drafts)]
 
 
-def _long_case(how: Handed, corner: str, vocab: int, length: int, K: int, seed: int) -> Case:
+def _long_case(how: ExternalVerifier, corner: str, vocab: int, length: int, K: int, seed: int) -> Case:
     """A case whose tables reach as far as several rounds may."""
     rng = np.random.default_rng([seed, vocab, SAMPLED_CORNERS.index(corner), 9])
     p, q = (random_tables(rng, vocab=vocab, depth=length - 1 + K) for _ in range(2))
@@ -90,23 +92,23 @@ def _long_case(how: Handed, corner: str, vocab: int, length: int, K: int, seed: 
     return _greedy(how, Case(name, how.drafts, TreeTemplate.chain(K), *CORNERS[corner](p, q)))
 
 
-def _greedy(how: Handed, case: Case) -> Case:
+def _greedy(how: ExternalVerifier, case: Case) -> Case:
     return at_temperature_0(case) if how.greedy else case
 
 
-def _result(how: Handed, case: Case, law: np.ndarray, drafts: int) -> Result:
-    target = continuations(true_p(how, case), law.ndim)[0]
-    template, vocab = case.template, law.shape[0]
-    bound = law.ndim * driver_tv(template, vocab=vocab, steps=how.steps)
-    tv = total_variation(law, target)
+def _result(how: ExternalVerifier, case: Case, probs: np.ndarray, drafts: int) -> Result:
+    target = continuations(true_p(how, case), probs.ndim)[0]
+    template, vocab = case.template, probs.shape[0]
+    bound = probs.ndim * driver_tv(template, vocab=vocab, steps=how.steps)
+    tv = total_variation(probs, target)
     shape, seen = (case.kind.value, template.parents, vocab), window(how)
-    return Result(how.name, how.lossless, *shape, case.name, drafts, tv, CALLABLE, bound, law, target, window=seen)
+    return Result(how.name, how.lossless, *shape, case.name, drafts, tv, CALLABLE, bound, probs, target, window=seen)
 
 
-def _sampled(how: Handed, case: Case, length: int, cases: int, seed: int) -> Result:
-    law = sampled_law(how, case, case.template.size, length, seed=seed)
+def _sampled(how: ExternalVerifier, case: Case, length: int, cases: int, seed: int) -> Result:
+    probs = sampled_probs(how, case, case.template.size, length, seed=seed)
     target = continuations(true_p(how, case), length)[0]
     can = power(target, how.samples, cases=cases)
-    tv = total_variation(law, target)
-    shape = (case.kind.value, case.template.parents, law.shape[0])
-    return Result(how.name, how.lossless, *shape, case.name, how.samples, tv, SAMPLED, can.bound, law, target, can)
+    tv = total_variation(probs, target)
+    shape = (case.kind.value, case.template.parents, probs.shape[0])
+    return Result(how.name, how.lossless, *shape, case.name, how.samples, tv, SAMPLED, can.bound, probs, target, can)

@@ -13,7 +13,7 @@ import numpy as np
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.proof.cases import (
     Tables,
-    draw_law,
+    draw_probs,
     keep_top,
     map_tables,
     outcomes,
@@ -24,7 +24,7 @@ from specsparse.speculative.proof.cases import (
 )
 from specsparse.speculative.proof.exact import Outcome
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.verifiers import laws
+from specsparse.speculative.verifiers import residuals
 from specsparse.speculative.verifiers.draft_rules import Block
 from specsparse.speculative.verifiers.rejection import Rejection
 from specsparse.speculative.verifiers.sibling_rules import KSeq
@@ -35,7 +35,7 @@ PAIR, CHAIN = TreeTemplate.kary((2,)), TreeTemplate.chain(2)
 
 
 class MutantRound(NamedTuple):
-    """One round: the rule, its drafts, the true law p, and how many tokens to compare."""
+    """One round: the rule, its drafts, the true distribution p, and how many tokens to compare."""
 
     rule: Any
     outcomes: Iterable[Outcome]
@@ -52,7 +52,7 @@ class Mutant:
     build: Callable[[Tables, Tables], MutantRound]
 
     def round(self, seed: int) -> MutantRound:
-        """The mutant's round on random laws."""
+        """The mutant's round on random distributions."""
         rng = np.random.default_rng([seed, 7])
         p, q = (random_tables(rng, vocab=VOCAB, depth=3, concentration=1.0) for _ in range(2))
         return self.build(p, q)
@@ -66,7 +66,7 @@ def _round(rule, template, p, *, seen=None, draw, record=None, edit=None) -> Mut
 
 
 def _iid(q: Tables):
-    return draw_law(DraftKind.IID, q)
+    return draw_probs(DraftKind.IID, q)
 
 
 def _argmax_as_sampled(p, q):
@@ -110,7 +110,7 @@ def _coinciding_draws_merged(p, q):
 
 def _shared_draw_tested_twice(p, q):
     def draw(node, context, elders):
-        return laws.one_hot(q[0], elders[0]) if elders else q[0]
+        return residuals.one_hot(q[0], elders[0]) if elders else q[0]
 
     return _round(Rejection(), PAIR, p, draw=draw, record=_iid(q))
 
@@ -121,7 +121,7 @@ def _wor_not_renormalised(p, q):
         row[list(elders)] = 0
         return row
 
-    return _round(Rejection(), PAIR, p, draw=draw_law(DraftKind.WOR, q), record=record)
+    return _round(Rejection(), PAIR, p, draw=draw_probs(DraftKind.WOR, q), record=record)
 
 
 def _dropped_by_n_min(p, q):
@@ -149,15 +149,15 @@ class _IndexResidual(SiblingRule):
     def enter(self, p_V, q_V, siblings):
         return ()
 
-    def accept(self, law_x, q_x, memo):
-        return Rejection().accept(law_x, q_x, memo)
+    def accept(self, p_x, q_x, memo):
+        return Rejection().accept(p_x, q_x, memo)
 
-    def reject(self, law_V, q_V, child, memo, last):
-        kept, kept_q = (np.argsort(-row, kind="stable")[: np.count_nonzero(row)] for row in (law_V, q_V))
+    def reject(self, probs_V, q_V, child, memo, last):
+        kept, kept_q = (np.argsort(-row, kind="stable")[: np.count_nonzero(row)] for row in (probs_V, q_V))
         shifted_V = np.zeros_like(q_V)
         both = min(len(kept), len(kept_q))
         shifted_V[kept[:both]] = q_V[kept_q[:both]]
-        return laws.residual(law_V, shifted_V), ()
+        return residuals.residual(probs_V, shifted_V), ()
 
 
 def _residual_by_index(p, q):
@@ -172,12 +172,12 @@ class _StaleP(SiblingRule):
     def enter(self, p_V, q_V, siblings):
         return (np.float64(0),)
 
-    def accept(self, law_x, q_x, memo):
-        return Rejection().accept(law_x if law_x > 0 else memo[0], q_x, ())
+    def accept(self, p_x, q_x, memo):
+        return Rejection().accept(p_x if p_x > 0 else memo[0], q_x, ())
 
-    def reject(self, law_V, q_V, child, memo, last):
-        rest_V, _ = Rejection().reject(law_V, q_V, child, (), last)
-        return rest_V, (law_V[child.token] if law_V[child.token] > 0 else memo[0],)
+    def reject(self, probs_V, q_V, child, memo, last):
+        rest_V, _ = Rejection().reject(probs_V, q_V, child, (), last)
+        return rest_V, (probs_V[child.token] if probs_V[child.token] > 0 else memo[0],)
 
 
 def _stale_p(p, q):
@@ -191,11 +191,11 @@ class _KSeqWithMssResidual(SiblingRule):
     def enter(self, p_V, q_V, siblings):
         return KSeq().enter(p_V, q_V, siblings)
 
-    def accept(self, law_x, q_x, memo):
-        return KSeq().accept(law_x, q_x, memo)
+    def accept(self, p_x, q_x, memo):
+        return KSeq().accept(p_x, q_x, memo)
 
-    def reject(self, law_V, q_V, child, memo, last):
-        return laws.residual(law_V, q_V), memo
+    def reject(self, probs_V, q_V, child, memo, last):
+        return residuals.residual(probs_V, q_V), memo
 
 
 def _mss_residual_in_kseq(p, q):
@@ -209,16 +209,16 @@ class _StruckOutByValue(SiblingRule):
     def enter(self, p_V, q_V, siblings):
         return ()
 
-    def accept(self, law_x, q_x, memo):
-        return Rejection().accept(law_x, q_x, memo)
+    def accept(self, p_x, q_x, memo):
+        return Rejection().accept(p_x, q_x, memo)
 
-    def reject(self, law_V, q_V, child, memo, last):
-        return laws.normalise(law_V * (law_V != law_V[child.token]), law_V), ()
+    def reject(self, probs_V, q_V, child, memo, last):
+        return residuals.normalise(probs_V * (probs_V != probs_V[child.token]), probs_V), ()
 
 
 def _ties_struck_out(p, q):
     tied = map_tables(p, tie_top)
-    return _round(_StruckOutByValue(), PAIR, tied, draw=draw_law(DraftKind.ONE_HOT, tied))
+    return _round(_StruckOutByValue(), PAIR, tied, draw=draw_probs(DraftKind.ONE_HOT, tied))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,12 +228,12 @@ class _RoomForThree(SiblingRule):
     def enter(self, p_V, q_V, siblings):
         return (np.float64(0),)
 
-    def accept(self, law_x, q_x, memo):
-        return Rejection().accept(law_x, q_x, ())
+    def accept(self, p_x, q_x, memo):
+        return Rejection().accept(p_x, q_x, ())
 
-    def reject(self, law_V, q_V, child, memo, last):
-        rest_V, _ = Rejection().reject(law_V, q_V, child, (), last)
-        return rest_V if memo[0] < 3 else law_V, (memo[0] + 1,)
+    def reject(self, probs_V, q_V, child, memo, last):
+        rest_V, _ = Rejection().reject(probs_V, q_V, child, (), last)
+        return rest_V if memo[0] < 3 else probs_V, (memo[0] + 1,)
 
 
 def _fourth_sibling_forgotten(p, q):
@@ -250,8 +250,8 @@ class _BlockWithTokenResidual:
     def stop(self, weight, p_V, q_V):
         return Block().stop(weight, p_V, q_V)
 
-    def law(self, weight, p_V, q_V):
-        return laws.residual(p_V, q_V)
+    def probs(self, weight, p_V, q_V):
+        return residuals.residual(p_V, q_V)
 
 
 def _token_residual_in_block(p, q):

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from specsparse.errors import UserError
 from specsparse.speculative.proof.adapters import hugging_face, llama_cpp, vllm
 from specsparse.speculative.proof.cases import CORNERS
-from specsparse.speculative.proof.chain_law import LEVEL, POWER
-from specsparse.speculative.proof.handed import Handed
-from specsparse.speculative.proof.measured import measure_handed
-from specsparse.speculative.proof.museum import EXHIBITS, Exhibit, measure_exhibit
+from specsparse.speculative.proof.chain_probs import LEVEL, POWER
+from specsparse.speculative.proof.external import ExternalVerifier
+from specsparse.speculative.proof.known_bugs import KNOWN_BUGS, Exhibit, measure_exhibit
+from specsparse.speculative.proof.measured import measure_external
 from specsparse.speculative.proof.results import CALLABLE, Result
 
 VOCAB, GAMMA = 3, 2
@@ -27,7 +27,7 @@ class Library:
         gamma: longest draft.
     """
 
-    how: Callable[[], Handed]
+    how: Callable[[], ExternalVerifier]
     package: str
     what: str
     gamma: int = GAMMA
@@ -67,15 +67,15 @@ def page(
     for engine in engines:
         how = engine.how()
         progress(how.name)
-        rows.append(engine_row(engine, how, measure_handed(how, vocab=VOCAB, gamma=engine.gamma, seed=0), date))
+        rows.append(engine_row(engine, how, measure_external(how, vocab=VOCAB, gamma=engine.gamma, seed=0), date))
     progress("the museum")
-    return "\n".join([INTRODUCTION, *table(ENGINE_HEAD, rows), "", *museum_tables()]) + "\n"
+    return "\n".join([INTRODUCTION, *table(ENGINE_HEAD, rows), "", *known_bug_tables()]) + "\n"
 
 
-def museum_tables(names: Iterable[str] = tuple(EXHIBITS)) -> list[str]:
+def known_bug_tables(names: Iterable[str] = tuple(KNOWN_BUGS)) -> list[str]:
     """The tables of mistakes and of what is none, in lines of Markdown."""
     wrong, right = [], []
-    for exhibit in (EXHIBITS[name] for name in names):
+    for exhibit in (KNOWN_BUGS[name] for name in names):
         results = measure_exhibit(exhibit.name, vocab=VOCAB, gamma=GAMMA)
         (right if exhibit.how.lossless else wrong).append(exhibit_row(exhibit, results))
     return [MISTAKES, *table(WRONG_HEAD, wrong), "", NO_LOSS, *table(RIGHT_HEAD, right)]
@@ -85,37 +85,37 @@ INTRODUCTION = f"""# Certified
 
 Made by `.venv/bin/python experiments/certified.py docs/certified.md` (transformers, torch and llama-cpp-python must be
 installed). How a callable is certified, and how to certify yours, is in [verifiers.md](verifiers.md). Every case has
-{VOCAB} tokens and drafts of 0 to {GAMMA}, on {len(CORNERS)} corners (random laws, p = q, truncations that differ,
-supports that never meet, ties, one-hot laws ..), and the text of several rounds. Nothing is said of longer drafts or
-more tokens.
+{VOCAB} tokens and drafts of 0 to {GAMMA}, on {len(CORNERS)} corners (random distributions, p = q, truncations that
+differ, supports that never meet, ties, one-hot distributions ..), and the text of several rounds. Nothing is said of
+longer drafts or more tokens.
 
-* **exact**: every draft enumerated, every uniform bisected. The total variation (TV) is that of the law itself; the
-  bound is what rounding may explain. Points drawn anew show a window of one uniform in which a quarter of verdicts are
-  wrong from a width of 1e-3 on, and far narrower ones near a threshold.
+* **exact**: every draft enumerated, every uniform bisected. The total variation (TV) is that of the distribution
+  itself; the bound is what rounding may explain. Points drawn anew show a window of one uniform in which a quarter of
+  verdicts are wrong from a width of 1e-3 on, and far narrower ones near a threshold.
 * **sampled**: the frequencies of n texts. TV and bound are those of samples; *would find* is the true total variation
   that would have been found with {POWER:.0%}, at a level of {LEVEL:.0e} for all cases of a row.
 
 ## Verifiers of other libraries
 
-The rule is certified, on laws that are handed over. Whether a library hands it the right laws is another question: see
-the mistakes below.
+The rule is certified, on distributions that are handed over. Whether a library hands it the right distributions is
+another question: see the mistakes below.
 """
 
 MISTAKES = """## Mistakes, by their public reports
 
-Each is a callable written from what the report says, on small random laws: nobody's code, and not the sizes that a
-real model would show. All are caught.
+Each is a callable written from what the report says, on small random distributions: nobody's code, and not the sizes
+that a real model would show. All are caught.
 """
 
 NO_LOSS = """## Called lossy, or a loss of another kind, and lossless
 
-In the linked threads somebody says that these change the output law, asks whether they do, or answers that they do not.
-They do not: what they lose is acceptance. `greedy_at_0` is about texts that differ at temperature 0: the rule is exact,
-so it is the logits that differ between one row and several (`python -m specsparse audit` measures that).
+In the linked threads somebody says that these change the output distribution, asks whether they do, or answers that
+they do not. They do not: what they lose is acceptance. `greedy_at_0` is about texts that differ at temperature 0: the
+rule is exact, so it is the logits that differ between one row and several (`python -m specsparse audit` measures that).
 """
 
 ENGINE_HEAD = ("verifier", "what", "version", "certificate", "TV, worst case", "bound", "would find", "lossless")
-WRONG_HEAD = ("name", "mistake", "reported in", "certificate", "TV on random laws", "worst case", "on")
+WRONG_HEAD = ("name", "mistake", "reported in", "certificate", "TV on random distributions", "worst case", "on")
 RIGHT_HEAD = ("name", "what it does", "see", "certificate", "TV, worst case", "bound")
 
 
@@ -124,7 +124,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
 
 
-def engine_row(engine: Library, how: Handed, results: Sequence[Result], date: str) -> tuple[str, ...]:
+def engine_row(engine: Library, how: ExternalVerifier, results: Sequence[Result], date: str) -> tuple[str, ...]:
     """A row of the first table."""
     worst = max(results, key=lambda r: r.tv)
     version = f"{engine.package} {_version(engine.package)}, {date}" if engine.package else f"{vllm.VERSION}, {date}"

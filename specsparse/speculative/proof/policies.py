@@ -14,9 +14,9 @@ import numpy as np
 
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, DraftKind, Verdict
-from specsparse.speculative.policies.base import Policy, view_law
+from specsparse.speculative.policies.base import Policy, draft_view
 from specsparse.speculative.proof.cases import CORNERS, Case, make_case
-from specsparse.speculative.proof.driver import driver_laws, jitted
+from specsparse.speculative.proof.driver import driver_probs, jitted
 from specsparse.speculative.proof.exact import Outcome, continuations, total_variation
 from specsparse.speculative.proof.measured import driver_tv
 from specsparse.speculative.proof.results import DRIVER, Result
@@ -55,7 +55,7 @@ class PolicyCase(Case):
             q_NV = np.broadcast_to(self.q[i][tuple(tokens_KN[:i])], (N, V)).astype(np.float32)
             live_N = live_N & (count_N < budget_N)
             if policy.needs:
-                view = view_law(jnp.asarray(q_NV), depth_B=count_N, last_B=last_N, needs=policy.needs)
+                view = draft_view(jnp.asarray(q_NV), depth_B=count_N, last_B=last_N, needs=policy.needs)
                 live_N = live_N & ~policy.stop(state, view)
             last_N = jnp.asarray(q_NV[np.arange(N), tokens_KN[i]])
             count_N = count_N + live_N.astype(jnp.int32)
@@ -98,8 +98,8 @@ def measure_policy(policy: Policy, *, seed: int) -> list[Result]:
     return [
         Result(
             f"policy {policy.name}", True, kind.value, template.parents, vocab, case.name, drafts,
-            total_variation(law, continuations(case.p, case.length)[0]), DRIVER, bound, law,
+            total_variation(probs, continuations(case.p, case.length)[0]), DRIVER, bound, probs,
             continuations(case.p, case.length)[0],
         )
-        for case, (law, drafts) in zip(tried, driver_laws(jitted(verifier), verifier, tried, seed=seed))
+        for case, (probs, drafts) in zip(tried, driver_probs(jitted(verifier), verifier, tried, seed=seed))
     ]  # fmt: skip

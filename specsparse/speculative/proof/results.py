@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specsparse.speculative.proof.chain_law import POWER, WRONG_SHARE, Power
+from specsparse.speculative.proof.chain_probs import POWER, WRONG_SHARE, Power
 from specsparse.support import tables
 
 RULE, DRIVER, CALLABLE, SAMPLED = "rule", "driver", "callable", "sampled"
@@ -35,7 +35,7 @@ class Result:
 
     Attributes:
         verifier: its name.
-        lossless: whether it promises p's law.
+        lossless: whether it promises p's distribution.
         kind: how the drafts were drawn.
         parents: shape of the drafts.
         vocab: tokens.
@@ -44,11 +44,11 @@ class Result:
         tv: total variation from plain sampling.
         part: `RULE`, `DRIVER`, `CALLABLE` or `SAMPLED`.
         bound: the most that a lossless one may have.
-        law: float64[V, ..], the joint law of its text; of a callable only.
+        probs: float64[V, ..], the joint distribution of its text; of a callable only.
         target: the target's.
         power: what the samples can tell; None where nothing was sampled.
         window: the narrowest window of one uniform, with wrong verdicts in it, that would have been seen; None where
-            no points were drawn anew. See `chain_law.window`.
+            no points were drawn anew. See `chain_probs.window`.
     """
 
     verifier: str
@@ -61,7 +61,7 @@ class Result:
     tv: float
     part: str = RULE
     bound: float = LOSSLESS_TV
-    law: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
+    probs: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
     target: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
     power: Power | None = None
     window: float | None = None
@@ -73,12 +73,12 @@ class Result:
 
     def differences(self, most: int = 5) -> list[str]:
         """The texts whose probability differs most from the target's, the largest difference first."""
-        if self.law is None or self.target is None:
+        if self.probs is None or self.target is None:
             return []
-        gap = (self.law - self.target).ravel()
-        texts = [(i, np.unravel_index(i, self.law.shape)) for i in np.argsort(-np.abs(gap), kind="stable")[:most]]
+        gap = (self.probs - self.target).ravel()
+        texts = [(i, np.unravel_index(i, self.probs.shape)) for i in np.argsort(-np.abs(gap), kind="stable")[:most]]
         return [
-            f"text {' '.join(map(str, text))}: {self.law[text]:.6f} where p has {self.target[text]:.6f} ({gap[i]:+.2g})"
+            f"text {' '.join(map(str, text))}: {self.probs[text]:.6f}, by p {self.target[text]:.6f} ({gap[i]:+.2g})"
             for i, text in texts
             if gap[i]
         ]
@@ -135,12 +135,12 @@ class CertificateReport:
 
     @property
     def finds(self) -> float | None:
-        """The total variation that every sampled case would have shown with the chance `chain_law.POWER`."""
+        """The total variation that every sampled case would have shown with the chance `chain_probs.POWER`."""
         return max((r.power.finds for r in self.results if r.power), default=None)
 
     @property
     def window(self) -> float | None:
-        """The narrowest window of one uniform that would have been seen in every callable, see `chain_law.window`."""
+        """The narrowest window of one uniform that would have been seen in every callable, see `chain_probs.window`."""
         return max((r.window for r in self.results if r.window), default=None)
 
     def covered(self, verifier: str | None = None, part: str | None = None) -> str:

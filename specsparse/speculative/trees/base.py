@@ -9,7 +9,7 @@ import jax
 
 from specsparse.engine.cache import KVCache
 from specsparse.speculative.base import Draft, DraftContext, DraftKind
-from specsparse.speculative.draft_law import DraftLaw
+from specsparse.speculative.draft_sampling import DraftSampling
 from specsparse.speculative.gamma import MAX_NODES
 from specsparse.support.options import Range
 
@@ -19,12 +19,12 @@ Depth = Annotated[int, Range(1, MAX_NODES)]
 
 @dataclasses.dataclass(frozen=True)
 class Expander:
-    """How a tree is expanded, for the length of one trace: the draft model's forward, and its law.
+    """How a tree is expanded, for the length of one trace: the draft model's forward, and its distribution.
 
     Attributes:
         feed: (cache, tokens_BR, parents_BR, n_valid_B) -> (float32[B, R, N] logits, cache). The rows hang on the
             committed prefix (parent -1) or on each other; a later call feeds the earlier rows again.
-        law: the draft's law over its N columns.
+        probs: the draft's distribution over its N columns.
         token_ids: target ids of columns.
         widen: float32[.., N] -> float32[.., V].
         vocab_size: V.
@@ -32,7 +32,7 @@ class Expander:
     """
 
     feed: Callable[..., tuple[jax.Array, KVCache]]
-    law: DraftLaw
+    sampling: DraftSampling
     token_ids: Callable[[jax.Array], jax.Array]
     widen: Callable[[jax.Array], jax.Array]
     vocab_size: int
@@ -64,7 +64,7 @@ class TreeShape(abc.ABC):
         max_nodes: K.
         max_depth: longest path.
         branches: whether a node may have more than one child.
-        independent: whether it is made of laws that do not depend on what was drafted before.
+        independent: whether it is made of distributions that do not depend on what was drafted before.
     """
 
     kind: DraftKind = DraftKind.ONE_HOT

@@ -1,4 +1,4 @@
-"""Trees that grow with the draft's laws: dynamic (EAGLE-2), ddtree, and llama.cpp's p_split. Chosen, not drawn."""
+"""Trees that grow with q: dynamic (EAGLE-2), ddtree, and llama.cpp's p_split. Chosen, not drawn."""
 
 import dataclasses
 from operator import attrgetter
@@ -118,8 +118,8 @@ class DynamicTree(TreeShape):
         if k < self.top_k:
             raise UserError(f"tree.top_k={self.top_k} exceeds the draft's vocabulary of {N}")
         logits_RN = logits_BPN.reshape(batch * P, N)
-        column_Rk = by.law.ranked(logits_RN, k)
-        p_Rk = jnp.take_along_axis(by.law.confidence(logits_RN), column_Rk, axis=1)
+        column_Rk = by.sampling.ranked(logits_RN, k)
+        p_Rk = jnp.take_along_axis(by.sampling.confidence(logits_RN), column_Rk, axis=1)
         log_BPk = jnp.log(jnp.maximum(p_Rk, _LEAST)).reshape(batch, P, k)
         # A child never above its parent, so that the most confident nodes are a tree.
         score_BPk = score_BP[:, :, None] + jnp.minimum(log_BPk, 0)
@@ -178,8 +178,8 @@ class DynamicTree(TreeShape):
 
 @dataclasses.dataclass(frozen=True)
 class DDTree(TreeShape):
-    """The nodes whose paths are the most likely ones under the product of the block's laws (Ringel and Romano,
-    arXiv:2604.12989, algorithm 1); for the laws of `dflash`.
+    """The nodes whose paths are the most likely ones under the product of the block's distributions (Ringel and Romano,
+    arXiv:2604.12989, algorithm 1); for the distributions of `dflash`.
 
     A path takes the token of some rank at each position. The search keeps a frontier: the best node leaves it, and its
     first child and its next sibling, the only ones whose elders are then in the tree, enter.
@@ -204,7 +204,7 @@ class DDTree(TreeShape):
     def expand(
         self, by: Expander, cache: KVCache, logits_BN: jax.Array, *, budget_B: jax.Array, room_B: jax.Array
     ) -> Expanded:
-        """Consumes no noise. The laws of all positions are read off a chain, whose tokens do not matter."""
+        """Consumes no noise. The distributions of all positions are read off a chain, whose tokens do not matter."""
         batch, N = logits_BN.shape
         K, D, ranks = self.nodes, self.max_depth, min(self.top_k, self.nodes, N)
         levels = logits_BN[:, None]
@@ -214,8 +214,8 @@ class DDTree(TreeShape):
             deeper, cache = by.feed(cache, jnp.zeros((batch, D - 1), jnp.int32), chain, fed_B)
             levels = jnp.concatenate([levels, deeper], axis=1)
         rows_RN = levels.reshape(batch * D, N)
-        column_Rr = by.law.ranked(rows_RN, ranks)
-        p_Rr = jnp.take_along_axis(by.law.confidence(rows_RN), column_Rr, axis=1)
+        column_Rr = by.sampling.ranked(rows_RN, ranks)
+        p_Rr = jnp.take_along_axis(by.sampling.confidence(rows_RN), column_Rr, axis=1)
         log_BDr = jnp.log(jnp.maximum(p_Rr, _LEAST)).reshape(batch, D, ranks)
         token_BDr = by.token_ids(column_Rr).reshape(batch, D, ranks)
         tokens, parents, found = jax.vmap(self._search)(log_BDr, token_BDr, room_B)
@@ -339,8 +339,8 @@ class PSplit(TreeShape):
         batch, S, N = logits_BSN.shape
         ranks = min(RANKS, N) if S > 1 else 1
         logits_RN = logits_BSN.reshape(batch * S, N)
-        column_Rr = by.law.ranked(logits_RN, ranks)
-        p_Rr = jnp.take_along_axis(by.law.confidence(logits_RN), column_Rr, axis=1)
+        column_Rr = by.sampling.ranked(logits_RN, ranks)
+        p_Rr = jnp.take_along_axis(by.sampling.confidence(logits_RN), column_Rr, axis=1)
         p_BSr = p_Rr.reshape(batch, S, ranks)
         token_BSr = by.token_ids(column_Rr).reshape(batch, S, ranks)
         sequence_B = jnp.arange(batch, dtype=jnp.int32)

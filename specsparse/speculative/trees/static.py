@@ -14,7 +14,7 @@ import numpy as np
 from specsparse.engine.cache import KVCache
 from specsparse.errors import UserError
 from specsparse.speculative.base import ROOT, Draft, DraftKind
-from specsparse.speculative.draft_law import draft_uniforms
+from specsparse.speculative.draft_sampling import draft_uniforms
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees.base import Depth, Expanded, Expander, Nodes, TreeShape
 from specsparse.support.options import Count, Range, Size
@@ -121,17 +121,17 @@ class TemplateTree(TreeShape):
         batch, P, N = logits_BPN.shape
         x_RN = logits_BPN.reshape(batch * P, N)
         if self.kind is not DraftKind.ONE_HOT:
-            x_RN, ok_R = by.law.law(x_RN)
+            x_RN, ok_R = by.sampling.probs(x_RN)
             x_RN = jnp.where(ok_R[:, None], x_RN, jnp.float32(0))
 
         def rank(r, carry):
             tokens_BK, q_BKV, x_RN = carry
             node_P = jax.lax.dynamic_index_in_dim(levels.nodes[d], r, axis=1, keepdims=False)
             if self.kind is DraftKind.ONE_HOT:
-                column_R = by.law.top(x_RN)
+                column_R = by.sampling.top(x_RN)
             else:
                 u_BPU = draft_uniforms(by.ctx, depth=d + 1, node=node_P[None])
-                column_R = by.law.draw(x_RN, u_BPU.reshape(-1, 4))
+                column_R = by.sampling.draw(x_RN, u_BPU.reshape(-1, 4))
                 wide_BPV = by.widen(x_RN).reshape(batch, P, -1)
                 q_BKV = q_BKV.at[:, node_P].set(wide_BPV, mode="drop")
             tokens_BK = tokens_BK.at[:, node_P].set(by.token_ids(column_R).reshape(batch, P), mode="drop")
@@ -150,7 +150,7 @@ class TemplateTree(TreeShape):
             return x_RN
         x_RN = x_RN.at[row_R, column_R].set(np.float32(0))
         mass_R1 = jnp.sum(x_RN, axis=1, keepdims=True)
-        # A law whose mass is spent stays zero: a node without mass at its token is never accepted.
+        # A distribution whose mass is spent stays zero: a node without mass at its token is never accepted.
         return jnp.where(mass_R1 > 0, x_RN / mass_R1, jnp.float32(0))
 
 

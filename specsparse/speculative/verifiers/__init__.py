@@ -4,8 +4,8 @@ promises. Importing this costs no jax.
 Four rules do all the lossless work (match, sibling rejection, kseq, block); the names of the literature are these rules
 on the draws they are sound for.
 
-Everything that decides (acceptance probabilities, residual laws) is written once for numpy and jax.numpy: the engine
-runs it in float32 inside the jit, the certificate in float64 with exact weights instead of coins.
+Everything that decides (acceptance probabilities, residual distributions) is written once for numpy and jax.numpy: the
+engine runs it in float32 inside the jit, the certificate in float64 with exact weights instead of coins.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from specsparse.speculative.base import DraftKind, Verifier
 from specsparse.support.registry import Registry
 
 SYNTHETIC = "synthetic"
-"""Label of runs whose acceptance is made up. It has no law, and is made with a drafter (`runtime.method`)."""
+"""Label of runs whose acceptance is made up. It has no distribution, and is made with a drafter (`runtime.method`)."""
 
 _ONE_HOT, _SAMPLED, _IID, _WOR = (frozenset({k}) for k in DraftKind)
 _ANY = frozenset(DraftKind)
@@ -36,7 +36,7 @@ BUILTIN: Mapping[str, Verifier] = {v.name: v for v in (
     Verifier("typical", "sibling_rules:Typical", _ANY, tree=True, lossless=False, paper="2401.10774"),
     Verifier("threshold", "sibling_rules:Threshold", _ANY, tree=True, lossless=False),
 )}  # fmt: skip
-"""All verifiers that have a law, by name; the rule of each is its home here, and is not made yet."""
+"""All verifiers that have a distribution, by name; the rule of each is its home here, and is not made yet."""
 
 RULES: Registry[object] = Registry(
     "verifier",
@@ -49,5 +49,5 @@ RULES: Registry[object] = Registry(
 
 
 def same_text(name: str) -> bool:
-    """Whether that verifier promises plain decoding's tokens, bit for bit; others keep the law at most."""
+    """Whether that verifier promises plain decoding's tokens, bit for bit; others keep the distribution at most."""
     return name in BUILTIN and BUILTIN[name].lossless and not BUILTIN[name].needs_p

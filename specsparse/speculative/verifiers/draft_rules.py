@@ -1,5 +1,5 @@
 """Rules that do not test siblings in turn: those that read the target's own token at each row, drawn or the likeliest,
-and not its law (`Match` follows it), and block verification of a chain (Sun et al. 2403.10444)."""
+and not its distribution (`Match` follows it), and block verification of a chain (Sun et al. 2403.10444)."""
 
 import abc
 import dataclasses
@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from specsparse.speculative.base import PAD, Draft, Verdict
-from specsparse.speculative.verifiers import laws
-from specsparse.speculative.verifiers.laws import Array, namespace
+from specsparse.speculative.verifiers import residuals
+from specsparse.speculative.verifiers.residuals import Array, namespace
 
 
 class TargetRule(abc.ABC):
@@ -80,31 +80,31 @@ class Block:
     """
 
     def weight(self, before: Array, p_x: Array, q_x: Array) -> Array:
-        """p_i from p_{i-1} and both laws at x_i."""
-        return laws.cap(before * laws.ratio(p_x, q_x))
+        """p_i from p_{i-1} and both distributions at x_i."""
+        return residuals.cap(before * residuals.ratio(p_x, q_x))
 
     def stop(self, weight: Array, p_V: Array, q_V: Array) -> Array:
-        """h_i inside the draft, from p_i and the laws of position i+1. 0/0 (p_i = 1 and p = q) never stops there."""
-        xp = laws.namespace(p_V)
+        """h_i inside the draft, from p_i, and p and q of position i+1. 0/0 (p_i = 1 and p = q) never stops there."""
+        xp = residuals.namespace(p_V)
         gap = self._scaled(weight, p_V) - q_V
-        s = laws.total(xp.maximum(gap, xp.zeros_like(gap)))
-        return laws.ratio(s, s + (1 - weight))
+        s = residuals.total(xp.maximum(gap, xp.zeros_like(gap)))
+        return residuals.ratio(s, s + (1 - weight))
 
-    def law(self, weight: Array, p_V: Array, q_V: Array) -> Array:
-        """Law of the token after i accepted ones, i < gamma."""
-        return laws.residual(self._scaled(weight, p_V), q_V)
+    def probs(self, weight: Array, p_V: Array, q_V: Array) -> Array:
+        """Distribution of the token after i accepted ones, i < gamma."""
+        return residuals.residual(self._scaled(weight, p_V), q_V)
 
     def _scaled(self, weight: Array, p_V: Array) -> Array:
         """weight * p. The maximum keeps a compiler from fusing the product with the difference that follows."""
         scaled = weight * p_V
-        return laws.namespace(p_V).maximum(scaled, laws.namespace(p_V).zeros_like(scaled))
+        return residuals.namespace(p_V).maximum(scaled, residuals.namespace(p_V).zeros_like(scaled))
 
 
 class BlockEnd(NamedTuple):
-    """Where a block ends: int32 number of accepted tokens, and float[V] the law of the token after them."""
+    """Where a block ends: int32 number of accepted tokens, and float[V] the distribution of the token after them."""
 
     accepted: jax.Array
-    law: jax.Array
+    probs: jax.Array
 
 
 def judge(rule: Block, draft: Draft, p_BnV: jax.Array, coins_BK: jax.Array, b: jax.Array) -> BlockEnd:
@@ -112,8 +112,8 @@ def judge(rule: Block, draft: Draft, p_BnV: jax.Array, coins_BK: jax.Array, b: j
     count = draft.count[b]
 
     def q_V(i):
-        """What x_i was drawn from: all of it at x_i where the draft holds no laws."""
-        return laws.one_hot(p_BnV[b, i], draft.tokens[b, i]) if draft.q is None else draft.q[b, i]
+        """What x_i was drawn from: all of it at x_i where the draft holds no distributions."""
+        return residuals.one_hot(p_BnV[b, i], draft.tokens[b, i]) if draft.q is None else draft.q[b, i]
 
     def step(i, carry):
         weight, accepted, kept = carry
@@ -127,5 +127,5 @@ def judge(rule: Block, draft: Draft, p_BnV: jax.Array, coins_BK: jax.Array, b: j
     one = jnp.ones((), p_BnV.dtype)
     _, accepted, weight = jax.lax.fori_loop(jnp.int32(0), count, step, (one, jnp.int32(0), one))
     row = p_BnV[b, accepted]
-    law_V = jax.lax.cond(accepted < count, lambda: rule.law(weight, row, q_V(accepted)), lambda: row)
-    return BlockEnd(accepted, law_V)
+    probs_V = jax.lax.cond(accepted < count, lambda: rule.probs(weight, row, q_V(accepted)), lambda: row)
+    return BlockEnd(accepted, probs_V)

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from specsparse.speculative.verifiers import laws
-from specsparse.speculative.verifiers.laws import Array
+from specsparse.speculative.verifiers import residuals
+from specsparse.speculative.verifiers.residuals import Array
 from specsparse.speculative.verifiers.siblings import Child, SiblingRule
 
 
@@ -11,8 +11,8 @@ from specsparse.speculative.verifiers.siblings import Child, SiblingRule
 class Rejection(SiblingRule):
     """Accept with min(1, p/q), else go on with norm(max(0, p - q)).
 
-    q is the law that very sibling was drawn from. Width one: Leviathan et al. (2211.17192, Alg. 1), Chen et al.
-    (2302.01318, Alg. 2). Independent siblings: SpecInfer's multi-step sampling (2305.09781, Alg. 2). Without
+    q is the distribution that very sibling was drawn from. Width one: Leviathan et al. (2211.17192, Alg. 1), Chen et
+    al. (2302.01318, Alg. 2). Independent siblings: SpecInfer's multi-step sampling (2305.09781, Alg. 2). Without
     replacement: Sequoia (2402.12374, Alg. 2). One-hot q: accept with p(x), else strike x out of p (EAGLE 2401.15077).
     """
 
@@ -20,11 +20,11 @@ class Rejection(SiblingRule):
         """Nothing to remember."""
         return ()
 
-    def accept(self, law_x: Array, q_x: Array, memo: tuple) -> Array:
+    def accept(self, p_x: Array, q_x: Array, memo: tuple) -> Array:
         """min(1, p/q)."""
-        return laws.cap(laws.ratio(law_x, q_x))
+        return residuals.cap(residuals.ratio(p_x, q_x))
 
-    def reject(self, law_V: Array, q_V: Array, child: Child, memo: tuple, last: Array) -> tuple[Array, tuple]:
+    def reject(self, probs_V: Array, q_V: Array, child: Child, memo: tuple, last: Array) -> tuple[Array, tuple]:
         """norm(max(0, p - q))."""
-        # A row that could not have drawn its own token is no law: refusing the token leaves p owed in full.
-        return laws.residual(law_V, q_V, usable=child.q > 0), ()
+        # A row that could not have drawn its own token is no distribution: refusing the token leaves p owed in full.
+        return residuals.residual(probs_V, q_V, usable=child.q > 0), ()

@@ -1,10 +1,10 @@
-"""The other rules that test siblings in turn: K-sequential selection, and lossy ones, which trade the target's law for
-acceptance and are labelled and measured wherever they appear."""
+"""The other rules that test siblings in turn: K-sequential selection, and lossy ones, which trade the target's
+distribution for acceptance and are labelled and measured wherever they appear."""
 
 import dataclasses
 
-from specsparse.speculative.verifiers import laws
-from specsparse.speculative.verifiers.laws import Array
+from specsparse.speculative.verifiers import residuals
+from specsparse.speculative.verifiers.residuals import Array
 from specsparse.speculative.verifiers.siblings import Child, SiblingRule
 from specsparse.support.options import Share
 
@@ -14,13 +14,13 @@ TOLERANCE = 1e-4
 
 def overlap(p_V: Array, q_V: Array, rho: Array) -> Array:
     """b(rho) = sum_x min(q, p/rho), the chance that one sibling passes."""
-    xp = laws.namespace(p_V)
-    return laws.total(xp.minimum(rho * q_V, p_V)) / rho
+    xp = residuals.namespace(p_V)
+    return residuals.total(xp.minimum(rho * q_V, p_V)) / rho
 
 
 def uses(b: Array, siblings: Array) -> Array:
     """c = (1 - (1-b)^k) / b = sum_{j<k} (1-b)^j, expected siblings tested per sibling's share; k at b = 0."""
-    xp = laws.namespace(b)
+    xp = residuals.namespace(b)
     one = xp.ones_like(b)
     inside = xp.clip(b, xp.finfo(b.dtype).tiny, one - xp.finfo(b.dtype).eps)
     c = -xp.expm1(siblings * xp.log1p(-inside)) / inside
@@ -33,7 +33,7 @@ def solve_rho(p_V: Array, q_V: Array, siblings: Array) -> tuple[Array, Array]:
     c(b(.)) increases, so c at a point below the root is itself a lower bound, and above it an upper bound: every step
     does better than halving the bracket. An only child takes no step.
     """
-    xp = laws.namespace(p_V)
+    xp = residuals.namespace(p_V)
     one = xp.ones_like(siblings)
 
     def narrow(bracket):
@@ -48,7 +48,7 @@ def solve_rho(p_V: Array, q_V: Array, siblings: Array) -> tuple[Array, Array]:
         return (high - low > TOLERANCE) & (high - low < before)  # rounding or NaN must not keep it going
 
     start = (one, xp.maximum(siblings, one), siblings + one)
-    _, rho, _ = laws.repeat_while(wide, narrow, start)
+    _, rho, _ = residuals.repeat_while(wide, narrow, start)
     return rho, xp.minimum(uses(overlap(p_V, q_V, rho), siblings), rho)
 
 
@@ -57,26 +57,27 @@ class KSeq(SiblingRule):
     """Accept each of k independent siblings with min(1, p/(rho q)); after k rejections sample norm(max(0, p - rho q)).
 
     rho in [1, k] solves 1 - (1-b)^k = rho b with b = sum_x min(q, p/rho) (Sun et al. 2310.15141, Alg. 2, Thm. 2). The
-    residual is taken as norm(p - c min(q, p/rho)) with c = (1 - (1-b)^k) / b: the same law at the root, where c = rho,
-    and exact for every larger rho too, so that the tolerance of the solver costs acceptance and never the law.
+    residual is taken as norm(p - c min(q, p/rho)) with c = (1 - (1-b)^k) / b: the same distribution at the root, where
+    c = rho, and exact for every larger rho too, so that the tolerance of the solver costs acceptance and never the
+    distribution.
     """
 
     def enter(self, p_V: Array, q_V: Array, siblings: Array) -> tuple:
         """Memo: (rho, c)."""
         return solve_rho(p_V, q_V, siblings)
 
-    def accept(self, law_x: Array, q_x: Array, memo: tuple) -> Array:
+    def accept(self, p_x: Array, q_x: Array, memo: tuple) -> Array:
         """min(1, p / (rho q))."""
         rho, _ = memo
-        return laws.cap(laws.ratio(law_x, rho * q_x))
+        return residuals.cap(residuals.ratio(p_x, rho * q_x))
 
-    def reject(self, law_V: Array, q_V: Array, child: Child, memo: tuple, last: Array) -> tuple[Array, tuple]:
+    def reject(self, probs_V: Array, q_V: Array, child: Child, memo: tuple, last: Array) -> tuple[Array, tuple]:
         """p until the last sibling, then what the k siblings leave of it."""
-        xp = laws.namespace(law_V)
+        xp = residuals.namespace(probs_V)
         rho, c = memo
-        owed = law_V - c * xp.minimum(q_V, law_V / rho)
+        owed = probs_V - c * xp.minimum(q_V, probs_V / rho)
         settle = last & (child.q > 0)
-        return laws.normalise(xp.maximum(owed, xp.zeros_like(owed)), law_V, usable=settle), memo
+        return residuals.normalise(xp.maximum(owed, xp.zeros_like(owed)), probs_V, usable=settle), memo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,18 +97,18 @@ class Typical(SiblingRule):
 
     def enter(self, p_V: Array, q_V: Array, siblings: Array) -> tuple:
         """Memo: the threshold at this parent."""
-        xp = laws.namespace(p_V)
+        xp = residuals.namespace(p_V)
         some = p_V > 0
         log_p = xp.log(xp.where(some, p_V, xp.ones_like(p_V)))
-        entropy = -laws.total(p_V * log_p)
+        entropy = -residuals.total(p_V * log_p)
         return (xp.minimum(xp.full_like(entropy, self.epsilon), self.delta * xp.exp(-entropy)),)
 
-    def accept(self, law_x: Array, q_x: Array, memo: tuple) -> Array:
+    def accept(self, p_x: Array, q_x: Array, memo: tuple) -> Array:
         """1 over the threshold, else 0."""
-        return (law_x > memo[0]).astype(law_x.dtype)
+        return (p_x > memo[0]).astype(p_x.dtype)
 
-    def reject(self, law_V: Array, q_V: Array, child: Child, memo: tuple, last: Array) -> tuple[Array, tuple]:
-        return law_V, memo
+    def reject(self, probs_V: Array, q_V: Array, child: Child, memo: tuple, last: Array) -> tuple[Array, tuple]:
+        return probs_V, memo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,18 +129,18 @@ class Threshold(SiblingRule):
 
     def enter(self, p_V: Array, q_V: Array, siblings: Array) -> tuple:
         """Memo: p already tried at this parent."""
-        return (laws.namespace(p_V).zeros_like(p_V[0]),)
+        return (residuals.namespace(p_V).zeros_like(p_V[0]),)
 
-    def accept(self, law_x: Array, q_x: Array, memo: tuple) -> Array:
+    def accept(self, p_x: Array, q_x: Array, memo: tuple) -> Array:
         """Chance that the parent's coin, not met by the elder siblings, is met by this one."""
-        xp = laws.namespace(law_x)
+        xp = residuals.namespace(p_x)
         (tried,) = memo
-        p_x = law_x * (1 - tried)
-        before, after = laws.cap(tried / self.total), laws.cap((tried + p_x) / self.total)
-        chance = xp.where(before < 1, laws.ratio(after - before, 1 - before), xp.ones_like(p_x))
+        p_x = p_x * (1 - tried)
+        before, after = residuals.cap(tried / self.total), residuals.cap((tried + p_x) / self.total)
+        chance = xp.where(before < 1, residuals.ratio(after - before, 1 - before), xp.ones_like(p_x))
         return xp.where(p_x >= self.single, xp.ones_like(p_x), chance)
 
-    def reject(self, law_V: Array, q_V: Array, child: Child, memo: tuple, last: Array) -> tuple[Array, tuple]:
+    def reject(self, probs_V: Array, q_V: Array, child: Child, memo: tuple, last: Array) -> tuple[Array, tuple]:
         (tried,) = memo
-        rest_V = laws.residual(law_V, laws.one_hot(law_V, child.token))
-        return rest_V, (tried + law_V[child.token] * (1 - tried),)
+        rest_V = residuals.residual(probs_V, residuals.one_hot(probs_V, child.token))
+        return rest_V, (tried + probs_V[child.token] * (1 - tried),)

@@ -1,7 +1,7 @@
 """Verification node by node: siblings are tested in draw order, an accepted one becomes the new parent.
 
-A rule says how likely a node is accepted and what the law becomes when it is not. `walk` turns that into a path with
-coins; `exact._sibling_ends` turns the same rule into exact weights.
+A rule says how likely a node is accepted and what the distribution becomes when it is not. `walk` turns that into a
+path with coins; `exact._sibling_ends` turns the same rule into exact weights.
 """
 
 import abc
@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from specsparse.speculative.base import PAD, Draft, DraftKind
-from specsparse.speculative.verifiers import laws
-from specsparse.speculative.verifiers.laws import Array
+from specsparse.speculative.verifiers import residuals
+from specsparse.speculative.verifiers.residuals import Array
 
 
 class Child(NamedTuple):
-    """A child under test: its token, and its draft law at that token (1 for one-hot drafts)."""
+    """A child under test: its token, and its draft distribution at that token (1 for one-hot drafts)."""
 
     token: Array
     q: Array
@@ -25,7 +25,8 @@ class Child(NamedTuple):
 class SiblingRule(abc.ABC):
     """Base of the rules that test siblings one after the other.
 
-    Rules are final frozen dataclasses, written for numpy and jax.numpy. `law` is the law still owed at the current
+    Rules are final frozen dataclasses, written for numpy and jax.numpy. `probs` is the distribution still owed at the
+    current
     parent: p there, less what rejected siblings have taken. `memo` is a tuple of scalars that lives as long as the walk
     stays at one parent.
 
@@ -34,7 +35,7 @@ class SiblingRule(abc.ABC):
     Attributes:
         kinds: draws it is sound for.
         tree: whether it takes drafts with several children per node.
-        lossless: whether the output law is p exactly; `specsparse.certify` finds out.
+        lossless: whether the output distribution is p exactly; `specsparse.certify` finds out.
         paper: arXiv id of the paper.
     """
 
@@ -45,15 +46,15 @@ class SiblingRule(abc.ABC):
 
     @abc.abstractmethod
     def enter(self, p_V: Array, q_V: Array, siblings: Array) -> tuple:
-        """Memo at a parent with law `p_V` and `siblings` children, the first of them drawn from `q_V`."""
+        """Memo at a parent with distribution `p_V` and `siblings` children, the first of them drawn from `q_V`."""
 
     @abc.abstractmethod
-    def accept(self, law_x: Array, q_x: Array, memo: tuple) -> Array:
-        """Acceptance probability of a child x, from the law still owed and its draft law, both at x."""
+    def accept(self, p_x: Array, q_x: Array, memo: tuple) -> Array:
+        """Acceptance probability of a child x, from the mass still owed and the draft's, both at x."""
 
     @abc.abstractmethod
-    def reject(self, law_V: Array, q_V: Array, child: Child, memo: tuple, last: Array) -> tuple[Array, tuple]:
-        """Law and memo after a child drawn from `q_V` is rejected; `last`: it has no younger sibling."""
+    def reject(self, probs_V: Array, q_V: Array, child: Child, memo: tuple, last: Array) -> tuple[Array, tuple]:
+        """Distribution and memo after a child drawn from `q_V` is rejected; `last`: it has no younger sibling."""
 
 
 class Walk(NamedTuple):
@@ -62,8 +63,9 @@ class Walk(NamedTuple):
     Attributes:
         node: int32, next node to test; K when none is left.
         at: int32, row of the current parent (0 is the root).
-        fresh: bool, no child of the current parent was rejected yet: the law is p itself and `law` holds nothing.
-        law: float[V], law still owed otherwise.
+        fresh: bool, no child of the current parent was rejected yet: the distribution is p itself and `probs` holds
+            nothing.
+        probs: float[V], distribution still owed otherwise.
         memo: the rule's memo.
         nodes: int32[K], accepted nodes, padded with `PAD`.
         accepted: int32.
@@ -72,7 +74,7 @@ class Walk(NamedTuple):
     node: jax.Array
     at: jax.Array
     fresh: jax.Array
-    law: jax.Array
+    probs: jax.Array
     memo: tuple
     nodes: jax.Array
     accepted: jax.Array
@@ -80,7 +82,7 @@ class Walk(NamedTuple):
 
 def next_child(parents_K: Array, count: Array, at: Array, after: Array) -> Array:
     """The first existing node beyond `after` whose parent is row `at`; K if there is none."""
-    xp = laws.namespace(parents_K)
+    xp = residuals.namespace(parents_K)
     K = parents_K.shape[0]
     index_K = xp.arange(K)
     live_K = (parents_K == at - 1) & (index_K > after) & (index_K < count)
@@ -89,7 +91,7 @@ def next_child(parents_K: Array, count: Array, at: Array, after: Array) -> Array
 
 def children(parents_K: Array, count: Array, at: Array) -> Array:
     """How many existing nodes have row `at` as parent."""
-    xp = laws.namespace(parents_K)
+    xp = residuals.namespace(parents_K)
     return ((parents_K == at - 1) & (xp.arange(parents_K.shape[0]) < count)).sum()
 
 
@@ -102,27 +104,27 @@ def walk(rule: SiblingRule, draft: Draft, p_BnV: jax.Array, coins_BK: jax.Array,
     parents_K, count = draft.parents[b], draft.count[b]
 
     def q_row(node):
-        return laws.one_hot(p_BnV[b, 0], draft.tokens[b, node]) if draft.q is None else draft.q[b, node]
+        return residuals.one_hot(p_BnV[b, 0], draft.tokens[b, node]) if draft.q is None else draft.q[b, node]
 
     def enter(at, node):
         return rule.enter(p_BnV[b, at], q_row(node), children(parents_K, count, at).astype(p_BnV.dtype))
 
     def reject(s, child):
-        law_V = jnp.where(s.fresh, p_BnV[b, s.at], s.law)
+        probs_V = jnp.where(s.fresh, p_BnV[b, s.at], s.probs)
         last = next_child(parents_K, count, s.at, s.node) == K
-        return rule.reject(law_V, q_row(s.node), child, s.memo, last)
+        return rule.reject(probs_V, q_row(s.node), child, s.memo, last)
 
     def test(s):
         x = draft.tokens[b, s.node]
-        law_x = jnp.where(s.fresh, p_BnV[b, s.at, x], s.law[x])
-        q_x = jnp.ones_like(law_x) if draft.q is None else draft.q[b, s.node, x]
-        ok = coins_BK[b, s.node] < rule.accept(law_x, q_x, s.memo)
-        law_V, memo = jax.lax.cond(ok, lambda s, _: (s.law, s.memo), reject, s, Child(x, q_x))
+        p_x = jnp.where(s.fresh, p_BnV[b, s.at, x], s.probs[x])
+        q_x = jnp.ones_like(p_x) if draft.q is None else draft.q[b, s.node, x]
+        ok = coins_BK[b, s.node] < rule.accept(p_x, q_x, s.memo)
+        probs_V, memo = jax.lax.cond(ok, lambda s, _: (s.probs, s.memo), reject, s, Child(x, q_x))
         at = jnp.where(ok, s.node + 1, s.at)
         node = next_child(parents_K, count, at, s.node)
         memo = jax.lax.cond(ok & (node < K), enter, lambda *_: memo, at, node)
         nodes_K = jnp.where(ok & (jnp.arange(K) == s.accepted), s.node, s.nodes)
-        return Walk(node, at, ok, law_V, memo, nodes_K, s.accepted + ok.astype(jnp.int32))
+        return Walk(node, at, ok, probs_V, memo, nodes_K, s.accepted + ok.astype(jnp.int32))
 
     root = jnp.int32(0)
     first = next_child(parents_K, count, root, jnp.int32(-1))
@@ -130,7 +132,7 @@ def walk(rule: SiblingRule, draft: Draft, p_BnV: jax.Array, coins_BK: jax.Array,
         node=first,
         at=root,
         fresh=jnp.bool_(True),
-        law=jnp.zeros((V,), p_BnV.dtype),
+        probs=jnp.zeros((V,), p_BnV.dtype),
         memo=enter(root, jnp.minimum(first, K - 1)),
         nodes=jnp.full((K,), PAD, jnp.int32),
         accepted=jnp.int32(0),

@@ -22,8 +22,8 @@ from specsparse.errors import UserError
 from specsparse.runtime.method import MethodSpec, ready
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.results import Generation
-from specsparse.speculative.origins import KINDS, PLAIN, Origin
 from specsparse.speculative.policies.base import Fixed
+from specsparse.speculative.token_sources import KINDS, PLAIN, TokenSource
 from specsparse.support.terminal import decoding_input
 
 STYLES = {"accepted": "green", "recovered": "yellow", "bonus": "cyan", "plain": ""}
@@ -77,7 +77,7 @@ class Conversation:
     seed: int = 0
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
 
-    def say(self, text: str, show: Callable[[str, Origin], None]) -> Generation | None:
+    def say(self, text: str, show: Callable[[str, TokenSource], None]) -> Generation | None:
         """Answers a message and remembers both; None if the answer was interrupted.
 
         A KeyboardInterrupt ends the answer: the part that was shown is remembered as the answer, and if nothing was,
@@ -216,7 +216,7 @@ class Chat:
                 self._aside.print()
                 return
 
-    def _show(self, piece: str, origin: Origin) -> None:
+    def _show(self, piece: str, origin: TokenSource) -> None:
         if self._out.is_terminal:
             self._out.print(Text(piece, style=STYLES[origin.kind]), end="", soft_wrap=True)
         else:  # as it is: a console would turn tabs into spaces

@@ -1,1 +1,1 @@
-"""Recorded rounds: traced, kept with their laws, and judged again."""
+"""Recorded rounds: traced, kept with their distributions, and judged again."""

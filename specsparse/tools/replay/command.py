@@ -1,6 +1,6 @@
 """What other verifiers, draft lengths, trees and temperatures would accept in a recorded run, without its models.
 
-The run must have been given record_laws=32 (or another number of tokens to keep of each law).
+The run must have been given record_laws=32 (or another number of tokens to keep of each distribution).
 """
 
 import argparse

@@ -14,7 +14,7 @@ from specsparse.models import catalogue
 from specsparse.testing import write_tiny_gguf
 from tests.tolerances import FORWARD_NMSE, nmse
 
-LAWS = {
+SAMPLINGS = {
     "normal": lambda rng: rng.normal(size=(64, 256)),
     "heavy tails": lambda rng: rng.standard_t(3, size=(32, 512)),
     "positive": lambda rng: rng.random((32, 512)),
@@ -36,8 +36,8 @@ first 64 rows of SmolLM2's `blk.N.ffn_down.weight`, dequantised from Q4_1, by ty
 
 
 def weights(name):
-    if name in LAWS:
-        return LAWS[name](np.random.default_rng(0)).astype(np.float32)
+    if name in SAMPLINGS:
+        return SAMPLINGS[name](np.random.default_rng(0)).astype(np.float32)
     return open_gguf(catalogue.resolve("smollm2-135m")).tensors[name].dequantize()[:64]
 
 

@@ -4,13 +4,13 @@ import numpy as np
 
 from specsparse.engine.sampling import history as h
 from specsparse.engine.sampling.history import init_history, plain_rows
-from specsparse.engine.sampling.law_params import LawConfig
+from specsparse.engine.sampling.sampling_arrays import SamplingConfig
 
 observe, observe_many, chain_rows = jax.jit(h.observe), jax.jit(h.observe_many), jax.jit(h.chain_rows)
 path_counts, recent_tokens = jax.jit(h.path_counts), jax.jit(h.recent_tokens)
 tree_rows = jax.jit(h.tree_rows, static_argnames="depth")
 
-CFG = LawConfig(vocab_size=10, use_penalties=True, context=3)
+CFG = SamplingConfig(vocab_size=10, use_penalties=True, context=3)
 
 
 def int32(values):
@@ -18,7 +18,7 @@ def int32(values):
 
 
 def test_fields_exist_only_where_needed():
-    history = init_history(LawConfig(vocab_size=10), [[1], [2]])
+    history = init_history(SamplingConfig(vocab_size=10), [[1], [2]])
     assert history.counts is None and history.in_prompt is None and history.recent is None
     history = observe(history, int32([4, 4]), jnp.asarray([True, False]))
     assert history.generated.tolist() == [1, 0]

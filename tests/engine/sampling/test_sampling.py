@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from specsparse.engine.sampling import pipeline
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.engine.sampling.row_laws import REFERENCE, LawRows
+from specsparse.engine.sampling.row_probs import REFERENCE, ProbRows
 from tests.cells import cells
 
 SHAPES = [
@@ -38,7 +38,7 @@ SHAPES = [
     {"top_p": 0.7, "min_p": 0.05, "temperature": 3.0},
 ]
 
-law = jax.jit(pipeline.law, static_argnums=0, static_argnames="kernels")
+probs = jax.jit(pipeline.target_probs, static_argnums=0, static_argnames="kernels")
 target_logits = jax.jit(pipeline.target_logits, static_argnums=0)
 draw = jax.jit(pipeline.draw)
 observe = jax.jit(pipeline.observe)
@@ -47,7 +47,7 @@ tree_rows = jax.jit(pipeline.tree_rows, static_argnames="depth")
 
 
 def oracle_law(x, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """The law of one row by sorting, in float64, and whether top-p decides by a margin float32 cannot see."""
+    """The distribution of one row by sorting, in float64, and whether top-p decides by a margin float32 cannot see."""
     x = np.asarray(x, np.float64)
     if temperature == 0.0:
         return (np.arange(len(x)) == np.argmax(x)).astype(np.float64), False
@@ -85,7 +85,7 @@ def test_law_equals_the_sorting_oracle(vocab, repeats):
     rng = np.random.default_rng(vocab)
     x = random_logits(rng, len(shapes), vocab)[rng.permutation(len(shapes))]
     cfg, params = pipeline.compile_params([SamplingParams(**shape) for shape in shapes], vocab_size=vocab)
-    p, ok = law(cfg, params, x)
+    p, ok = probs(cfg, params, x)
     assert p.dtype == jnp.float32 and np.all(ok)
     skipped = 0
     for got, row, shape in zip(np.asarray(p), x, shapes, strict=True):
@@ -111,26 +111,26 @@ def test_any_combination_of_truncations(values, temperature, top_k, top_p, min_p
     want, close = oracle_law(x, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     with np.errstate(divide="ignore"):
         numbers = [temperature, np.log(min_p), top_k or 7, top_p]
-    rows = LawRows(*(np.array([a], d) for a, d in zip(numbers, ("f4", "f4", "i4", "f4"), strict=True)))
+    rows = ProbRows(*(np.array([a], d) for a, d in zip(numbers, ("f4", "f4", "i4", "f4"), strict=True)))
     got = np.asarray(jitted_reference_law(x[None], rows))[0]
     if not close:
         assert np.array_equal(got > 0, want > 0)
         np.testing.assert_allclose(got, want, rtol=2e-5)
 
 
-jitted_reference_law = jax.jit(REFERENCE.law)
+jitted_reference_law = jax.jit(REFERENCE.probs)
 
 
 def test_ties_at_the_threshold_are_kept_and_greedy_takes_the_first():
     x = np.array([[0.0, 2.0, 2.0, -1.0, 2.0]], np.float32)
     cfg, params = pipeline.compile_params(SamplingParams(top_k=1), vocab_size=5)
-    np.testing.assert_allclose(law(cfg, params, x)[0], [[0, 1 / 3, 1 / 3, 0, 1 / 3]], rtol=1e-6)
+    np.testing.assert_allclose(probs(cfg, params, x)[0], [[0, 1 / 3, 1 / 3, 0, 1 / 3]], rtol=1e-6)
     cfg, params = pipeline.compile_params(SamplingParams(temperature=0), vocab_size=5)
-    np.testing.assert_array_equal(law(cfg, params, x)[0], [[0, 1, 0, 0, 0]])
+    np.testing.assert_array_equal(probs(cfg, params, x)[0], [[0, 1, 0, 0, 0]])
     assert sample(cfg, params, x, u_RU=None)[0].tolist() == [1]
     zeros = np.array([[-0.0, 0.0, -1.0]], np.float32)
     cfg, params = pipeline.compile_params(SamplingParams(top_k=1), vocab_size=3)
-    np.testing.assert_array_equal(law(cfg, params, zeros)[0], [[0.5, 0.5, 0]])
+    np.testing.assert_array_equal(probs(cfg, params, zeros)[0], [[0.5, 0.5, 0]])
 
 
 def test_rows_without_a_law_are_flagged_and_harmless():
@@ -139,7 +139,7 @@ def test_rows_without_a_law_are_flagged_and_harmless():
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature, top_p=0.9, top_k=2)
         cfg, arrays = pipeline.compile_params(params, vocab_size=3, batch=6)
-        p, ok = law(cfg, arrays, x)
+        p, ok = probs(cfg, arrays, x)
         assert ok.tolist() == [True, False, False, False, False, True]
         assert np.isfinite(p).all() and np.allclose(p.sum(axis=1), 1.0)
         token, ok = sample(cfg, arrays, x, u_RU=np.full((6, 4), 0.999, np.float32))
@@ -207,7 +207,7 @@ def test_rows_of_a_draft_equal_plain_decoding_bit_for_bit():
     @jax.jit
     def run(x, history, rows, u):
         processed, ok = pipeline.target_logits(cfg, arrays, x, history, rows)
-        p, _ = pipeline.law(cfg, arrays, x, history, rows)
+        p, _ = pipeline.target_probs(cfg, arrays, x, history, rows)
         return jnp.where(ok[:, None], processed, jnp.float32(np.nan)), p, pipeline.draw(p, u)
 
     for rows in (pipeline.chain_rows(token), tree_rows(token, parents, depth=n - 1)):
@@ -235,7 +235,7 @@ def test_rows_do_not_depend_on_their_number(vocab):
     @jax.jit
     def run(x, u, path):
         rows = pipeline.RowPaths(jnp.zeros((x.shape[0],), jnp.int32), path)
-        p, _ = pipeline.law(cfg, arrays, x, history, rows)
+        p, _ = pipeline.target_probs(cfg, arrays, x, history, rows)
         token = pipeline.draw(p, u)
         return p, token, pipeline.logprobs(x, token, 3)
 
@@ -310,6 +310,6 @@ def test_logprobs_are_those_of_the_model():
 def test_misuse_is_an_error():
     cfg, params = pipeline.compile_params(SamplingParams(repetition_penalty=1.1), vocab_size=5)
     with pytest.raises(ValueError, match="history"):
-        pipeline.law(cfg, params, np.zeros((1, 5), np.float32))
+        pipeline.target_probs(cfg, params, np.zeros((1, 5), np.float32))
     with pytest.raises(ValueError, match="rows"):
-        pipeline.law(cfg, params, np.zeros((2, 5), np.float32))
+        pipeline.target_probs(cfg, params, np.zeros((2, 5), np.float32))

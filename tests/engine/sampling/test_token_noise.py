@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine.sampling import row_laws
-from specsparse.engine.sampling.row_laws import BLOCK, REFERENCE
+from specsparse.engine.sampling import row_probs
+from specsparse.engine.sampling.row_probs import BLOCK, REFERENCE
 from specsparse.kernels.native import cpu
 
 VOCAB, STEPS = 151_936, 2**24
@@ -21,7 +21,7 @@ def uniforms(ticks):
 @jax.jit
 def leaves(sums_Gm, near_TG, far_TG):
     """The leaf int32[T, G] that the engine's descent reaches in each of G trees, by pairs of ticks."""
-    descend = functools.partial(row_laws._descend, row_laws._pair_levels(sums_Gm))
+    descend = functools.partial(row_probs._descend, row_probs._pair_levels(sums_Gm))
     return jax.vmap(descend)(uniforms(near_TG), uniforms(far_TG))
 
 
@@ -48,9 +48,9 @@ def parts(sums_Gm):
 
 
 def grid(p_V):
-    """int[V, 4], the first tick of each uniform that draws a token, and float64[V], the law of `reference_draw`."""
+    """int[V, 4], the first tick of each uniform that draws a token, and float64[V], what `reference_draw` follows."""
     inside = np.pad(p_V, (0, -len(p_V) % BLOCK)).reshape(-1, BLOCK)
-    sums = row_laws._pair_levels(row_laws.block_sums(p_V[None]))[0]
+    sums = row_probs._pair_levels(row_probs.block_sums(p_V[None]))[0]
     blocks = parts(np.asarray(sums))[:, 0, : len(inside), None].repeat(BLOCK, axis=2)
     alike, which = np.unique(inside, axis=0, return_inverse=True)
     alike = np.resize(alike, (4, BLOCK))  # one shape, so that one program serves all
@@ -60,7 +60,7 @@ def grid(p_V):
 
 @functools.cache
 def with_tail():
-    """A law of three likely tokens, and 7e-9 for every other one; which these are; its grid."""
+    """A distribution of three likely tokens, and 7e-9 for every other one; which these are; its grid."""
     p = np.full(VOCAB, TAIL, np.float32)
     is_tail = np.ones(VOCAB, bool)
     is_tail[[5, VOCAB // 2, VOCAB - 7]] = False
@@ -68,35 +68,35 @@ def with_tail():
     return p, is_tail, *grid(p)
 
 
-def total_variation(law, p):
-    return np.abs(law - p.astype(np.float64) / p.sum(dtype=np.float64)).sum() / 2
+def total_variation(probs, p):
+    return np.abs(probs - p.astype(np.float64) / p.sum(dtype=np.float64)).sum() / 2
 
 
 def test_noise_is_fine_enough_for_a_flat_distribution():
     p = np.full(VOCAB, 1 / VOCAB, np.float32)
-    _, law = grid(p)
-    assert abs(law.sum() - 1) < 1e-12
-    assert total_variation(law, p) < 1e-6  # 2.2e-3 by one uniform
-    assert np.abs(law * VOCAB - 1).max() < 1e-5
+    _, probs = grid(p)
+    assert abs(probs.sum() - 1) < 1e-12
+    assert total_variation(probs, p) < 1e-6  # 2.2e-3 by one uniform
+    assert np.abs(probs * VOCAB - 1).max() < 1e-5
 
 
 def test_noise_reaches_a_tail():
-    p, is_tail, _, law = with_tail()
-    assert total_variation(law, p) < 2e-6
-    assert abs(law[is_tail].mean() / TAIL - 1) < 1e-3
+    p, is_tail, _, probs = with_tail()
+    assert total_variation(probs, p) < 2e-6
+    assert abs(probs[is_tail].mean() / TAIL - 1) < 1e-3
     # Only tokens that share a block with a likely one may be off, and only those of its group of 16 may never come.
     block, group = (np.isin(ids, ids[~is_tail]) for ids in (np.arange(VOCAB) // BLOCK, np.arange(VOCAB) // 16))
-    assert np.abs(law[~block] / TAIL - 1).max() < 0.1
-    assert (law[~group] > 0).all()
+    assert np.abs(probs[~block] / TAIL - 1).max() < 0.1
+    assert (probs[~group] > 0).all()
 
 
 def test_native_noise_draws_the_same_tail_token():
     """At the very edges of the grid, and one tick of one uniform below them."""
-    p, is_tail, first, law = with_tail()
+    p, is_tail, first, probs = with_tail()
     rng = np.random.default_rng(0)
     heads = np.flatnonzero(~is_tail)
     token = np.concatenate([rng.choice(VOCAB, 40), heads, heads ^ 20, [0, VOCAB - 1]])
-    token = token[law[token] > 0]
+    token = token[probs[token] > 0]
     ticks = first[token]
     below = np.maximum(ticks - np.eye(4, dtype=ticks.dtype)[rng.integers(0, 4, len(ticks))], 0)
     rows = np.broadcast_to(p, (len(token), VOCAB))

@@ -11,9 +11,9 @@ from specsparse.errors import UserError
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.proof.adapters import hugging_face, llama_cpp, vllm
 from specsparse.speculative.proof.cases import make_case
-from specsparse.speculative.proof.chain_law import power, round_laws, sampled_law
+from specsparse.speculative.proof.chain_probs import power, round_probs, sampled_probs
 from specsparse.speculative.proof.exact import continuations, total_variation
-from specsparse.speculative.proof.measured import driver_tv, measure_handed
+from specsparse.speculative.proof.measured import driver_tv, measure_external
 from specsparse.speculative.proof.page import ENGINE_HEAD, Library, engine_row, page, table
 from specsparse.speculative.tree import TreeTemplate
 
@@ -33,22 +33,22 @@ def case(corner="random", kind=DraftKind.SAMPLED):
     "how", [vllm.random(uniforms=True), vllm.random(uniforms=True, draft_probs=False), vllm.at_zero()]
 )
 def test_vllm_exactly(how):
-    assert all(r.holds for r in measure_handed(how, vocab=3, gamma=2, seed=0))
+    assert all(r.holds for r in measure_external(how, vocab=3, gamma=2, seed=0))
 
 
 @pytest.mark.parametrize("draft_probs", [True, False])
 def test_vllm_with_its_noise(draft_probs):
     how = dataclasses.replace(vllm.random(draft_probs=draft_probs), samples=100_000)
-    results = measure_handed(how, vocab=3, gamma=2, seed=0)
+    results = measure_external(how, vocab=3, gamma=2, seed=0)
     assert all(r.holds and r.power.finds < 0.02 for r in results)
 
 
 @needs_torch
 def test_transformers_as_installed():
     how, c = hugging_face.speculative_sampling(), case("truncated differently")
-    law, _ = round_laws(how, [c], seed=0)[0]
-    assert total_variation(law, continuations(c.p, 2)[0]) <= 2 * driver_tv(ONE, vocab=3)
-    lossy, _ = round_laws(hugging_face.speculative_sampling(ensemble=0.5), [c], seed=0)[0]
+    probs, _ = round_probs(how, [c], seed=0)[0]
+    assert total_variation(probs, continuations(c.p, 2)[0]) <= 2 * driver_tv(ONE, vocab=3)
+    lossy, _ = round_probs(hugging_face.speculative_sampling(ensemble=0.5), [c], seed=0)[0]
     assert total_variation(lossy, continuations(c.p, 2)[0]) > 0.01
 
 
@@ -67,7 +67,7 @@ def test_transformers_keeps_its_torch():
 @pytest.mark.slow
 def test_transformers_with_its_own_draws():
     how = dataclasses.replace(hugging_face.speculative_sampling(uniforms=False), samples=3000)
-    assert all(r.holds for r in measure_handed(how, vocab=3, gamma=2, seed=0))
+    assert all(r.holds for r in measure_external(how, vocab=3, gamma=2, seed=0))
 
 
 @needs_llama
@@ -75,11 +75,11 @@ def test_llama_cpp_samples_and_matches():
     for top_k in (0, 2):
         how = dataclasses.replace(llama_cpp.sample_and_match(top_k=top_k), samples=3000)
         c = make_case("random", DraftKind.SAMPLED, TreeTemplate.chain(3), vocab=3, seed=0)
-        law = sampled_law(how, c, 2, 2, seed=0)
+        probs = sampled_probs(how, c, 2, 2, seed=0)
         keeps = c.p if how.target_law is None else [np.apply_along_axis(how.target_law, -1, t) for t in c.p]
         target = continuations(keeps, 2)[0]
         can = power(target, 3000, cases=1)
-        assert total_variation(law, target) <= can.bound < can.finds < 0.12
+        assert total_variation(probs, target) <= can.bound < can.finds < 0.12
 
 
 def test_what_is_not_installed_is_one_line(monkeypatch):
@@ -95,7 +95,7 @@ def test_what_is_not_installed_is_one_line(monkeypatch):
 
 def test_a_row_of_the_page():
     how = vllm.at_zero()
-    results = measure_handed(how, vocab=2, gamma=1, seed=0)
+    results = measure_external(how, vocab=2, gamma=1, seed=0)
     row = engine_row(Library(vllm.at_zero, "", "argmax"), how, results, "2026-11-23")
     assert len(row) == len(ENGINE_HEAD) and row[2].endswith("2026-11-23") and row[-1] == "yes"
     wrong = [dataclasses.replace(r, tv=1.0) for r in results]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from specsparse.speculative.base import DraftKind
-from specsparse.speculative.proof.cases import CORNERS, draw_law, make_case, outcomes
+from specsparse.speculative.proof.cases import CORNERS, draw_probs, make_case, outcomes
 from specsparse.speculative.proof.certify import certify, measure, measure_mutant
-from specsparse.speculative.proof.exact import continuations, ends, output_law, total_variation
+from specsparse.speculative.proof.exact import continuations, ends, output_probs, total_variation
 from specsparse.speculative.proof.mutants import MUTANTS
 from specsparse.speculative.proof.results import LOSSLESS_TV, MUTANT_TV
 from specsparse.speculative.tree import TreeTemplate
@@ -57,8 +57,8 @@ def test_mutants_are_caught(name):
 def test_llama_cpp_argmax_example():
     p = [np.array([0.5, 0.3, 0.2]), np.full((3, 3), 1 / 3)]
     drafts = outcomes(TreeTemplate.chain(1), p, draw=lambda *_: np.array([1.0, 0, 0]), record=lambda *_: p[0])
-    law = output_law(VERIFIERS["token"].rule, drafts, p, 2)
-    np.testing.assert_allclose(law.sum(axis=1), [1, 0, 0], atol=1e-15)
+    probs = output_probs(VERIFIERS["token"].rule, drafts, p, 2)
+    np.testing.assert_allclose(probs.sum(axis=1), [1, 0, 0], atol=1e-15)
 
 
 def expected_accepted(rule, outcomes):
@@ -99,8 +99,8 @@ def test_width_one_equals_token_bit_for_bit(name):
     for outcome in case.outcomes():
         ours = ends(VERIFIERS[name].rule, outcome.draft, outcome.p)
         token = ends(VERIFIERS["token"].rule, outcome.draft, outcome.p)
-        assert [(e.weight, e.path, e.law.tobytes()) for e in ours] == [
-            (e.weight, e.path, e.law.tobytes()) for e in token
+        assert [(e.weight, e.path, e.probs.tobytes()) for e in ours] == [
+            (e.weight, e.path, e.probs.tobytes()) for e in token
         ]
 
 
@@ -108,17 +108,17 @@ def test_width_one_equals_token_bit_for_bit(name):
 def test_longer_chains_equal_token_bit_for_bit(name):
     case = make_case("truncated differently", DraftKind.SAMPLED, TreeTemplate.chain(3), vocab=4, seed=1)
     drafts = list(case.outcomes())
-    ours, token = (output_law(VERIFIERS[n].rule, drafts, case.p, case.length) for n in (name, "token"))
+    ours, token = (output_probs(VERIFIERS[n].rule, drafts, case.p, case.length) for n in (name, "token"))
     assert ours.tobytes() == token.tobytes()
 
 
 def test_delta_equals_token_on_written_out_one_hot_laws():
     case = make_case("random", DraftKind.ONE_HOT, TreeTemplate.kary((2, 1)), vocab=4, seed=2)
-    draw = draw_law(DraftKind.ONE_HOT, case.q)
+    draw = draw_probs(DraftKind.ONE_HOT, case.q)
     short, long = (list(outcomes(case.template, case.p, draw=draw, one_hot=flag)) for flag in (True, False))
     rule = VERIFIERS["tree_delta"].rule
     assert short[0].draft.q is None
-    a, b = (output_law(rule, drafts, case.p, case.length) for drafts in (short, long))
+    a, b = (output_probs(rule, drafts, case.p, case.length) for drafts in (short, long))
     assert a.tobytes() == b.tobytes()
 
 

@@ -16,9 +16,9 @@ from specsparse.speculative.base import PAD, Draft, DraftKind, Verdict
 from specsparse.speculative.proof import certify as certificate
 from specsparse.speculative.proof.cases import make_case
 from specsparse.speculative.proof.certify import cases, certify, measure_driver, measure_driver_mutant
-from specsparse.speculative.proof.driver import LANES, STEPS, Drafts, driver_laws, jitted, settle, sound, stack
+from specsparse.speculative.proof.driver import LANES, STEPS, Drafts, driver_probs, jitted, settle, sound, stack
 from specsparse.speculative.proof.driver_mutants import DRIVER_MUTANTS
-from specsparse.speculative.proof.exact import output_law, total_variation
+from specsparse.speculative.proof.exact import output_probs, total_variation
 from specsparse.speculative.proof.measured import driver_tv
 from specsparse.speculative.proof.results import DRIVER, MUTANT_TV, RULE
 from specsparse.speculative.tree import TreeTemplate
@@ -80,9 +80,9 @@ def test_a_driver_that_is_handed_no_coins_fails_the_certificate(monkeypatch, ret
     right = getattr(home, part)
 
     def wrong(*given, **named):
-        handed = list(given)
-        handed[place] = given[place] * 0
-        return right(*handed, **named)
+        external = list(given)
+        external[place] = given[place] * 0
+        return right(*external, **named)
 
     monkeypatch.setattr(home, part, wrong)
     report = certify([what], vocab=2, gamma=1, mutants=False)
@@ -122,9 +122,9 @@ def test_the_tolerance_is_far_from_a_mutant_everywhere():
 def test_the_law_is_that_of_the_rule(name, template):
     kind = DraftKind.IID if template is BUSH else DraftKind.SAMPLED
     tried = [make_case("random", kind, template, vocab=3, seed=s) for s in (1, 2)]
-    for case, made in zip(tried, driver_laws(jitted(VERIFIERS[name]), VERIFIERS[name], tried, seed=0)):
-        rule = output_law(VERIFIERS[name].rule, case.outcomes(), case.p, case.length)
-        assert total_variation(made.law, rule) <= driver_tv(template, vocab=3)
+    for case, made in zip(tried, driver_probs(jitted(VERIFIERS[name]), VERIFIERS[name], tried, seed=0)):
+        rule = output_probs(VERIFIERS[name].rule, case.outcomes(), case.p, case.length)
+        assert total_variation(made.probs, rule) <= driver_tv(template, vocab=3)
         assert made.drafts == len(list(case.outcomes()))
 
 

@@ -59,8 +59,8 @@ def chat(model):
     """A chat at a terminal, and what it shows."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=200, highlight=False, color_system=None)
-    law = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    return Chat(Conversation(model, law), ChatMethod("prompt_lookup"), console, typed=True), out
+    sampling = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    return Chat(Conversation(model, sampling), ChatMethod("prompt_lookup"), console, typed=True), out
 
 
 def piped(monkeypatch, text):
@@ -186,11 +186,11 @@ def test_stats_are_those_of_all_answers_and_reset_forgets_the_messages(chat):
 
 
 def test_piped_output_is_the_answers_alone(file, model, monkeypatch, capsys):
-    law = {"max_tokens": 12, "temperature": 0.7, "top_k": 20, "ignore_eos": True, "seed": 6}
+    sampling = {"max_tokens": 12, "temperature": 0.7, "top_k": 20, "ignore_eos": True, "seed": 6}
     argv = ["chat", str(file), "--max-tokens", "12", "--temperature", "0.7", "--top-k", "20", "--ignore-eos"]
     piped(monkeypatch, "hello\n\n/reset\nhello\n/stats\n/exit\nnever\n")
     assert cli.main([*argv, "--seed", "5"]) == 0
-    answer = specsparse.generate(model, [{"role": "user", "content": "hello"}], **law).text
+    answer = specsparse.generate(model, [{"role": "user", "content": "hello"}], **sampling).text
     captured = capsys.readouterr()
     assert captured.out == f"{answer}\n{answer}\n" and captured.err == ""
 
@@ -224,8 +224,13 @@ def test_one_message_in_colour(file, terminal):
 def test_ctrl_c_ends_the_answer_and_at_the_prompt_the_chat(tmp_path):
     """Keys pressed at a real terminal; the answer would go on for 8,000 tokens."""
     file = write_tiny_gguf(tmp_path / "long.gguf", n_layers=1, context_length=2 * LONG)
-    law = ["--temperature", "1", "--allowed-token-ids", "100,101,102"]  # letters, so that no answer looks like a prompt
-    argv = ["chat", str(file), "--ignore-eos", "--max-tokens", str(LONG), *law, "--system", "be brief"]
+    sampling = [
+        "--temperature",
+        "1",
+        "--allowed-token-ids",
+        "100,101,102",
+    ]  # letters, so that no answer looks like a prompt
+    argv = ["chat", str(file), "--ignore-eos", "--max-tokens", str(LONG), *sampling, "--system", "be brief"]
     with Typed(argv) as typed:
         legend = typed.until("> ")
         assert "accepted: proposed by the draft and kept" in legend and "/help lists the commands" in legend

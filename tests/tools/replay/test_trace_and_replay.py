@@ -38,7 +38,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sampled(model):
-    """A run with sampled chains under `token`, all laws recorded, and what it generated."""
+    """A run with sampled chains under `token`, all distributions recorded, and what it generated."""
     recorder = Recorder(top=VOCAB)
     recorder.start("a")
     drafter = get_drafter("layer_skip", gamma=3, layers=[0], temperature=0.7)
@@ -89,7 +89,7 @@ def test_another_temperature(sampled):
     same = replay(recording, "token", temperature=0.9).accepted
     assert same == pytest.approx(replay(recording, "token").accepted)
     assert replay(recording, "token", temperature=0.3).accepted != pytest.approx(same)
-    hot = replay(recording, "token", temperature=1e6)  # all of the law is there
+    hot = replay(recording, "token", temperature=1e6)  # all of the distribution is there
     assert hot.accepted == pytest.approx(accepted_by_a_uniform_law(recording), rel=1e-3)
     cut = Recording(**{**vars(recording), "p_rest": recording.p_rest + 0.2})
     with pytest.raises(UserError, match="may lie beyond the recorded tokens"):
@@ -110,7 +110,7 @@ def test_a_few_tokens_of_each_law_are_enough_for_chains(model, sampled):
     np.testing.assert_allclose((short.p.sum(2) + short.p_rest)[:, 0], 1, atol=1e-5)
 
 
-@pytest.mark.parametrize("verifier", cells(["tree_match", "mss"], ["mss"]))  # verdicts by laws, not by tokens
+@pytest.mark.parametrize("verifier", cells(["tree_match", "mss"], ["mss"]))  # verdicts by distributions, not by tokens
 def test_trees_replay_too(model, verifier):
     if verifier == "mss":
         tree = get_drafter("layer_skip", layers=[0], temperature=0.7, tree=get_tree("sampled_iid", widths=[2, 2]))
@@ -230,7 +230,7 @@ WRONG = {
     "p is float32": lambda a: {"p": a["p"][:, :, :-1]},
     "count is float64": lambda a: {"count": a["count"].astype(float)},
     "p is not between 0 and 1": lambda a: {"p": np.where(a["p"] > 0.1, np.nan, a["p"])},
-    "p is no law": lambda a: {"p": a["p"] / 2},
+    "p is no distribution": lambda a: {"p": a["p"] / 2},
     "out of range": lambda a: {"count": a["count"] + 9},
     "follow its parent": lambda a: {"parents": a["parents"] + 2},
     "q is there in part": lambda a: {"q_rest": None},
@@ -242,7 +242,7 @@ def test_a_recording_is_checked_when_it_is_read(sampled, tmp_path, said):
     recording, _ = sampled
     arrays = {name: array for name, array in vars(recording).items() if name != "about"}
     Recording(recording.about, **{**arrays, **WRONG[said](arrays)}).save(tmp_path / "laws.npz")
-    with pytest.raises(UserError, match=f"laws.npz: not a recording of laws .*{said}"):
+    with pytest.raises(UserError, match=f"laws.npz: not a recording of distributions .*{said}"):
         Recording.load(tmp_path)
 
 
@@ -250,5 +250,5 @@ def test_a_recording_is_checked_when_it_is_read(sampled, tmp_path, said):
 def test_the_facts_of_a_recording_are_checked_too(sampled, tmp_path, fact):
     recording, _ = sampled
     dataclasses.replace(recording, about={**recording.about, **fact}).save(tmp_path / "laws.npz")
-    with pytest.raises(UserError, match="not a recording of laws"):
+    with pytest.raises(UserError, match="not a recording of distributions"):
         Recording.load(tmp_path)

@@ -129,9 +129,9 @@ def test_the_metrics_of_a_response_are_vllms_and_those_of_generate(client, url, 
 
 def test_shared_noise_is_that_of_no_two_prompts_or_requests(client, model):
     """Keyed by the place as in `generate`; a seed that is not given is a new one for each request."""
-    law = {"max_tokens": 6, "temperature": 1.0}
-    expected = specsparse.generate(model, [PROMPT] * 3, ignore_eos=True, seed=3, **law, **METHOD)
-    asked = {"model": NAME, "prompt": [PROMPT] * 3, "extra_body": ON, **law}
+    probs = {"max_tokens": 6, "temperature": 1.0}
+    expected = specsparse.generate(model, [PROMPT] * 3, ignore_eos=True, seed=3, **probs, **METHOD)
+    asked = {"model": NAME, "prompt": [PROMPT] * 3, "extra_body": ON, **probs}
     found = [c.text for c in client.completions.create(**asked, seed=3).choices]
     assert found == [e.text for e in expected] and len(set(found)) == 3
     drawn = [c.text for _ in range(2) for c in client.completions.create(**asked).choices]

@@ -1,1 +1,1 @@
-"""Verifiers of other libraries as callables of `proof.handed`, each in a file of its own."""
+"""Verifiers of other libraries as callables of `proof.external`, each in a file of its own."""

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from specsparse.errors import UserError
-from specsparse.speculative.proof.handed import Handed
+from specsparse.speculative.proof.external import ExternalVerifier
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ SAMPLES = 20_000
 """Sequences of each case where it draws for itself."""
 
 
-def speculative_sampling(*, uniforms: bool = True, ensemble: float | None = None) -> Handed:
+def speculative_sampling(*, uniforms: bool = True, ensemble: float | None = None) -> ExternalVerifier:
     """The function of the installed transformers.
 
     Args:
@@ -43,7 +43,9 @@ def speculative_sampling(*, uniforms: bool = True, ensemble: float | None = None
     if not uniforms:
         torch.manual_seed(0)
     how = "uniforms" if uniforms else "own"
-    return Handed(verify, name=name.strip(), arrays="torch", randomness=how, samples=SAMPLES, lossless=ensemble is None)
+    return ExternalVerifier(
+        verify, name=name.strip(), arrays="torch", randomness=how, samples=SAMPLES, lossless=ensemble is None
+    )
 
 
 def modules() -> tuple[ModuleType, ModuleType]:

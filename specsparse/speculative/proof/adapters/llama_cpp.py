@@ -12,7 +12,7 @@ import numpy as np
 
 from specsparse.errors import UserError
 from specsparse.speculative.proof.cases import keep_top
-from specsparse.speculative.proof.handed import Handed
+from specsparse.speculative.proof.external import ExternalVerifier
 
 SAMPLES = 20_000
 """Sequences of each case."""
@@ -28,11 +28,11 @@ class Sampler:
             lib.llama_sampler_chain_add(self._chain, lib.llama_sampler_init_top_k(top_k))
         lib.llama_sampler_chain_add(self._chain, lib.llama_sampler_init_dist(seed))
 
-    def draw(self, law_V: np.ndarray) -> int:
-        """A token of the law."""
-        lib, V = self._lib, len(law_V)
+    def draw(self, probs_V: np.ndarray) -> int:
+        """A token of the distribution."""
+        lib, V = self._lib, len(probs_V)
         with np.errstate(divide="ignore"):
-            logits = np.log(law_V)
+            logits = np.log(probs_V)
         data = (lib.llama_token_data * V)(*((i, x, 0.0) for i, x in enumerate(logits.tolist())))
         several = lib.llama_token_data_array(data=data, size=V, selected=-1, sorted=False)
         lib.llama_sampler_apply(self._chain, ctypes.byref(several))
@@ -43,12 +43,12 @@ class Sampler:
             self._lib.llama_sampler_free(chain)
 
 
-def sample_and_match(*, seed: int = 1, top_k: int = 0) -> Handed:
+def sample_and_match(*, seed: int = 1, top_k: int = 0) -> ExternalVerifier:
     """The rule by samples.
 
     Args:
         seed: of the sampler, one for all rounds as in a server's slot.
-        top_k: of the chain; the law to keep is then p's top k.
+        top_k: of the chain; the distribution to keep is then p's top k.
 
     Raises:
         UserError: llama-cpp-python is not installed.
@@ -65,7 +65,7 @@ def sample_and_match(*, seed: int = 1, top_k: int = 0) -> Handed:
 
     name = f"llama.cpp sample and match{f', top-k {top_k}' if top_k else ''}"
     cut = keep_top(top_k) if top_k else None
-    return Handed(verify, name=name, dtype="float32", randomness="own", samples=SAMPLES, target_law=cut)
+    return ExternalVerifier(verify, name=name, dtype="float32", randomness="own", samples=SAMPLES, target_law=cut)
 
 
 def library() -> ModuleType:

@@ -10,7 +10,7 @@ import numpy as np
 
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.proof.batches import at, draw, greedy, one_hot, race, residual, walk
-from specsparse.speculative.proof.handed import Handed
+from specsparse.speculative.proof.external import ExternalVerifier
 
 VERSION = "definition of commit 7f6fc1c"
 """Which version was read."""
@@ -19,13 +19,13 @@ SAMPLES = 1_000_000
 """Sequences of each case where it draws for itself."""
 
 
-def random(*, uniforms: bool = False, draft_probs: bool = True) -> Handed:
+def random(*, uniforms: bool = False, draft_probs: bool = True) -> ExternalVerifier:
     """The path of requests with a temperature.
 
     Args:
         uniforms: whether tokens are drawn by inverse CDF of a uniform, where vLLM takes exponential noise; coins and
-            weights stay as they are, and the law can be enumerated.
-        draft_probs: whether the drafter's law is handed over; else drafts are an n-gram's, or an argmax.
+            weights stay as they are, and the distribution can be enumerated.
+        draft_probs: whether the drafter's distribution is handed over; else drafts are an n-gram's, or an argmax.
     """
 
     def verify(p, q, drafts, randomness):
@@ -47,9 +47,9 @@ def random(*, uniforms: bool = False, draft_probs: bool = True) -> Handed:
     kind = DraftKind.SAMPLED if draft_probs else DraftKind.ONE_HOT
     how = "uniforms" if uniforms else "generator"
     samples = 0 if uniforms else SAMPLES
-    return Handed(verify, name=name, batched=True, randomness=how, drafts=kind, samples=samples)
+    return ExternalVerifier(verify, name=name, batched=True, randomness=how, drafts=kind, samples=samples)
 
 
-def at_zero() -> Handed:
+def at_zero() -> ExternalVerifier:
     """The path of requests at temperature 0."""
-    return Handed(greedy, name="vLLM greedy", batched=True, randomness="uniforms", greedy=True)
+    return ExternalVerifier(greedy, name="vLLM greedy", batched=True, randomness="uniforms", greedy=True)

@@ -1,4 +1,4 @@
-"""From `SamplingParams` to what the device needs: static facts (`LawConfig`) and arrays (`LawParams`)."""
+"""From `SamplingParams` to what the device needs: static facts (`SamplingConfig`) and arrays (`SamplingArrays`)."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -17,8 +17,9 @@ _HUGE = 1e20
 
 
 @dataclasses.dataclass(frozen=True)
-class LawConfig:
-    """Static facts of a batch's laws: which steps any of its sequences uses. Hashable, a static argument of `jax.jit`.
+class SamplingConfig:
+    """Static facts of a batch's distributions: which steps any of its sequences uses. Hashable, a static argument of
+    `jax.jit`.
 
     Attributes:
         vocab_size: V.
@@ -55,8 +56,8 @@ class LawConfig:
         return not any(steps)
 
 
-class LawParams(NamedTuple):
-    """Arrays of a batch's laws, one row a sequence; None where no sequence uses the step.
+class SamplingArrays(NamedTuple):
+    """Arrays of a batch's distributions, one row a sequence; None where no sequence uses the step.
 
     Attributes:
         temperature: float32[B]; 0 is greedy.
@@ -93,8 +94,8 @@ def compile_params(
     encode: Encode | None = None,
     eos_ids: Sequence[int] = (),
     context_limit: int = 4096,
-) -> tuple[LawConfig, LawParams]:
-    """Turns the parameters of B sequences into a `LawConfig` and `LawParams`.
+) -> tuple[SamplingConfig, SamplingArrays]:
+    """Turns the parameters of B sequences into a `SamplingConfig` and `SamplingArrays`.
 
     Args:
         params: one for each sequence, or one for all `batch` of them.
@@ -117,7 +118,7 @@ def compile_params(
     bias = _bias(each, words, vocab_size)
     prefix, last = _bad_arrays(words, vocab_size)
     greedy = [one.greedy for one in each]
-    config = LawConfig(
+    config = SamplingConfig(
         vocab_size=vocab_size,
         greedy=all(greedy),
         mixed=any(greedy) and not all(greedy),
@@ -135,19 +136,19 @@ def compile_params(
     return config, _arrays(config, each, eos_ids)._replace(bias=bias, bad_prefix=prefix, bad_last=last)
 
 
-def _arrays(config: LawConfig, each: list[SamplingParams], eos_ids: Sequence[int]) -> LawParams:
+def _arrays(config: SamplingConfig, each: list[SamplingParams], eos_ids: Sequence[int]) -> SamplingArrays:
     """The numbers of each sequence; greedy ones get neutral truncation, as in vLLM."""
     V = config.vocab_size
     with np.errstate(divide="ignore"):
         log_min_p = np.log(np.array([0.0 if one.greedy else one.min_p for one in each], np.float64)).astype(np.float32)
-    law = LawParams(
+    probs = SamplingArrays(
         temperature=np.array([0.0 if one.greedy else min(one.temperature, _HUGE) for one in each], np.float32),
         log_min_p=log_min_p,
         top_k=np.array([_top_k(one, V) for one in each], np.int32),
         top_p=np.array([1.0 if one.greedy else one.top_p for one in each], np.float32),
     )
     if config.use_penalties:
-        law = law._replace(
+        probs = probs._replace(
             presence=np.array([one.presence_penalty for one in each], np.float32),
             frequency=np.array([one.frequency_penalty for one in each], np.float32),
             repetition=np.clip([one.repetition_penalty for one in each], 1 / _HUGE, _HUGE).astype(np.float32),
@@ -155,11 +156,11 @@ def _arrays(config: LawConfig, each: list[SamplingParams], eos_ids: Sequence[int
     if config.use_min_tokens:
         stops = [sorted({*eos_ids, *one.stop_token_ids}) for one in each]
         width = max(1, max(len(ids) for ids in stops))
-        law = law._replace(
+        probs = probs._replace(
             min_tokens=np.array([min(one.min_tokens, 2**31 - 1) for one in each], np.int32),
             stop_ids=np.array([ids + [V] * (width - len(ids)) for ids in stops], np.int32),
         )
-    return law
+    return probs
 
 
 def _penalised(one: SamplingParams) -> bool:

@@ -23,14 +23,14 @@ DTYPE = jnp.int16
 _RECOVERED, _BONUS = -1, -2
 
 
-class Origin(NamedTuple):
+class TokenSource(NamedTuple):
     """Where a token came from: a key of `KINDS`, and for an accepted one its position in the draft, 1 first."""
 
     kind: Kind
     position: int = 0
 
 
-PLAIN = Origin("plain")
+PLAIN = TokenSource("plain")
 
 
 def codes(draft: Draft, verdict: Verdict) -> jax.Array:
@@ -44,30 +44,30 @@ def codes(draft: Draft, verdict: Verdict) -> jax.Array:
     return jnp.where(place_m < verdict.accepted[:, None], place_m + 1, own_B[:, None]).astype(DTYPE)
 
 
-def read(codes_n: np.ndarray) -> tuple[Origin, ...]:
+def read(codes_n: np.ndarray) -> tuple[TokenSource, ...]:
     """The origins that int16[n] stands for."""
-    own = {0: PLAIN, _RECOVERED: Origin("recovered"), _BONUS: Origin("bonus")}
-    known = {code: own.get(code) or Origin("accepted", code) for code in np.unique(codes_n).tolist()}
+    own = {0: PLAIN, _RECOVERED: TokenSource("recovered"), _BONUS: TokenSource("bonus")}
+    known = {code: own.get(code) or TokenSource("accepted", code) for code in np.unique(codes_n).tolist()}
     return tuple(known[code] for code in codes_n.tolist())
 
 
-def to_html(pieces: Iterable[tuple[str, Origin]]) -> str:
+def to_html(pieces: Iterable[tuple[str, TokenSource]]) -> str:
     """A text whose tokens stand on the colours of their origins, with a legend; later positions are darker."""
     shown = [(text, origin) for text, origin in pieces if text]
     spans = [notebook.span(text, background=_colour(o), title=_title(o)) for text, o in shown]
     kinds = {o.kind for _, o in shown}
-    first = [Origin(kind, 1 if kind == "accepted" else 0) for kind in KINDS if kind in kinds]
+    first = [TokenSource(kind, 1 if kind == "accepted" else 0) for kind in KINDS if kind in kinds]
     legend = [notebook.span(o.kind, background=_colour(o)) + f": {KINDS[o.kind]}\n" for o in first]
     return notebook.block(*spans) + notebook.block("\n", *legend)
 
 
-def _colour(origin: Origin) -> str:
+def _colour(origin: TokenSource) -> str:
     """Of the background, told apart by colour-blind readers too: blue for accepted, orange and violet for others."""
     lightness = max(60, 92 - 5 * (origin.position - 1))
     colours = {"accepted": f"hsl(205,75%,{lightness}%)", "recovered": "hsl(38,95%,78%)", "bonus": "hsl(315,55%,86%)"}
     return colours.get(origin.kind, "")
 
 
-def _title(origin: Origin) -> str:
+def _title(origin: TokenSource) -> str:
     """Beside the mouse."""
     return f"{origin.kind}, position {origin.position} of its draft" if origin.position else origin.kind

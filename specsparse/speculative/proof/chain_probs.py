@@ -1,4 +1,5 @@
-"""The law of the text that a callable verifier emits, round after round: enumerated, or sampled with a stated power.
+"""The distribution of the text that a callable verifier emits, round after round: enumerated, or sampled with a stated
+power.
 
 Contexts of a target are nodes of a V-ary tree: the root is 0, and the context x further is node V i + 1 + x. So tables
 of every depth lie behind each other in one array of rows.
@@ -15,16 +16,16 @@ import numpy as np
 from specsparse.errors import UserError
 from specsparse.speculative.base import PAD, DraftKind
 from specsparse.speculative.proof import boxes
-from specsparse.speculative.proof.cases import Case, Tables, draw_law, map_tables
+from specsparse.speculative.proof.cases import Case, Tables, draw_probs, map_tables
 from specsparse.speculative.proof.exact import continuations
-from specsparse.speculative.proof.handed import Handed, fresh, generator
-from specsparse.speculative.verifiers import laws
+from specsparse.speculative.proof.external import ExternalVerifier, fresh, generator
+from specsparse.speculative.verifiers import residuals
 
 INSIDE, BOXES = 6, 100
 """Points drawn inside each box, beside its two corners; and the most boxes of a draft, on average."""
 
 UNSETTLED = 0.9
-"""What the boxes of a draft hold at least of its uniforms. What they lack, the law lacks, and fails."""
+"""What the boxes of a draft hold at least of its uniforms. What they lack, the distribution lacks, and fails."""
 
 LEVEL = 1e-6
 """Chance that a sampled report calls any of its lossless cases lossy."""
@@ -54,15 +55,15 @@ class Power:
 
 
 def power(target: np.ndarray, samples: int, *, cases: int) -> Power:
-    """The power of n samples of a law, in every finite sample and for every alternative.
+    """The power of n samples of a distribution, in every finite sample and for every alternative.
 
-    The measured total variation of n samples from the law itself is at most sum_i sqrt(p_i (1 - p_i) / n) / 2 in
-    expectation, and one sample changes it by at most 1/n. So it is over that by t with a chance of at most
+    The measured total variation of n samples from the distribution itself is at most sum_i sqrt(p_i (1 - p_i) / n) / 2
+    in expectation, and one sample changes it by at most 1/n. So it is over that by t with a chance of at most
     exp(-2 n t^2) (McDiarmid 1989), and the frequency of one event is under its probability by t no likelier (Hoeffding
-    1963). That event is the one on which the laws differ most.
+    1963). That event is the one on which the distributions differ most.
 
     Args:
-        target: the law, of any shape.
+        target: the distribution, of any shape.
         samples: n.
         cases: how many share `LEVEL`.
     """
@@ -72,7 +73,7 @@ def power(target: np.ndarray, samples: int, *, cases: int) -> Power:
     return Power(samples, level, bound, bound + math.sqrt(math.log(1 / (1 - POWER)) / (2 * samples)))
 
 
-def window(how: Handed) -> float:
+def window(how: ExternalVerifier) -> float:
     """Width of the narrowest window of one uniform that would be seen, wherever it lies; nearer to an edge, far less.
 
     Of N points, one lies in each N-th part of every uniform. So w N lie in a window of the width w, and all of them
@@ -81,7 +82,7 @@ def window(how: Handed) -> float:
     return math.log(1 - POWER) / math.log(1 - WRONG_SHARE) / how.points
 
 
-class ChainLaws(NamedTuple):
+class ChainProbs(NamedTuple):
     """A target and a drafter as rows by context: what is true, and what the callable sees of it."""
 
     p: np.ndarray
@@ -95,24 +96,24 @@ class ChainLaws(NamedTuple):
         return self.p.shape[1]
 
 
-def true_p(how: Handed, case: Case) -> Tables:
-    """The target's law that the callable must keep."""
+def true_p(how: ExternalVerifier, case: Case) -> Tables:
+    """The target's distribution that the callable must keep."""
     return case.p if how.target_law is None else map_tables(case.p, how.target_law)
 
 
-def chain(how: Handed, case: Case) -> ChainLaws:
+def chain(how: ExternalVerifier, case: Case) -> ChainProbs:
     """The rows of a case."""
-    law = draw_law(how.drafts, case.q)
+    probs = draw_probs(how.drafts, case.q)
     q = case.q
     if how.drafts is DraftKind.ONE_HOT:
-        q = [np.array([law(0, c, ()) for c in np.ndindex(*t.shape[:-1])]).reshape(t.shape) for t in q]
+        q = [np.array([probs(0, c, ()) for c in np.ndindex(*t.shape[:-1])]).reshape(t.shape) for t in q]
     drawn = q if how.draft_law is None else map_tables(q, how.draft_law)
     before = how.target_law is not None or how.draft_law is not None
     seen = (case.p, q) if before else (true_p(how, case), drawn)
     rows = (
         np.concatenate([t.reshape(-1, t.shape[-1]) for t in tables]) for tables in (true_p(how, case), drawn, *seen)
     )
-    return ChainLaws(*rows)
+    return ChainProbs(*rows)
 
 
 def _nodes(root: np.ndarray, drafts_NK: np.ndarray, V: int) -> np.ndarray:
@@ -141,7 +142,7 @@ class Tried(NamedTuple):
     nodes: np.ndarray
 
 
-def _drafts(chains: Sequence[ChainLaws], contexts: Sequence[int], K: int) -> Tried:
+def _drafts(chains: Sequence[ChainProbs], contexts: Sequence[int], K: int) -> Tried:
     parts, offset = [], 0
     for c, rows in enumerate(chains):
         every = np.array(list(itertools.product(range(rows.vocab), repeat=K)), np.int64).reshape(rows.vocab**K, K)
@@ -155,7 +156,7 @@ def _drafts(chains: Sequence[ChainLaws], contexts: Sequence[int], K: int) -> Tri
     return Tried(*(np.concatenate(several) for several in zip(*parts)))
 
 
-def _judge(how: Handed, chains: Sequence[ChainLaws], tried: Tried) -> boxes.Judge:
+def _judge(how: ExternalVerifier, chains: Sequence[ChainProbs], tried: Tried) -> boxes.Judge:
     """The callable as `boxes` takes it. What is asked twice is called once; jax sees batches of one size."""
     seen_p, seen_q = (np.concatenate([getattr(rows, name) for rows in chains]) for name in ("seen_p", "seen_q"))
     known: dict[tuple[int, bytes], np.ndarray] = {}
@@ -189,7 +190,9 @@ class RoundWays(NamedTuple):
     drafts: int
 
 
-def rounds(how: Handed, chains: Sequence[ChainLaws], contexts: Sequence[int], K: int, *, seed: int) -> list[RoundWays]:
+def rounds(
+    how: ExternalVerifier, chains: Sequence[ChainProbs], contexts: Sequence[int], K: int, *, seed: int
+) -> list[RoundWays]:
     """What one round emits after each context of each chain, all of one vocabulary.
 
     Raises:
@@ -203,7 +206,7 @@ def rounds(how: Handed, chains: Sequence[ChainLaws], contexts: Sequence[int], K:
     settled = np.bincount(found.boxes.draft, weights=volume, minlength=drafts)
     if (settled < UNSETTLED).any():
         raise UserError(
-            f"{how.name} is no function of thresholds of its uniforms, so its law cannot be enumerated: have it take a "
+            f"{how.name} is no function of thresholds of its uniforms, so nothing can be enumerated: have it take a "
             "generator, and it is sampled"
         )
     count = np.bincount(tried.chain, minlength=len(chains)).tolist()
@@ -214,8 +217,8 @@ def rounds(how: Handed, chains: Sequence[ChainLaws], contexts: Sequence[int], K:
     return made
 
 
-def round_laws(how: Handed, cases: Sequence[Case], *, seed: int) -> list[tuple[np.ndarray, int]]:
-    """Joint law [V] * length of one round, continued by plain sampling, and the drafts that were enumerated.
+def round_probs(how: ExternalVerifier, cases: Sequence[Case], *, seed: int) -> list[tuple[np.ndarray, int]]:
+    """Joint distribution [V] * length of one round, continued by plain sampling, and the drafts that were enumerated.
 
     Args:
         how: the callable.
@@ -226,15 +229,15 @@ def round_laws(how: Handed, cases: Sequence[Case], *, seed: int) -> list[tuple[n
     made = rounds(how, [chain(how, case) for case in cases], [0], cases[0].template.size, seed=seed)
     for case, (ways, drafts) in zip(cases, made):
         rest = continuations(true_p(how, case), case.length)
-        law = np.zeros_like(rest[0])
+        probs = np.zeros_like(rest[0])
         for text, chance in ways[0].items():
-            law[text] += chance * rest[len(text)][text]
-        found.append((law, drafts))
+            probs[text] += chance * rest[len(text)][text]
+        found.append((probs, drafts))
     return found
 
 
-def several_rounds(how: Handed, case: Case, K: int, length: int, *, seed: int) -> tuple[np.ndarray, int]:
-    """Joint law [V] * length of the text of as many rounds as it takes, and the drafts that were enumerated.
+def several_rounds(how: ExternalVerifier, case: Case, K: int, length: int, *, seed: int) -> tuple[np.ndarray, int]:
+    """Joint distribution [V] * length of the text of as many rounds as it takes, and the drafts that were enumerated.
 
     The case's tables reach to a depth of `length` - 1 + K.
     """
@@ -243,16 +246,16 @@ def several_rounds(how: Handed, case: Case, K: int, length: int, *, seed: int) -
     short = [text for d in range(length) for text in itertools.product(range(V), repeat=d)]
     node = {text: _node(text, V) for text in short}
     [(ways, drafts)] = rounds(how, [rows], list(node.values()), K, seed=seed)
-    law, mass = np.zeros((V,) * length), {(): 1.0}
+    probs, mass = np.zeros((V,) * length), {(): 1.0}
     for text in short:
         for emitted, chance in ways[node[text]].items():
             longer = (*text, *emitted)[:length]
             part = mass.get(text, 0.0) * chance
             if len(longer) == length:
-                law[longer] += part
+                probs[longer] += part
             else:
                 mass[longer] = mass.get(longer, 0.0) + part
-    return law, drafts
+    return probs, drafts
 
 
 def _node(text: tuple[int, ...], V: int) -> int:
@@ -262,7 +265,7 @@ def _node(text: tuple[int, ...], V: int) -> int:
     return node
 
 
-def sampled_law(how: Handed, case: Case, K: int, length: int, *, seed: int) -> np.ndarray:
+def sampled_probs(how: ExternalVerifier, case: Case, K: int, length: int, *, seed: int) -> np.ndarray:
     """Frequencies [V] * length of the texts of `how.samples` sequences, each decoded round by round.
 
     The case's tables reach to a depth of `length` - 1 + K. One generator flows through all rounds.
@@ -275,7 +278,7 @@ def sampled_law(how: Handed, case: Case, K: int, length: int, *, seed: int) -> n
         active = np.flatnonzero(count < length)
         at, drafts_NK = [node[active]], np.zeros((len(active), K), np.int64)
         for i in range(K):
-            drafts_NK[:, i] = laws.inverse_cdf(rows.q[at[-1]], rng.random(len(active)))
+            drafts_NK[:, i] = residuals.inverse_cdf(rows.q[at[-1]], rng.random(len(active)))
             at.append(V * at[-1] + 1 + drafts_NK[:, i])
         at_Nn = np.stack(at, axis=1)
         tokens = _call(how, rows, at_Nn, drafts_NK, lambda: fresh(how, rng, flowing))
@@ -289,7 +292,7 @@ def sampled_law(how: Handed, case: Case, K: int, length: int, *, seed: int) -> n
 
 
 def _call(
-    how: Handed, rows: ChainLaws, at_Nn: np.ndarray, drafts_NK: np.ndarray, random: Callable[[], object]
+    how: ExternalVerifier, rows: ChainProbs, at_Nn: np.ndarray, drafts_NK: np.ndarray, random: Callable[[], object]
 ) -> np.ndarray:
     """int[N, K+1]: what it emits for each of N drafts; a batch has always `how.samples` rows."""
     if how.batched:

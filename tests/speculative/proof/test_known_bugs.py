@@ -9,25 +9,25 @@ import pytest
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.proof.cases import Case, make_case
-from specsparse.speculative.proof.chain_law import round_laws
-from specsparse.speculative.proof.exact import output_law, total_variation
-from specsparse.speculative.proof.museum import EXHIBITS, measure_exhibit
-from specsparse.speculative.proof.page import museum_tables
+from specsparse.speculative.proof.chain_probs import round_probs
+from specsparse.speculative.proof.exact import output_probs, total_variation
+from specsparse.speculative.proof.known_bugs import KNOWN_BUGS, measure_exhibit
+from specsparse.speculative.proof.page import known_bug_tables
 from specsparse.speculative.proof.results import SAMPLED
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verifiers.draft_rules import Match
 from specsparse.speculative.verifiers.rejection import Rejection
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "certified.md"
-EXACT = [name for name, e in EXHIBITS.items() if e.how.exact]
-DRAWS = [name for name in EXHIBITS if name not in EXACT]
+EXACT = [name for name, e in KNOWN_BUGS.items() if e.how.exact]
+DRAWS = [name for name in KNOWN_BUGS if name not in EXACT]
 ONE, TWO = TreeTemplate.chain(1), TreeTemplate.chain(2)
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_mistakes_are_caught_exactly_and_what_is_none_is_certified(name):
     results = measure_exhibit(name, gamma=1)
-    if EXHIBITS[name].how.lossless:
+    if KNOWN_BUGS[name].how.lossless:
         assert all(r.holds for r in results)
     else:
         assert max(r.tv for r in results) > 1e4 * max(r.bound for r in results)
@@ -38,19 +38,19 @@ def test_the_same_by_samples(name):
     results = measure_exhibit(name)
     assert {r.part for r in results} == {SAMPLED}
     over = [r.tv > r.bound for r in results]
-    assert any(over) != EXHIBITS[name].how.lossless
+    assert any(over) != KNOWN_BUGS[name].how.lossless
 
 
 def two_tokens(p, q):
-    """One draft over two tokens, whose first laws are p and q."""
+    """One draft over two tokens, whose first distributions are p and q."""
     tables = [[np.array(first), np.full((2, 2), 0.5)] for first in (p, q)]
     return Case("two tokens", DraftKind.SAMPLED, ONE, *tables)
 
 
 def test_numbers_of_a_report_come_out():
     """transformers#32867: p = (.6, .4) and q = (.8, .2) give (.75, .25) when the draft is the argmax."""
-    law, _ = round_laws(EXHIBITS["argmax_as_sampled"].how, [two_tokens((0.6, 0.4), (0.8, 0.2))], seed=0)[0]
-    np.testing.assert_allclose(law.sum(axis=1), [0.75, 0.25], atol=1e-9)
+    probs, _ = round_probs(KNOWN_BUGS["argmax_as_sampled"].how, [two_tokens((0.6, 0.4), (0.8, 0.2))], seed=0)[0]
+    np.testing.assert_allclose(probs.sum(axis=1), [0.75, 0.25], atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -67,15 +67,15 @@ def test_numbers_of_a_report_come_out():
 )
 def test_mistakes_by_hand(name, chance_of_0):
     """p = (.6, .4), q = (.8, .2): 0 is rejected with 1/4, 1 never, and the residual is all 1."""
-    law, _ = round_laws(EXHIBITS[name].how, [two_tokens((0.6, 0.4), (0.8, 0.2))], seed=0)[0]
-    np.testing.assert_allclose(law[0].sum(), chance_of_0, atol=1e-9)
+    probs, _ = round_probs(KNOWN_BUGS[name].how, [two_tokens((0.6, 0.4), (0.8, 0.2))], seed=0)[0]
+    np.testing.assert_allclose(probs[0].sum(), chance_of_0, atol=1e-9)
 
 
 @pytest.mark.parametrize(("name", "rule"), [("sample_and_match", Match()), ("drawn_drafts_q_1", Rejection())])
 def test_two_of_them_are_ours(name, rule):
     case = make_case("random", DraftKind.SAMPLED, TWO, vocab=3, seed=3)
-    law, _ = round_laws(EXHIBITS[name].how, [case], seed=0)[0]
-    assert total_variation(law, output_law(rule, case.outcomes(), case.p, case.length)) < 1e-8
+    probs, _ = round_probs(KNOWN_BUGS[name].how, [case], seed=0)[0]
+    assert total_variation(probs, output_probs(rule, case.outcomes(), case.p, case.length)) < 1e-8
 
 
 def test_an_unknown_exhibit_is_one_line():
@@ -84,7 +84,7 @@ def test_an_unknown_exhibit_is_one_line():
 
 
 def test_reports_are_named():
-    for exhibit in EXHIBITS.values():
+    for exhibit in KNOWN_BUGS.values():
         assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", report) for report in exhibit.reports)
         assert exhibit.reports or exhibit.name == "ratio_without_q"
 
@@ -93,7 +93,7 @@ def test_the_page_is_what_comes_out():
     """The rows of three exhibits, as they stand in docs/certified.md; and all exhibits stand there."""
     page = PAGE.read_text(encoding="utf-8")
     some = ("coin_is_0", "greedy_then_residual", "argmax_drafts_q_1")
-    rows = [line for line in museum_tables(some) if line.startswith("| `")]
+    rows = [line for line in known_bug_tables(some) if line.startswith("| `")]
     assert len(rows) == 3 and all(row in page for row in rows)
-    assert [name for name in EXHIBITS if f"| `{name}` |" not in page] == []
+    assert [name for name in KNOWN_BUGS if f"| `{name}` |" not in page] == []
     assert "**NO**" not in page

@@ -25,8 +25,8 @@ from specsparse.speculative.proof.batches import (
     walk,
 )
 from specsparse.speculative.proof.cases import keep_top, tempered
-from specsparse.speculative.proof.handed import Handed
-from specsparse.speculative.proof.measured import measure_handed
+from specsparse.speculative.proof.external import ExternalVerifier
+from specsparse.speculative.proof.measured import measure_external
 from specsparse.speculative.proof.results import Result
 from specsparse.support.options import nearest
 
@@ -45,27 +45,27 @@ class Exhibit:
     name: str
     what: str
     reports: tuple[str, ...]
-    how: Handed
+    how: ExternalVerifier
 
 
-def _rows(change: Callable[[np.ndarray], np.ndarray], law: np.ndarray) -> np.ndarray:
-    return np.apply_along_axis(change, -1, law) if law.size else law
+def _rows(change: Callable[[np.ndarray], np.ndarray], probs: np.ndarray) -> np.ndarray:
+    return np.apply_along_axis(change, -1, probs) if probs.size else probs
 
 
 CUT, HOT = keep_top(2), tempered(1.5)
 
 
-def _bfloat16(law_V: np.ndarray) -> np.ndarray:
+def _bfloat16(probs_V: np.ndarray) -> np.ndarray:
     """The softmax of logits that were rounded to bfloat16."""
     with np.errstate(divide="ignore"):
-        logits = np.log(law_V).astype(ml_dtypes.bfloat16).astype(np.float64)
+        logits = np.log(probs_V).astype(ml_dtypes.bfloat16).astype(np.float64)
     weights = np.exp(logits - logits.max())
     return weights / weights.sum()
 
 
-def _other_ids(law_V: np.ndarray) -> np.ndarray:
+def _other_ids(probs_V: np.ndarray) -> np.ndarray:
     """Ids of the draft are those of the target shifted by one."""
-    return np.roll(law_V, 1)
+    return np.roll(probs_V, 1)
 
 
 def _recorded_raw(p, q, drafts, uniforms):
@@ -157,24 +157,24 @@ def _match_draft_noise(p, q, drafts, generator):
 
 
 def _hung(name: str, what: str, reports: str, call: Callable, *, lossless: bool = False, **how) -> Exhibit:
-    made = Handed(call, name=name, batched=True, lossless=lossless, **how)
+    made = ExternalVerifier(call, name=name, batched=True, lossless=lossless, **how)
     made = dataclasses.replace(made, samples=EXACT_SAMPLES) if made.exact else made
     return Exhibit(name, what, tuple(reports.split()), made)
 
 
 EXACT_SAMPLES = 20_000
-"""Of exhibits whose law is enumerated, see `Handed.samples`."""
+"""Of exhibits whose distribution is enumerated, see `ExternalVerifier.samples`."""
 
 ARGMAX = DraftKind.ONE_HOT
 
-EXHIBITS: dict[str, Exhibit] = {
+KNOWN_BUGS: dict[str, Exhibit] = {
     e.name: e
     for e in (
         _hung("argmax_as_sampled", "drafts are the argmax, and p/q takes them for draws from q",
               "huggingface/transformers#32867 jaymody/speculative-sampling#3", rejection, draft_law=keep_top(1)),
         _hung("q_before_truncation", "drafts are drawn through top-k; q is recorded before it",
               "huggingface/transformers#47932", _recorded_raw, target_law=CUT, draft_law=CUT),
-        _hung("p_before_truncation", "drafts are drawn through top-p; the target's law is taken before it",
+        _hung("p_before_truncation", "drafts are drawn through top-p; the target's distribution is taken before it",
               "vllm-project/vllm#10198", _target_raw, target_law=CUT, draft_law=CUT),
         _hung("bfloat16_draw", "drafts are drawn in bfloat16; ratio and residual are in float32",
               "deepseek-ai/DeepSpec#31", rejection, draft_law=_bfloat16),
@@ -209,7 +209,7 @@ EXHIBITS: dict[str, Exhibit] = {
               "SafeAILab/EAGLE#110 SafeAILab/EAGLE#183", rejection, lossless=True, drafts=ARGMAX),
         _hung("drawn_drafts_q_1", "drafts are drawn from q, which is thrown away: 1 at the draft in ratio and residual",
               "vllm-project/vllm#40149 vllm-project/vllm#41044", _one_hot_of_drawn, lossless=True),
-        _hung("draft_hotter", "the draft has another temperature than the target, and q is its true law",
+        _hung("draft_hotter", "the draft has another temperature than the target, and q is its true distribution",
               "huggingface/transformers#40976", lambda p, q, x, u: rejection(p, _rows(HOT, q), x, u),
               lossless=True, draft_law=HOT),
         _hung("greedy_at_0", "at temperature 0 drafts are compared with the argmax",
@@ -227,6 +227,6 @@ def measure_exhibit(name: str, *, vocab: int = 3, gamma: int = 2, seed: int = 0)
     Raises:
         UserError: an unknown name.
     """
-    if name not in EXHIBITS:
-        raise UserError(f"there is no exhibit {name}{nearest(name, EXHIBITS)}")
-    return measure_handed(EXHIBITS[name].how, vocab=vocab, gamma=gamma, seed=seed)
+    if name not in KNOWN_BUGS:
+        raise UserError(f"there is no exhibit {name}{nearest(name, KNOWN_BUGS)}")
+    return measure_external(KNOWN_BUGS[name].how, vocab=vocab, gamma=gamma, seed=seed)

@@ -2,8 +2,8 @@
 
     def verifier(p, q, drafts, uniforms): ...
 
-* `p` [K+1, V]: row i is the target's law after the first i drafts.
-* `q` [K, V]: row i is the law that `drafts[i]` was drawn from; one-hot rows where the drafts are argmax.
+* `p` [K+1, V]: row i is the target's distribution after the first i drafts.
+* `q` [K, V]: row i is the distribution that `drafts[i]` was drawn from; one-hot rows where the drafts are argmax.
 * `drafts` int[K].
 * randomness: `uniforms` float[n] in [0, 1), or a `generator` of the array library, a jax `key`, an int `seed`; a
   callable of three arguments has randomness of its own.
@@ -26,8 +26,8 @@ from specsparse.errors import UserError, own_line
 from specsparse.speculative.base import PAD, DraftKind
 from specsparse.support.options import nearest
 
-Law = Callable[[np.ndarray], np.ndarray]
-"""float64[V] -> float64[V], both laws: temperature, truncation, another order of ids."""
+Transform = Callable[[np.ndarray], np.ndarray]
+"""float64[V] -> float64[V], both distributions: temperature, truncation, another order of ids."""
 
 ARRAYS = {"numpy": "float64", "torch": "float32", "jax": "float32"}
 """Array libraries, and the precision that each is handed unless it is told otherwise."""
@@ -45,7 +45,7 @@ ALIKE = {"rng": "generator", "gen": "generator"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Handed:
+class ExternalVerifier:
     """A callable and how it is handed its arguments. What is left empty follows from the callable.
 
     Attributes:
@@ -58,8 +58,8 @@ class Handed:
         batched: whether everything has a leading axis N.
         drafts: how drafts are chosen: drawn from q, or its argmax (then q is one-hot).
         greedy: whether p is handed at temperature 0, one-hot.
-        target_law: the sampling parameters of the target. With it or `draft_law` the callable is handed the laws before
-            the sampling parameters and applies them itself: `target_law(p)` is what it must keep.
+        target_law: the sampling parameters of the target. With it or `draft_law` the callable is handed the
+            distributions before the sampling parameters and applies them itself: `target_law(p)` is what it must keep.
         draft_law: those of the draft: drafts are drawn from `draft_law(q)`.
         samples: sequences of each case; if uniforms are handed in, twice the points drawn anew for a length of draft.
         shortest: tokens of the shortest draft that it is handed; at 0 it must know empty ones.
@@ -75,8 +75,8 @@ class Handed:
     batched: bool = False
     drafts: DraftKind = DraftKind.SAMPLED
     greedy: bool = False
-    target_law: Law | None = None
-    draft_law: Law | None = None
+    target_law: Transform | None = None
+    draft_law: Transform | None = None
     samples: int = 0
     shortest: int = 0
     lossless: bool = True
@@ -95,7 +95,7 @@ class Handed:
 
     @property
     def exact(self) -> bool:
-        """Whether its law is enumerated; else it is sampled."""
+        """Whether its distribution is enumerated; else it is sampled."""
         return self.randomness == "uniforms"
 
     @property
@@ -136,8 +136,12 @@ class Handed:
         except UserError:
             raise
         except (Exception, SystemExit) as error:
-            hint = f"; Handed(..., uniforms=n) hands more than {random.shape[-1]}" if _too_few(error, random) else ""
-            hint = hint if drafts.shape[-1] else "; on an empty draft: Handed(..., shortest=1) hands it none"
+            hint = (
+                f"; ExternalVerifier(..., uniforms=n) hands more than {random.shape[-1]}"
+                if _too_few(error, random)
+                else ""
+            )
+            hint = hint if drafts.shape[-1] else "; on an empty draft: ExternalVerifier(..., shortest=1) hands it none"
             at = f" ({line})" if (line := own_line(error)) else ""
             raise UserError(f"{self.name} raised {type(error).__name__}: {error}{at}{hint}") from error
         K, V = drafts.shape[-1], p.shape[-1]
@@ -150,20 +154,20 @@ class Handed:
         return found
 
 
-def handed(verifier: object) -> Handed:
-    """A `Handed` as it is, anything callable with the defaults.
+def external(verifier: object) -> ExternalVerifier:
+    """A `ExternalVerifier` as it is, anything callable with the defaults.
 
     Raises:
         UserError: it cannot be called.
     """
-    if isinstance(verifier, Handed):
+    if isinstance(verifier, ExternalVerifier):
         return verifier
     if not callable(verifier):
-        raise UserError(f"{_short(verifier)} is no verifier: a name, a Verifier, a Handed, or a callable is")
-    return Handed(verifier)
+        raise UserError(f"{_short(verifier)} is no verifier: a name, a Verifier, a ExternalVerifier, or a callable is")
+    return ExternalVerifier(verifier)
 
 
-def generator(how: Handed, seed: int) -> object:
+def generator(how: ExternalVerifier, seed: int) -> object:
     """The one generator of a run of calls, of the callable's array library; None where it takes none.
 
     Keys and seeds are made for each call by `SeedSequence`, see `fresh`.
@@ -175,7 +179,7 @@ def generator(how: Handed, seed: int) -> object:
     return np.random.default_rng([seed, 5])
 
 
-def fresh(how: Handed, rng: np.random.Generator, flowing: object) -> object:
+def fresh(how: ExternalVerifier, rng: np.random.Generator, flowing: object) -> object:
     """Randomness of one call: `flowing` itself, or a new seed or key."""
     if how.randomness == "seed":
         return int(rng.integers(1 << 31))

@@ -1,9 +1,9 @@
 """Rounds stepped by the host: for models that no program may contain, and to time and to watch speculative rounds.
 
 `Pieces` runs the pieces of the loop in one program, each as its own, so that they can be timed. Slower, and token for
-token the same. Traces, recordings of laws and the time split are taken there. A piece's time is that of its program,
-which is handed only what it reads; finding the program, taking trees of arrays apart and putting them together is the
-host's.
+token the same. Traces, recordings of distributions and the time split are taken there. A piece's time is that of its
+program, which is handed only what it reads; finding the program, taking trees of arrays apart and putting them together
+is the host's.
 """
 
 import abc
@@ -52,8 +52,8 @@ class RoundView:
     verdict: Verdict
     stats: Pytree = None
 
-    def laws(self) -> jax.Array:
-        """float32[B, K+1, V], the target's law at each row."""
+    def probs(self) -> jax.Array:
+        """float32[B, K+1, V], the target's distribution at each row."""
         return self._piece("laws")
 
     def targets(self) -> jax.Array:
@@ -141,17 +141,17 @@ class ForwardApart(RoundByRound):
 
     def step(self, batch: DeviceBatch) -> None:
         """The forward pass, then the rest."""
-        law, kernels = batch.law, batch.model.sampling_kernels
+        probs, kernels = batch.sampling, batch.model.sampling_kernels
 
         def rest(_, job, state, out):
-            return generate.make_step(lambda *_, **__: (out, state.cache), law, kernels)(None, job, state)
+            return generate.make_step(lambda *_, **__: (out, state.cache), probs, kernels)(None, job, state)
 
         begun = batch.clock()
         state, live_B = batch.state, generate.running(batch.state).astype("int32")
         out, cache = batch.model.forward(batch.params, generate.last_token(state), state.cache, n_valid_B=live_B)
         # Keys and values stay outside: they may lie on two devices.
         args = (None, batch.job, state._replace(cache=cache._replace(k=(), v=())), out._replace(stats=None))
-        state = batch.call(("after forward", law), rest, *args)
+        state = batch.call(("after forward", probs), rest, *args)
         batch.state = state._replace(cache=cache._replace(length=state.cache.length))
         batch.state.length.block_until_ready()
         _account(batch, Times(total=batch.clock() - begun))
@@ -228,4 +228,4 @@ class Pieces(RoundByRound):
 
 def _pieces(batch: DeviceBatch) -> Round:
     method, model = batch.method, batch.model
-    return Round(model.forward, batch.law, model.sampling_kernels, method.drafter, method.verifier)
+    return Round(model.forward, batch.sampling, model.sampling_kernels, method.drafter, method.verifier)

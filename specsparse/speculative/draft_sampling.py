@@ -1,4 +1,4 @@
-"""The law a model drafter draws from: its own temperature and truncation, never the target's."""
+"""The distribution a model drafter draws from: its own temperature and truncation, never the target's."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from specsparse.engine.noise import NoiseStream, token_uniforms
 from specsparse.engine.sampling import pipeline as sampling
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.engine.sampling.pipeline import RowPaths, SamplingKernels
-from specsparse.engine.sampling.row_laws import LawRows
+from specsparse.engine.sampling.row_probs import ProbRows
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext
 
@@ -19,13 +19,13 @@ ALLOWED = ("temperature", "top_k", "top_p", "min_p")
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftLaw:
+class DraftSampling:
     """From a drafter's logits to q and to tokens. Static.
 
     Attributes:
         sampling: temperature, top-k, top-p and min-p; the other fields keep their defaults.
         columns: N, logits of a row: the draft's vocabulary, trimmed or not.
-        kernels: what argmax, law and draw run on.
+        kernels: what argmax, distribution and draw run on.
     """
 
     sampling: SamplingParams
@@ -36,16 +36,18 @@ class DraftLaw:
         default = SamplingParams()
         for field in dataclasses.fields(SamplingParams):
             if field.name not in ALLOWED and getattr(self.sampling, field.name) != getattr(default, field.name):
-                raise UserError(f"drafter.{field.name} is no option of a draft's law: it has {', '.join(ALLOWED)}")
+                raise UserError(
+                    f"drafter.{field.name} is no option of a draft's distribution: it has {', '.join(ALLOWED)}"
+                )
 
-    def law(self, logits_RN: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def probs(self, logits_RN: jax.Array) -> tuple[jax.Array, jax.Array]:
         """q float32[R, N] after temperature and truncation, and ok bool[R] (False: NaN, +inf or no token left)."""
-        return self._law(self.sampling, logits_RN)
+        return self._probs(self.sampling, logits_RN)
 
     def confidence(self, logits_RN: jax.Array) -> jax.Array:
         """float32[R, N]: how sure the draft is of each token. q itself, or at temperature 0 the softmax at 1."""
         params = self.sampling.merged(temperature=1.0) if self.sampling.greedy else self.sampling
-        return self._law(params, logits_RN)[0]
+        return self._probs(params, logits_RN)[0]
 
     def top(self, logits_RN: jax.Array) -> jax.Array:
         """int32[R]: the argmax."""
@@ -70,7 +72,7 @@ class DraftLaw:
     def propose(
         self, logits_RN: jax.Array, u_RU: jax.Array, ids_N: jax.Array | None, size: int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """`draw` of `law`, whether that is one, and it over a larger vocabulary: int32[R], bool[R], float32[R, V].
+        """`draw` of `probs`, whether that is one, and it over a larger vocabulary: int32[R], bool[R], float32[R, V].
 
         By kernels that have `propose`, in one call.
 
@@ -82,14 +84,14 @@ class DraftLaw:
         """
         assert self.kernels.propose is not None
         numbers = sampling.compile_params(self.sampling, vocab_size=self.columns)[1]
-        rows = LawRows(*(jnp.asarray(getattr(numbers, name)) for name in LawRows._fields))
+        rows = ProbRows(*(jnp.asarray(getattr(numbers, name)) for name in ProbRows._fields))
         return self.kernels.propose(logits_RN.astype(jnp.float32), rows, u_RU, ids_N, size)
 
-    def _law(self, params: SamplingParams, logits_RN: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _probs(self, params: SamplingParams, logits_RN: jax.Array) -> tuple[jax.Array, jax.Array]:
         config, numbers = sampling.compile_params(params, vocab_size=self.columns)
         R = logits_RN.shape[0]
         rows = RowPaths(jnp.zeros((R,), jnp.int32), jnp.zeros((R, 0), jnp.int32))
-        return sampling.law(config, numbers, logits_RN, None, rows, kernels=self.kernels)
+        return sampling.target_probs(config, numbers, logits_RN, None, rows, kernels=self.kernels)
 
 
 def draft_uniforms(ctx: DraftContext, *, depth, node) -> jax.Array:

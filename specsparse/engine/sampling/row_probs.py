@@ -23,26 +23,29 @@ class SamplingKernels(NamedTuple):
 
     Attributes:
         argmax: (logits float32[R, V]) -> int32[R], the lowest index of the largest logit.
-        law: (logits float32[R, V], LawRows, **steps) -> float32[R, V], see `reference_law`; may ignore `steps`.
+        probs: (logits float32[R, V], ProbRows, **steps) -> float32[R, V], see `reference_probs`; may ignore `steps`.
         draw: (p float32[R, V], u float32[R, 4]) -> int32[R], see `reference_draw`.
         check: (logits float32[R, V]) -> bool[R], whether a row has neither NaN nor +inf and a token left; with it, raw
-            logits are not cleaned first: `argmax`, `law` and `draw` must then stay inside the vocabulary for any row.
-        sample: (logits float32[R, V], LawRows of the B sequences, n_valid int32[B], u float32[R, 4] or None where all
-            are greedy, tokens int32[R] or None) -> (int32[R], bool[R], float32[R]): what `draw` draws from `law`, what
-            `check` says, and the law at `tokens`, of rows i < n_valid[b] of each sequence; the others are 0, true, 0
-            and take no time. None where the three are called one by one.
-        propose: (logits float32[R, N], LawRows of the rows or of one for all, u float32[R, 4], ids int32[N] or None, V)
-            -> (int32[R], bool[R], float32[R, V]): the column that `draw` draws from `law`, what `check` says, and the
-            law over V tokens, of which column i is ids[i], or i. None where they are called one by one.
-        judge: (rows float32[R, V], LawRows of the B sequences or None, n_valid int32[B], tokens int32[B, K], q
+            logits are not cleaned first: `argmax`, `probs` and `draw` must then stay inside the vocabulary for any row.
+        sample: (logits float32[R, V], ProbRows of the B sequences, n_valid int32[B], u float32[R, 4] or None where all
+            are greedy, tokens int32[R] or None) -> (int32[R], bool[R], float32[R]): what `draw` draws from `probs`,
+            what
+            `check` says, and the distribution at `tokens`, of rows i < n_valid[b] of each sequence; the others are 0,
+            true, 0 and take no time. None where the three are called one by one.
+        propose: (logits float32[R, N], ProbRows of the rows or of one for all, u float32[R, 4], ids int32[N] or None,
+            V)
+            -> (int32[R], bool[R], float32[R, V]): the column that `draw` draws from `probs`, what `check` says, and the
+            distribution over V tokens, of which column i is ids[i], or i. None where they are called one by one.
+        judge: (rows float32[R, V], ProbRows of the B sequences or None, n_valid int32[B], tokens int32[B, K], q
             float32[B, K, V] or None, coins float32[B, K], u float32[B, 4], *, whole) -> (int32[B], int32[B], bool[B],
             float32[B, K]): what `speculative.verify.verify` finds of chains, by `Block` if `whole`, by `Rejection` if
-            not: tokens accepted, the token after them, whether that has no law, alpha of each position (0 by `Block`).
-            The rows are logits, K + 1 of a sequence, or with None laws. None where laws are written down.
+            not: tokens accepted, the token after them, whether that has no distribution, alpha of each position (0 by
+            `Block`). The rows are logits, K + 1 of a sequence, or with None distributions. None where distributions are
+            written down.
     """
 
     argmax: Callable[[jax.Array], jax.Array]
-    law: Callable[..., jax.Array]
+    probs: Callable[..., jax.Array]
     draw: Callable[[jax.Array, jax.Array], jax.Array]
     check: Callable[[jax.Array], jax.Array] | None = None
     sample: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
@@ -50,8 +53,8 @@ class SamplingKernels(NamedTuple):
     judge: Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array]] | None = None
 
 
-class LawRows(NamedTuple):
-    """Shape of the law of each row. Neutral values switch a step off, so an implementation needs no flags.
+class ProbRows(NamedTuple):
+    """Shape of the distribution of each row. Neutral values switch a step off, so an implementation needs no flags.
 
     Attributes:
         temperature: float32[R]; 0 is greedy.
@@ -146,21 +149,21 @@ def one_hot(token_R: jax.Array, vocab_size: int) -> jax.Array:
     return (token_R[:, None] == jnp.arange(vocab_size, dtype=jnp.int32)[None]).astype(jnp.float32)
 
 
-def reference_law(
+def reference_probs(
     logits_RV: jax.Array,
-    rows: LawRows,
+    rows: ProbRows,
     *,
     greedy: bool = True,
     min_p: bool = True,
     top_k: bool = True,
     top_p: bool = True,
 ) -> jax.Array:
-    """Law of each row after temperature, min-p, top-k and top-p in this order, normalised: float32[R, V].
+    """Distribution of each row after temperature, min-p, top-k and top-p in this order, normalised: float32[R, V].
 
     With z = (x - max x) / temperature and e = exp(z): min-p keeps z >= log min_p; top-k keeps what is not below the
     top_k-th largest logit x among those; top-p keeps the smallest set of largest x whose weight e is at least top_p
     times the weight that was left. Equal logits are kept or dropped together. p = e / mass(e) on what is kept, else 0.
-    A row of temperature 0 is the one-hot law of its argmax, and so is a row of nothing but -inf (token 0).
+    A row of temperature 0 is the one-hot distribution of its argmax, and so is a row of nothing but -inf (token 0).
 
     Args:
         logits_RV: float32, finite or -inf.
@@ -236,5 +239,5 @@ def reference_draw(p_RV: jax.Array, u_RU: jax.Array) -> jax.Array:
     return block_R * BLOCK + _descend(_pair_levels(inside_RB), u_RU[:, 0], u_RU[:, 1])
 
 
-REFERENCE = SamplingKernels(reference_argmax, reference_law, reference_draw)
+REFERENCE = SamplingKernels(reference_argmax, reference_probs, reference_draw)
 """Plain jax: the oracle and the fallback."""

@@ -1,4 +1,4 @@
-"""Arithmetic on laws over the vocabulary, for numpy (float64) and jax.numpy (float32) alike."""
+"""Arithmetic on distributions over the vocabulary, for numpy (float64) and jax.numpy (float32) alike."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine.sampling.row_laws import mass
+from specsparse.engine.sampling.row_probs import mass
 
 Array: TypeAlias = jax.Array | np.ndarray | np.generic | float
-"""What rules compute with: traced by jax, or numpy's in float64 where a law is enumerated; or a plain number."""
+"""What rules compute with: traced by jax, numpy's in float64 (the exact certificate), or a plain number."""
 
 
 def namespace(x: Array) -> ModuleType:
@@ -29,12 +29,12 @@ def repeat_while(condition: Callable, step: Callable, state: tuple) -> tuple:
 
 
 def total(x_V: Array) -> Array:
-    """Sum over the vocabulary, by jax in the order of `row_laws.mass`, which kernels of other makes keep too."""
+    """Sum over the vocabulary, by jax in the order of `row_probs.mass`, which kernels of other makes keep too."""
     return x_V.sum() if namespace(x_V) is np else mass(x_V[None])[0]
 
 
 def one_hot(like_V: Array, token: Array) -> Array:
-    """The law that is 1 at `token`, in the shape and dtype of `like_V`."""
+    """The distribution that is 1 at `token`, in the shape and dtype of `like_V`."""
     xp = namespace(like_V)
     return (xp.arange(like_V.shape[0]) == token).astype(like_V.dtype)
 
@@ -61,24 +61,24 @@ def normalise(weights_V: Array, fallback_V: Array, usable: Array = True) -> Arra
     return xp.where(good, weights_V / safe, fallback_V)
 
 
-def residual(law_V: Array, q_V: Array, usable: Array = True) -> Array:
-    """norm(max(0, law - q)), the law after a rejection (Leviathan et al. 2211.17192, Alg. 1).
+def residual(probs_V: Array, q_V: Array, usable: Array = True) -> Array:
+    """norm(max(0, distribution - q)), the distribution after a rejection (Leviathan et al. 2211.17192, Alg. 1).
 
-    `law` itself when the residual is 0/0 or not `usable`.
+    `probs` itself when the residual is 0/0 or not `usable`.
     """
-    xp = namespace(law_V)
-    gap = law_V - q_V
-    return normalise(xp.maximum(gap, xp.zeros_like(gap)), law_V, usable)
+    xp = namespace(probs_V)
+    gap = probs_V - q_V
+    return normalise(xp.maximum(gap, xp.zeros_like(gap)), probs_V, usable)
 
 
-def remove(law_V: Array, token: Array) -> Array:
-    """`law` without one token, renormalised: what the next sibling is drawn from without replacement.
+def remove(probs_V: Array, token: Array) -> Array:
+    """`probs` without one token, renormalised: what the next sibling is drawn from without replacement.
 
     All zeros when nothing is left; a node drawn from that is never accepted.
     """
-    xp = namespace(law_V)
-    rest = xp.where(xp.arange(law_V.shape[0]) == token, xp.zeros_like(law_V), law_V)
-    return normalise(rest, xp.zeros_like(law_V))
+    xp = namespace(probs_V)
+    rest = xp.where(xp.arange(probs_V.shape[0]) == token, xp.zeros_like(probs_V), probs_V)
+    return normalise(rest, xp.zeros_like(probs_V))
 
 
 def inverse_cdf(p_RV: Array, u_R: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Anybody's callable: what it is handed, what it may hand back, and the exact and the sampled law of its text."""
+"""Anybody's callable: its arguments, what it may return, and the exact and the sampled distribution of its text."""
 
 import dataclasses
 import functools
@@ -12,12 +12,12 @@ import pytest
 import specsparse
 from specsparse.errors import UserError
 from specsparse.speculative.base import PAD, DraftKind
-from specsparse.speculative.proof import certify, chain_law
+from specsparse.speculative.proof import certify, chain_probs
 from specsparse.speculative.proof.cases import CORNERS, Case, keep_top, make_case, random_tables, tempered
-from specsparse.speculative.proof.chain_law import power, round_laws, sampled_law, several_rounds
-from specsparse.speculative.proof.exact import continuations, output_law, total_variation
-from specsparse.speculative.proof.handed import Handed
-from specsparse.speculative.proof.measured import driver_tv, measure_handed
+from specsparse.speculative.proof.chain_probs import power, round_probs, sampled_probs, several_rounds
+from specsparse.speculative.proof.exact import continuations, output_probs, total_variation
+from specsparse.speculative.proof.external import ExternalVerifier
+from specsparse.speculative.proof.measured import driver_tv, measure_external
 from specsparse.speculative.proof.results import CALLABLE, SAMPLED
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verifiers.rejection import Rejection
@@ -25,12 +25,12 @@ from tests.cells import cells
 
 CHAIN = TreeTemplate.chain(2)
 DICE = np.random.default_rng(0)
-few = functools.partial(Handed, samples=2000)
+few = functools.partial(ExternalVerifier, samples=2000)
 """Fewer points than by default, which find no narrow windows."""
 
 
-def draw(law, u):
-    return min(int((np.cumsum(law) <= u * law.sum()).sum()), int(np.flatnonzero(law)[-1]))
+def draw(probs, u):
+    return min(int((np.cumsum(probs) <= u * probs.sum()).sum()), int(np.flatnonzero(probs)[-1]))
 
 
 def leviathan(p, q, drafts, uniforms):
@@ -52,7 +52,7 @@ def leviathan_rows(p, q, drafts, uniforms):
     """Of a batch, in numpy or jax.numpy."""
     xp = np if isinstance(p, np.ndarray) else jnp
     K = drafts.shape[1]
-    take = [xp.take_along_axis(law[:, :K], drafts[..., None], axis=2)[..., 0] for law in (p, q)]
+    take = [xp.take_along_axis(probs[:, :K], drafts[..., None], axis=2)[..., 0] for probs in (p, q)]
     accepted = xp.cumprod(uniforms[:, :K] * take[1] < take[0], axis=1).sum(axis=1)
     gap = xp.concatenate([xp.maximum(p[:, :K] - q, 0), p[:, K:]], axis=1)
     rest = xp.take_along_axis(gap, accepted[:, None, None], axis=1)[:, 0]
@@ -101,9 +101,9 @@ def test_a_function_is_certified_exactly():
 @pytest.mark.parametrize("corner", CORNERS)
 def test_the_law_is_that_of_the_rule(corner):
     c = case(corner)
-    law, drafts = round_laws(few(leviathan), [c], seed=0)[0]
-    rule = output_law(Rejection(), c.outcomes(), c.p, c.length)
-    assert total_variation(law, rule) <= driver_tv(CHAIN, vocab=3, steps=1 << 36)
+    probs, drafts = round_probs(few(leviathan), [c], seed=0)[0]
+    rule = output_probs(Rejection(), c.outcomes(), c.p, c.length)
+    assert total_variation(probs, rule) <= driver_tv(CHAIN, vocab=3, steps=1 << 36)
     assert drafts == len(list(c.outcomes()))
 
 
@@ -113,23 +113,23 @@ def test_a_lossy_function_has_the_law_that_arithmetic_gives_it():
         [np.array([0.8, 0.2])],
     )
     one = Case("one", DraftKind.SAMPLED, TreeTemplate.chain(1), p, q)
-    law, _ = round_laws(few(no_residual), [one], seed=0)[0]
+    probs, _ = round_probs(few(no_residual), [one], seed=0)[0]
     # 0 is accepted with 3/4 and 1 always; what is rejected, 0.2 of all, is drawn from p
-    np.testing.assert_allclose(law.sum(axis=1), [0.6 + 0.2 * 0.6, 0.2 + 0.2 * 0.4], atol=1e-9)
-    result = max(measure_handed(few(no_residual), vocab=3, gamma=1, seed=0), key=lambda r: r.tv)
-    assert not result.holds and result.tv == total_variation(result.law, result.target) > 0.1
+    np.testing.assert_allclose(probs.sum(axis=1), [0.6 + 0.2 * 0.6, 0.2 + 0.2 * 0.4], atol=1e-9)
+    result = max(measure_external(few(no_residual), vocab=3, gamma=1, seed=0), key=lambda r: r.tv)
+    assert not result.holds and result.tv == total_variation(result.probs, result.target) > 0.1
     first = result.differences()[0]
-    assert first.startswith("text ") and "where p has" in first
+    assert first.startswith("text ") and ", by p " in first
 
 
 def test_a_batch_in_jax_and_float32_a_list_and_argmax_drafts():
     rows = few(jax.jit(leviathan_rows), arrays="jax", batched=True, name="rows")
     assert (rows.dtype, rows.exact, rows.randomness) == ("float32", True, "uniforms")
     for how in (rows, few(leviathan_rows, batched=True), few(match), few(leviathan, drafts=DraftKind.ONE_HOT)):
-        results = measure_handed(how, vocab=3, gamma=2, seed=0)
+        results = measure_external(how, vocab=3, gamma=2, seed=0)
         assert all(r.holds for r in results), how.name
         assert max(r.tv for r in results) < (1e-5 if how.dtype == "float32" else 1e-8)
-    assert measure_handed(few(no_residual, drafts=DraftKind.ONE_HOT), vocab=3, gamma=1, seed=0)[0].tv > 0.04
+    assert measure_external(few(no_residual, drafts=DraftKind.ONE_HOT), vocab=3, gamma=1, seed=0)[0].tv > 0.04
 
 
 def test_greedy_is_exact_at_temperature_0_alone():
@@ -142,7 +142,7 @@ def test_greedy_is_exact_at_temperature_0_alone():
 
 
 def test_sampling_parameters_of_the_callable():
-    """Both laws before truncation are handed over: the callable that truncates both keeps the law."""
+    """Both distributions before truncation are handed over: the callable that truncates both keeps the distribution."""
     cut = keep_top(2)
 
     def both(p, q, drafts, uniforms):
@@ -152,7 +152,7 @@ def test_sampling_parameters_of_the_callable():
         return leviathan(np.stack([*map(cut, p)]), q, drafts, uniforms)
 
     tvs = [
-        max(r.tv for r in measure_handed(few(f, target_law=cut, draft_law=cut, shortest=1), vocab=3, gamma=1, seed=0))
+        max(r.tv for r in measure_external(few(f, target_law=cut, draft_law=cut, shortest=1), vocab=3, gamma=1, seed=0))
         for f in (both, target_alone)
     ]
     assert tvs[0] < 1e-9 and tvs[1] > 0.03
@@ -160,26 +160,26 @@ def test_sampling_parameters_of_the_callable():
 
 def test_several_rounds_are_the_targets_chain():
     long = long_case(2, 3)
-    law, drafts = several_rounds(few(leviathan), long, 1, 3, seed=0)
+    probs, drafts = several_rounds(few(leviathan), long, 1, 3, seed=0)
     assert drafts == 2 * (1 + 2 + 4)
-    assert total_variation(law, continuations(long.p, 3)[0]) < 1e-9
+    assert total_variation(probs, continuations(long.p, 3)[0]) < 1e-9
     wrong, _ = several_rounds(few(no_residual), long, 1, 3, seed=0)
-    [(once, _)] = round_laws(few(no_residual), [dataclasses.replace(long, template=TreeTemplate.chain(1))], seed=0)
+    [(once, _)] = round_probs(few(no_residual), [dataclasses.replace(long, template=TreeTemplate.chain(1))], seed=0)
     assert total_variation(wrong, continuations(long.p, 3)[0]) > total_variation(once, continuations(long.p, 2)[0])
 
 
 def test_a_generator_is_sampled_with_a_stated_power():
-    report = specsparse.certify(Handed(by_generator_rows, batched=True))
+    report = specsparse.certify(ExternalVerifier(by_generator_rows, batched=True))
     assert report.passed and report.certified == [("by_generator_rows", SAMPLED)]
     for result in report.results:
         assert result.power.samples == 200_000 and result.bound == result.power.bound
         assert result.bound < result.power.finds < 0.016
-        assert abs(result.law.sum() - 1) < 1e-12
+        assert abs(result.probs.sum() - 1) < 1e-12
     assert report.finds == max(r.power.finds for r in report.results)
 
 
 def test_samples_find_what_the_power_says():
-    """Tokens so far off that the joint law has the total variation that is found with 95 %: 60 runs, 52 find it."""
+    """Tokens so far off that the joint output has the total variation that is found with 95 %: 60 runs, 52 find it."""
     flat = [np.full((3,) * (d + 1), 1 / 3) for d in range(4)]
     even = Case("even", DraftKind.SAMPLED, TreeTemplate.chain(1), flat, flat)
     target = continuations(flat, 3)[0]
@@ -199,17 +199,17 @@ def test_samples_find_what_the_power_says():
         first = (np.cumsum(off(by)) <= generator.random((len(p), 1))).sum(axis=1)
         return np.zeros(len(p), int), np.minimum(first, 2)
 
-    how = Handed(skewed, batched=True, samples=2000)
-    assert sum(total_variation(sampled_law(how, even, 1, 3, seed=s), target) > can.bound for s in range(60)) >= 52
-    right = Handed(by_generator_rows, batched=True, samples=2000)
-    assert not any(total_variation(sampled_law(right, even, 1, 3, seed=s), target) > can.bound for s in range(60))
+    how = ExternalVerifier(skewed, batched=True, samples=2000)
+    assert sum(total_variation(sampled_probs(how, even, 1, 3, seed=s), target) > can.bound for s in range(60)) >= 52
+    right = ExternalVerifier(by_generator_rows, batched=True, samples=2000)
+    assert not any(total_variation(sampled_probs(right, even, 1, 3, seed=s), target) > can.bound for s in range(60))
 
 
 def test_power_grows_with_samples():
     target = np.full(27, 1 / 27)
     few, many = (power(target, n, cases=4) for n in (10_000, 1_000_000))
     assert few.finds > 9 * many.finds and many.finds < 0.007
-    assert few.level == chain_law.LEVEL / 4
+    assert few.level == chain_probs.LEVEL / 4
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_power_grows_with_samples():
     ],
 )
 def test_the_fourth_parameter_says_what_randomness_it_takes(call, arrays, randomness):
-    assert Handed(call, arrays=arrays).randomness == randomness
+    assert ExternalVerifier(call, arrays=arrays).randomness == randomness
 
 
 def test_seeds_and_keys_are_new_for_each_call():
@@ -234,14 +234,16 @@ def test_seeds_and_keys_are_new_for_each_call():
         seen.append(seed)
         return leviathan(p, q, drafts, np.random.default_rng(seed).random(3))
 
-    sampled_law(Handed(by_seed, samples=50), long_case(2, 3), 2, 2, seed=0)
+    sampled_probs(ExternalVerifier(by_seed, samples=50), long_case(2, 3), 2, 2, seed=0)
     assert len(set(seen)) == len(seen) >= 50
 
     def by_key(p, q, drafts, key):
         return leviathan_rows(p, q, drafts, jax.random.uniform(key, (len(p), 3)))
 
-    law = sampled_law(Handed(by_key, arrays="jax", batched=True, samples=4000), long_case(2, 3), 2, 2, seed=0)
-    assert total_variation(law, continuations(long_case(2, 3).p, 2)[0]) < 0.05
+    probs = sampled_probs(
+        ExternalVerifier(by_key, arrays="jax", batched=True, samples=4000), long_case(2, 3), 2, 2, seed=0
+    )
+    assert total_variation(probs, continuations(long_case(2, 3).p, 2)[0]) < 0.05
 
 
 def trusting(trusted):
@@ -273,7 +275,7 @@ def test_fooled_by_no_empty_draft():
             return by_generator_rows(p, q, drafts, generator)
         return p[:, 0].argmax(axis=1)[:, None]
 
-    for how in (few(lazy), Handed(lazy_rows, batched=True, samples=20_000)):
+    for how in (few(lazy), ExternalVerifier(lazy_rows, batched=True, samples=20_000)):
         wrong = [r for r in specsparse.certify(how, gamma=1).results if not r.holds]
         assert wrong and {r.parents for r in wrong} == {()}
     report = specsparse.certify(few(lazy, shortest=1), vocab=2, gamma=2)
@@ -341,7 +343,7 @@ def test_fooled_by_no_narrow_window_of_a_coin(seed):
             inside = window(p, q, drafts, uniforms[:, 0]) if drafts.shape[1] else np.zeros(len(p), bool)
             return leviathan_rows(p, q, drafts, np.where(inside[:, None] & (np.arange(3) == 0), -1, uniforms))
 
-        report = specsparse.certify(Handed(verifier, batched=True, uniforms=3), vocab=2, gamma=1, seed=seed)
+        report = specsparse.certify(ExternalVerifier(verifier, batched=True, uniforms=3), vocab=2, gamma=1, seed=seed)
         assert not report.passed and report.window == pytest.approx(1.04e-4, rel=0.01)
         assert "is seen from 1e-04 on with 95%" in report.table()
 
@@ -380,9 +382,9 @@ def race(p, q, drafts, uniforms):
     ],
 )
 def test_what_cannot_be_certified_is_one_line(monkeypatch, call, how, words):
-    monkeypatch.setattr(chain_law, "BOXES", 5)  # where thresholds do not settle it, five times as many do not either
+    monkeypatch.setattr(chain_probs, "BOXES", 5)  # where thresholds do not settle it, five times as many do not either
     with pytest.raises(UserError, match=words) as caught:
-        measure_handed(few(call, **how), vocab=3, gamma=1, seed=0)
+        measure_external(few(call, **how), vocab=3, gamma=1, seed=0)
     assert "\n" not in str(caught.value)
 
 
@@ -408,7 +410,7 @@ def test_what_a_callable_writes_into_is_its_own():
         p[:], q[:], drafts[:], uniforms[:] = 0, 0, 0, 0
         return found
 
-    assert all(r.holds for r in measure_handed(few(writes), vocab=3, gamma=1, seed=0))
+    assert all(r.holds for r in measure_external(few(writes), vocab=3, gamma=1, seed=0))
 
 
 def test_an_island_between_two_corners_is_found():
@@ -418,8 +420,8 @@ def test_an_island_between_two_corners_is_found():
         return (1, 0) if 0.4 <= uniforms[0] < 0.6 else (0, 0)
 
     c = case(vocab=2)
-    law, _ = round_laws(few(island), [c], seed=0)[0]
-    assert law[1].sum() == pytest.approx(0.2 * c.q[0][1], abs=1e-9)
+    probs, _ = round_probs(few(island), [c], seed=0)[0]
+    assert probs[1].sum() == pytest.approx(0.2 * c.q[0][1], abs=1e-9)
 
 
 def test_names_and_callables_in_one_report():
@@ -437,4 +439,4 @@ def test_a_broken_callable_is_said_before_anything_is_enumerated(monkeypatch):
 def test_heat_before_the_callable_is_its_own_business():
     hot = tempered(2.0)
     how = few(leviathan, target_law=hot, name="target's temperature forgotten")
-    assert measure_handed(how, vocab=3, gamma=1, seed=0)[0].tv > 0.05
+    assert measure_external(how, vocab=3, gamma=1, seed=0)[0].tv > 0.05

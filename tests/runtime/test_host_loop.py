@@ -55,16 +55,16 @@ LOOPS = [
 ]  # fmt: skip
 
 
-# A chain, a tree and a draft of the target's own; verdicts by tokens and by laws.
+# A chain, a tree and a draft of the target's own; verdicts by tokens and by distributions.
 @pytest.mark.parametrize(("name", "verifier", "temperature"), cells(LOOPS, LOOPS[2:]))
 def test_the_same_tokens_and_counters(model, name, verifier, temperature):
-    law = SamplingParams(temperature=temperature, max_tokens=24, ignore_eos=True, repetition_penalty=1.1)
-    options = {"sampling": law, "drafter": drafter(name), "verifier": verifier, "seed": 4}
+    sampling = SamplingParams(temperature=temperature, max_tokens=24, ignore_eos=True, repetition_penalty=1.1)
+    options = {"sampling": sampling, "drafter": drafter(name), "verifier": verifier, "seed": 4}
     one = specsparse.generate(model, PROMPTS, **options)
     seen = []
     host = specsparse.generate(model, PROMPTS, **options, watch=seen.append)
     assert [g.token_ids for g in host] == [g.token_ids for g in one]
-    assert [g.origins for g in host] == [g.origins for g in one]
+    assert [g.token_sources for g in host] == [g.token_sources for g in one]
     for a, b in zip(host, one, strict=True):
         times, c = a.stats.counters.times, b.stats.counters
         assert min(times.draft, times.verify, times.sample, times.commit, times.host) > 0
@@ -72,11 +72,11 @@ def test_the_same_tokens_and_counters(model, name, verifier, temperature):
             a.stats.counters.num_rounds, a.stats.counters.num_accepted_tokens, a.stats.counters.alpha,
         )  # fmt: skip
         # The budget of a draft ends where the text does, so that every accepted token is in it.
-        positions = [origin.position for origin in b.origins if origin.kind == "accepted"]
+        positions = [origin.position for origin in b.token_sources if origin.kind == "accepted"]
         assert [positions.count(k + 1) for k in range(len(c.num_accepted_tokens_per_pos))] == list(
             c.num_accepted_tokens_per_pos
         )
-        assert len(b.origins) - len(positions) == c.num_rounds  # each round ends in a token of the target's own
+        assert len(b.token_sources) - len(positions) == c.num_rounds  # each round ends in a token of the target's own
     assert [view.number for view in seen] == list(range(max(g.stats.counters.num_rounds for g in host)))
     for view in seen:
         grown = np.asarray(view.after.length) - np.asarray(view.before.length)
