@@ -27,9 +27,8 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.runtime.device_batch import Request
 from specsparse.runtime.method import Method, MethodSpec, resolve
-from specsparse.runtime.session import Session
+from specsparse.runtime.session import Request, Session
 from specsparse.speculative.base import Drafter
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.spec import DrafterSpec

@@ -24,10 +24,9 @@ from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.measure.costs.measuring import load_or_measure, polish
 from specsparse.measure.trials import Ours, token_ids
-from specsparse.runtime.device_batch import Request
 from specsparse.runtime.method import Method, MethodSpec, resolve
 from specsparse.runtime.metrics import Counters
-from specsparse.runtime.session import Session
+from specsparse.runtime.session import Request, Session
 from specsparse.runtime.timing_cache import CostTable
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates
 from specsparse.support.interleaved import interleaved
@@ -67,7 +66,7 @@ def decode(model: Model, how: Method, ids: np.ndarray, tokens: int, seeds: Itera
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     session = Session(model, [Request(ids, params, seed=next(seeds))], how)
     session.advance()
-    return session.decode_s / tokens, session.counters()[0]
+    return session.times.total / tokens, session.counters()[0]
 
 
 def compare(

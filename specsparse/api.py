@@ -1,26 +1,20 @@
 """What notebooks use: load a model, generate, stream."""
 
 import itertools
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
+
+import numpy as np
 
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.runtime.host_loop import Watch
 from specsparse.runtime.load import load
+from specsparse.runtime.loops import NOTED_ROUNDS, Watch
 from specsparse.runtime.method import MethodSpec, ready
-from specsparse.runtime.requests import (
-    PromptLike,
-    every_params,
-    params_of,
-    prompts_of,
-    sequences_of,
-)
-from specsparse.runtime.results import Generation, GenerationStats, best_of, decode, generations
-from specsparse.runtime.round_log import NOTED_ROUNDS
-from specsparse.runtime.session import Session
-from specsparse.runtime.stream import Stream
+from specsparse.runtime.results import Generation, GenerationStats, Stream, best_of, decode, generations
+from specsparse.runtime.session import PromptLike, Session, requests
 from specsparse.speculative.base import Drafter, Verifier
 from specsparse.speculative.drafters.spec import DrafterSpec
 from specsparse.support.options import shown
@@ -58,7 +52,7 @@ def generate(
             is that prompt's own, whatever its place.
         loop: "jit", the whole decode in one program; or "host", a program a stage: slower, the same tokens, and the
             counters have the time of each stage.
-        watch: called with every speculative round (`runtime.host_loop.RoundView`); the loop is the host's then.
+        watch: called with every speculative round (`runtime.loops.RoundView`); the loop is the host's then.
         common_noise: all prompts have the seed itself, to compare them draw by draw: equal prompts give equal texts,
             and texts of unlike ones correlate.
         fields: further fields of `SamplingParams`, which win over `sampling`.
@@ -71,13 +65,19 @@ def generate(
     """
     if not isinstance(common_noise, bool):
         raise UserError(f"common_noise={shown(common_noise)} must be true or false")
-    prompts, many = prompts_of(prompt)
-    every = every_params(model, sampling, max_tokens, fields, count=len(prompts), many=many)
+    prompts, many = _prompts(prompt)
+    if isinstance(sampling, list | tuple):
+        if not many or len(sampling) != len(prompts):
+            given = f"{len(prompts)} prompts" if many else "one prompt that is in no list"
+            raise UserError(f"sampling is a list of {len(sampling)} for {given}: give one for each, or one for all")
+        every = [_params(model, one, max_tokens, fields) for one in sampling]
+    else:
+        every = [_params(model, sampling, max_tokens, fields)] * len(prompts)
     hottest = max(every, key=lambda p: 0.0 if p.greedy else p.temperature)
     batch = sum(params.num_sequences for params in every)
     model, method = ready(MethodSpec(drafter, verifier, sampling=hottest), model, batch=batch)
     shared = every if isinstance(sampling, list | tuple) else every[0]
-    groups = sequences_of(model, prompts, shared, seed, common_noise=common_noise)
+    groups = requests(model, prompts, shared, seed, common_noise=common_noise)
     sequences = [sequence for group in groups for sequence in group]
     noting = any(s.params.stop for s in sequences)
     session = Session(model, sequences, method, noting=noting, loop=loop, watch=watch)
@@ -106,10 +106,36 @@ def stream(
     """
     if isinstance(rounds, bool) or not isinstance(rounds, int) or not 1 <= rounds <= NOTED_ROUNDS:
         raise UserError(f"rounds={rounds!r} must be a whole number from 1 to {NOTED_ROUNDS}")
-    params = params_of(model, sampling, max_tokens, fields)
-    prompts, many = prompts_of(prompt)
+    params = _params(model, sampling, max_tokens, fields)
+    prompts, many = _prompts(prompt)
     if many or params.num_sequences > 1:
         raise UserError("stream takes one prompt and n=1; use generate for more")
     model, method = ready(MethodSpec(drafter, verifier, sampling=params), model)
-    [[sequence]] = sequences_of(model, prompts, params, seed)
+    [[sequence]] = requests(model, prompts, params, seed)
     return Stream(Session(model, [sequence], method, noting=bool(params.stop)), rounds)
+
+
+def _params(
+    model: Model, sampling: SamplingParams | None, max_tokens: int | None, fields: Mapping[str, object]
+) -> SamplingParams:
+    """`sampling`, or greedy for None, with `max_tokens` and `fields` in place of its own."""
+    if not isinstance(model, Model):
+        raise UserError(f"the first argument is a Model, from specsparse.load(...), not {type(model).__name__}")
+    if not isinstance(sampling, SamplingParams | None):
+        raise UserError(f"sampling must be SamplingParams, not {type(sampling).__name__}")
+    params = SamplingParams(temperature=0.0, max_tokens=None) if sampling is None else sampling
+    if max_tokens is not None:
+        fields = {**fields, "max_tokens": max_tokens}
+    return params.merged(**fields) if fields else params
+
+
+def _prompts(prompt: PromptLike | Seq[PromptLike]) -> tuple[list[PromptLike], bool]:
+    """The prompts, and whether a list of them was given. A list of integers or of chat messages is one prompt."""
+    if isinstance(prompt, str | np.ndarray):
+        return [prompt], False
+    if not isinstance(prompt, Seq):
+        raise UserError(f"a prompt is a text, token ids or a chat, not {type(prompt).__name__}")
+    if not prompt:
+        raise UserError("the prompt is empty: at least one token is needed")
+    many = isinstance(prompt[0], str | Seq | np.ndarray)
+    return (list(prompt) if many else [prompt]), many

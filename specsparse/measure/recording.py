@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specsparse.errors import UserError
-from specsparse.runtime.host_loop import RoundView
+from specsparse.runtime.loops import RoundView
 from specsparse.speculative.base import ROOT, DraftKind
 from specsparse.support.files import Json, append_line, atomically, read_npz, to_json, write_atomically
 

@@ -27,9 +27,8 @@ from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.kernels import peaks
 from specsparse.runtime import manifest
-from specsparse.runtime.device_batch import Request
 from specsparse.runtime.method import Method
-from specsparse.runtime.session import Session
+from specsparse.runtime.session import Request, Session
 from specsparse.support import terminal
 from specsparse.support.files import Json
 from specsparse.support.interleaved import alternating, interleaved, seconds
@@ -275,9 +274,9 @@ class Ours:
             cache=state.cache._replace(length=jnp.copy(self._length)),
         )
         jax.block_until_ready(session.state)
-        before = session.decode_s
+        before = session.times.total
         session.advance()
-        return session.decode_s - before
+        return session.times.total - before
 
     def _open_session(self, n: int) -> Session:
         prompt = token_ids(self.depth + 1, self.model.config.vocab_size)

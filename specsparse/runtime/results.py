@@ -1,8 +1,9 @@
-"""A session run to its end, and what came of it: texts, tokens, log probabilities, counters and times."""
+"""What comes of a session: texts as they come or when it has ended, tokens, log probabilities, counters and times."""
 
 import dataclasses
+import itertools
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -11,11 +12,10 @@ from specsparse.engine.generate import Finish
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.engine.text.stopping import TokenText
 from specsparse.errors import UserError
-from specsparse.runtime.device_batch import Request
 from specsparse.runtime.metrics import Counters
-from specsparse.runtime.session import Session
+from specsparse.runtime.session import Request, Session
 from specsparse.speculative.policies.base import PolicyReport
-from specsparse.speculative.token_sources import TokenSource, to_html
+from specsparse.speculative.token_sources import PLAIN, TokenSource, to_html
 from specsparse.support import notebook
 
 _SHOWN = 80
@@ -26,8 +26,8 @@ _SHOWN = 80
 class GenerationStats:
     """Counters and seconds of one generation; the seconds of a batch are those of the whole batch.
 
-    Both end with the round that wrote the last token of the text (of a batch, of the last text), also where a stop
-    string was found some rounds later.
+    Both end with the round that wrote the last token of the text (of a batch, of the last text), even if a stop string
+    was found some rounds later.
 
     Attributes:
         counters: see `specsparse.runtime.metrics`; their times are this sequence's share of a batch's.
@@ -36,7 +36,7 @@ class GenerationStats:
         prefill_s, prefill_tokens: the prompt, without its last token.
         decode_s, decode_tokens: everything after it.
         policy: what the draft-length policy did, or None.
-        drafts: drafted and accepted tokens of each round that drafted, where there were stop strings to look for; else
+        drafts: drafted and accepted tokens of each round that drafted, if there were stop strings to look for; else
             None.
     """
 
@@ -81,7 +81,7 @@ class Generation:
         prompt_logprobs: entries for the prompt's tokens (None for the first) if asked for, else None.
         token_texts: what each token adds to `text`; () without `detokenize`. A token that ends inside a character adds
             nothing, the one that completes the character adds it.
-        origins: where each token came from, None for plain decoding.
+        token_sources: where each token came from, None for plain decoding.
         seed: of the noise that drew it: the prompt alone gives this text with it (of `n` completions, the first).
     """
 
@@ -131,7 +131,7 @@ def decode(session: Session) -> dict[int, TokenText]:
     """Runs a session to its end.
 
     Args:
-        session: one that is `noting` where there are stop strings.
+        session: one that is `noting` if there are stop strings.
 
     Returns:
         The texts of the sequences with stop strings, by index.
@@ -140,13 +140,13 @@ def decode(session: Session) -> dict[int, TokenText]:
     if not texts:
         session.advance()
     while Finish.RUNNING in session.finish:
-        session.advance(session.runner.rounds)
+        session.advance(session.loop.rounds)
         read_texts(session, texts)
     return texts
 
 
 def read_texts(session: Session, texts: dict[int, TokenText]) -> dict[int, list[tuple[int, str]]]:
-    """Takes new tokens into the texts, and ends the sequences where a stop string was found; new pieces by index."""
+    """Takes new tokens into the texts, and ends those with a stop string; new pieces by index."""
     tokens, finish = _text_tokens(session), session.finish
     new = {b: text for b, text in texts.items() if not text.ended}
     pieces = {b: t.push(tokens[b][t.count :], last=finish[b] != Finish.RUNNING) for b, t in new.items()}
@@ -187,18 +187,19 @@ def generations(
         if not text.ended:
             text.push(shown[b], last=True)
         after = [""] * (len(tokens[b]) - text.count)  # a stop token
+        last = int(tokens[b][-1]) if finish[b] == Finish.STOP and len(tokens[b]) else None
         stats = GenerationStats(
             counters=counters[b],
             load_s=session.model.load_s,
             compile_s=session.compile_s,
-            prefill_s=session.prefill_s,
+            prefill_s=session.times.prefill,
             prefill_tokens=len(sequence.prompt) - 1,
-            decode_s=session.decode_s,
+            decode_s=session.times.total,
             decode_tokens=len(tokens[b]),
             policy=policies[b],
             drafts=None if drafts is None else drafts[b],
         )
-        generation = Generation(
+        made = Generation(
             token_ids=tuple(tokens[b].tolist()),
             text=text.text if params.detokenize else "",
             logprobs=None if scores is None else _logprobs(sequence, [a[b] for a in scores], tokens[b]),
@@ -209,20 +210,14 @@ def generations(
             token_texts=(*text.texts, *after) if params.detokenize else (),
             token_sources=token_sources[b],
             seed=sequence.seed,
-            stop_reason=text.found or _stop_id(finish[b], tokens[b], params),
+            stop_reason=text.found or (last if last in params.stop_token_ids else None),
         )
-        out.append(generation)
+        out.append(made)
     return out
 
 
-def _stop_id(finish: Finish, tokens: np.ndarray, params: SamplingParams) -> int | None:
-    """The id of `stop_token_ids` that ended the tokens."""
-    last = int(tokens[-1]) if finish == Finish.STOP and len(tokens) else None
-    return last if last in params.stop_token_ids else None
-
-
 def logprobs_of(session: Session, b: int, first: int, last: int) -> tuple[TokenLogprobs, ...]:
-    """Of the tokens from `first` to before `last` that sequence b has generated; () where they were not asked for."""
+    """Of the tokens from `first` to before `last` that sequence b has generated; () if they were not asked for."""
     if session.state.scores is None:
         return ()
     scores = [np.asarray(a)[b] for a in session.state.scores]
@@ -268,3 +263,39 @@ def best_of(group: list[Generation], params: SamplingParams) -> list[Generation]
     order = sorted(range(len(group)), key=lambda i: -total[i])
     best = [group[i] for i in order[: params.n]]
     return [dataclasses.replace(g, logprobs=None) for g in best] if params.logprobs is None else best
+
+
+class Stream(Iterator[str]):
+    """Text pieces of one sequence as they come; `generation` is set when the text has ended."""
+
+    def __init__(self, session: Session, rounds: int):
+        self._session, self._rounds = session, rounds
+        self.generation: Generation | None = None
+        self._groups = self._run()
+
+    def __next__(self) -> str:
+        while True:
+            if text := "".join(piece for piece, _ in next(self._groups)):
+                return text
+
+    def marked(self) -> Iterator[tuple[str, TokenSource]]:
+        """The same text token by token, each piece with the source of its token."""
+        return itertools.chain.from_iterable(self._groups)
+
+    def tokens(self) -> Iterator[str]:
+        """The same text token by token: one piece for each token that adds to it, also of an accepted draft."""
+        return (piece for piece, _ in self.marked())
+
+    def _run(self) -> Iterator[list[tuple[str, TokenSource]]]:
+        """What may be shown after each few rounds."""
+        session, params = self._session, self._session.sequences[0].params
+        text = TokenText(session.model.tokenizer, params)
+        while not text.ended:
+            if session.finish[0] == Finish.RUNNING:
+                session.advance(self._rounds)
+            pieces = read_texts(session, {0: text})[0]
+            first = pieces[0][0] if pieces else text.count
+            sources = session.token_sources(first)
+            if params.detokenize:
+                yield [(piece, PLAIN if sources is None else sources[0][i - first]) for i, piece in pieces]
+        self.generation = generations(session, {0: text})[0]

@@ -1,40 +1,162 @@
-"""A batch of sequences being decoded: prompts in, rounds on the device, tokens out."""
+"""A session decodes one batch: requests in, prompts into the cache, rounds on the device, tokens and counters out.
 
-from collections.abc import Collection, Mapping
+`requests` makes checked sequences of what a caller asks for; `runtime.results` reads texts off a session.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Collection, Hashable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine.feed import piece_rows
-from specsparse.engine.generate import Finish
+from specsparse.engine import generate
+from specsparse.engine.cache import KVCache
+from specsparse.engine.devices import compiled
+from specsparse.engine.feed import Piece, feed, piece_rows
+from specsparse.engine.fixed_width import check_rows
+from specsparse.engine.generate import DecodeState, Finish, Job
 from specsparse.engine.model import Model
-from specsparse.runtime.device_batch import DeviceBatch, Request
-from specsparse.runtime.host_loop import Watch, runner_for
+from specsparse.engine.noise import seed_at, seed_words
+from specsparse.engine.pytree import Pytree
+from specsparse.engine.sampling import pipeline
+from specsparse.engine.sampling.params import SEEDS, SamplingParams
+from specsparse.errors import ContextTooLong, UserError
+from specsparse.runtime.loops import Note, RoundLog, Watch, loop_for
 from specsparse.runtime.method import Method
-from specsparse.runtime.metrics import Counters
-from specsparse.runtime.round_log import Note
+from specsparse.runtime.metrics import Counters, Times
+from specsparse.speculative import loop as speculation
 from specsparse.speculative import token_sources
+from specsparse.speculative.base import Drafted, TextDrafter
 from specsparse.speculative.drafters.model_drafter import ModelDrafter
 from specsparse.speculative.drafters.slem import StringDrafter
 from specsparse.speculative.drafters.with_policy import WithPolicy
 from specsparse.speculative.policies.base import PolicyReport
 from specsparse.speculative.token_sources import TokenSource
 from specsparse.speculative.verify import measures_alpha
+from specsparse.support.options import shown
 
 ALL_ROUNDS = 2**30
+PromptLike = str | np.ndarray | Seq[int] | Seq[Mapping[str, str]]
+"""A text, token ids, or a chat: a list of {"role", "content"}."""
 
 
-class Session(DeviceBatch):
+# Requests.
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence of a batch: a checked prompt int32[n], what to do with it, and where its noise comes from."""
+
+    prompt: np.ndarray
+    params: SamplingParams
+    seed: int
+    sample: int = 0
+
+
+def prompt_ids(model: Model, prompt: PromptLike, params: SamplingParams) -> np.ndarray:
+    """Checked ids int32[n] of a text, a chat or ids. Texts may name special tokens; BOS is added as the file says.
+
+    Raises:
+        UserError: ids that the model does not have, none at all, or more than its context holds.
+    """
+    tokenizer = model.tokenizer
+    if isinstance(prompt, Seq) and not isinstance(prompt, str) and prompt and isinstance(prompt[0], dict):
+        prompt = tokenizer.apply_chat_template(prompt)
+    if isinstance(prompt, str):
+        ids = tokenizer.encode(prompt, add_special=True, parse_special=True)
+        if len(ids) > 1 and tokenizer.add_bos and ids[0] == ids[1] == tokenizer.bos_id:
+            ids = ids[1:]  # a chat template has written BOS already
+    else:
+        ids = prompt
+    keep = params.truncate_prompt_tokens
+    if keep == -1:  # as many as fit beside the tokens to come
+        context, wanted = model.config.context_length, 1 if params.max_tokens is None else params.max_tokens
+        if wanted >= context:
+            raise ContextTooLong(
+                f"max_tokens={wanted} leaves truncate_prompt_tokens=-1 no prompt: the context holds {context} tokens"
+            )
+        keep = context - wanted
+    return model.check_ids(ids if keep is None else ids[-keep:])
+
+
+def seed_of(seed: object) -> int:
+    """The seed, or a new one for None.
+
+    Raises:
+        UserError: no whole number of 64 bits.
+    """
+    if seed is None:
+        drawn = secrets.randbits(32)
+        if jax.process_count() == 1:
+            return drawn
+        from jax.experimental.multihost_utils import broadcast_one_to_all
+
+        return int(broadcast_one_to_all(np.uint32(drawn)))  # processes that share a model write one text
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not SEEDS.holds(int(seed)):
+        raise UserError(f"seed={shown(seed)} must be a whole number of 64 bits, or None for a new one")
+    return int(seed)
+
+
+def requests(
+    model: Model,
+    prompts: Seq[PromptLike],
+    sampling: SamplingParams | Seq[SamplingParams],
+    seed: object = None,
+    *,
+    common_noise: bool = False,
+) -> list[list[Request]]:
+    """The completions to draw for each prompt of a batch, each with noise of its own.
+
+    Log probabilities are kept if the best of several completions are to be chosen.
+
+    Args:
+        model: the target.
+        prompts: of the batch.
+        sampling: for all prompts, and its seed wins over `seed`; or one for each, whose seed is that prompt's own.
+        seed: of the batch: prompt i has `seed_at(seed, i)`. None draws a new one.
+        common_noise: prompts share `seed` itself: as long as two texts agree, so do their next draws.
+
+    Raises:
+        UserError: as `prompt_ids` and `seed_of`.
+    """
+    if isinstance(sampling, SamplingParams):
+        seed = seed if sampling.seed is None else sampling.seed
+        sampling = [sampling.merged(seed=None)] * len(prompts)
+    shared, groups = seed_of(seed), []
+    for place, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+        own = shared if common_noise else seed_at(shared, place)
+        own = own if params.seed is None else params.seed
+        ids = prompt_ids(model, prompt, params)
+        ranked = params.merged(logprobs=0) if params.num_sequences > params.n and params.logprobs is None else params
+        groups.append([Request(ids, ranked, own, sample) for sample in range(params.num_sequences)])
+    return groups
+
+
+# The session.
+
+
+class Session:
     """Decodes one batch. `advance` runs rounds; `tokens` and `finish` say how far it got.
 
     Args:
-        model, sequences, method, noting: as `DeviceBatch`'s.
+        model, sequences, method: what is decoded, and how.
+        noting: whether counters are noted after each round, so that a text can end at any of its tokens.
         loop: "jit", all rounds in one program; or "host", a program a stage.
         watch: called with every speculative round; the loop is the host's then.
 
     Attributes:
-        runner: how the rounds are run.
+        loop: how the rounds are run (`runtime.loops.RoundLoop`).
+        job: what stays the same while the batch is decoded.
+        sampling: how its distributions are made.
+        params, draft_params: weights of the target and of the drafter.
+        state: donated to each call.
+        log: times and counters.
+        compile_s: seconds of compiling, which no other time holds.
 
     Raises:
         UserError: an unknown loop.
@@ -50,22 +172,144 @@ class Session(DeviceBatch):
         loop: str = "jit",
         watch: Watch | None = None,
     ):
-        self.runner = runner_for(model, method, loop=loop, watch=watch)
-        super().__init__(model, sequences, method, noting=noting)
+        self.loop = loop_for(model, method, loop=loop, watch=watch)
+        self.model, self.sequences, self.method, self.noting = model, sequences, method, noting
+        self.compile_s = 0.0
+        self.log = RoundLog()
+        check_rows(method.max_nodes + 1, model.width)
+        context = model.config.context_length
+        lengths = [len(s.prompt) for s in sequences]
+        limits = [min(context, n + (context if s.params.max_tokens is None else s.params.max_tokens))
+                  for n, s in zip(lengths, sequences, strict=True)]  # fmt: skip
+        self.capacity = model.capacity_for(max(limits) + model.room_for(method.max_nodes))
+        self.params = model.params_for(self.capacity)
+        self.draft_params = None if method.weights is None else model.everywhere(method.weights(self.capacity))
+        self.sampling, sampling_arrays = pipeline.compile_params(
+            [s.params for s in sequences],
+            vocab_size=model.config.vocab_size,
+            encode=model.tokenizer.encode,
+            eos_ids=sorted(model.tokenizer.stop_ids),
+            context_limit=self.capacity,
+        )
+        stop_ids = [
+            sorted({*s.params.stop_token_ids, *(() if s.params.ignore_eos else model.tokenizer.stop_ids)})
+            for s in sequences
+        ]
+        width = max(1, *map(len, stop_ids))
+        job = Job(
+            sampling=sampling_arrays,
+            stop_ids=np.array([ids + [-1] * (width - len(ids)) for ids in stop_ids], np.int32),
+            limit=np.array(limits, np.int32),
+            seed=np.stack([seed_words(s.seed) for s in sequences]),
+            sample=np.array([s.sample for s in sequences], np.int32),
+        )
+        self.job = model.everywhere(jax.device_put(job))  # `jnp.asarray` would compile a program for each shape
+        self.state = model.everywhere(self._prefill(np.array(lengths, np.int32), job.limit))
+
+    def clock(self) -> float:
+        """Seconds on a clock that stands still while programs are compiled."""
+        return time.perf_counter() - self.compile_s
+
+    def call(self, key: Hashable, function: Callable, *args: Pytree, **how) -> Pytree:
+        """Calls `program` of these arguments, with its keywords."""
+        args = self.model.everywhere(args)
+        return self.program(key, function, *args, **how)(*args)
+
+    def program(
+        self,
+        key: Hashable,
+        function: Callable,
+        *args: Pytree,
+        donate: tuple[int, ...] = (),
+        compiled: Callable[..., Callable] = compiled,
+    ) -> Callable:
+        """`function` compiled for arguments of these shapes, once; compiling is timed apart.
+
+        Args:
+            key: names what the function closes over.
+            function: pure; its first argument are weights.
+            args: to compile for.
+            donate: places of the arguments that a call gives up.
+            compiled: compiles; of functions that run the target's forward pass, `Devices.compile` does.
+        """
+        leaves, structure = jax.tree.flatten(args[1:])  # args[0] are weights
+        key = (key, structure, tuple((jnp.shape(a), a.dtype) for a in leaves))
+        program = self.model.programs.get(key)
+        if program is None:
+            start = time.perf_counter()
+            program = compiled(function, *args, donate=donate)
+            self.model.programs[key] = program
+            self.compile_s += time.perf_counter() - start
+        return program
+
+    def _prefill(self, lengths: np.ndarray, limits: np.ndarray) -> DecodeState:
+        """Feeds all tokens of each prompt but the last, which the first round feeds."""
+        prompts = [s.prompt for s in self.sequences]
+        drafter, batch = self.method.drafter, len(prompts)
+        tokens = np.zeros((batch, self.capacity), np.int32)
+        for row, ids in zip(tokens, prompts, strict=True):
+            row[: len(ids)] = ids
+        cache = self.model.new_cache(batch, self.capacity)
+        wants_hidden = drafter is not None and drafter.wants_hidden
+        chunk = partial(generate.prefill_chunk, self.model.forward, hidden=wants_hidden)
+        hidden, spent = [], 0.0
+
+        def program(piece: Piece, cache: KVCache):
+            nonlocal spent
+            begun, args = self.clock(), (self.params, *piece.arrays, cache)
+            how = self.model.devices.compile
+            out, cache = self.call(("prefill", wants_hidden), chunk, *args, donate=(3,), compiled=how)
+            cache.length.block_until_ready()
+            spent += self.clock() - begun
+            return out, cache
+
+        for fed in feed(program, [p[:-1] for p in prompts], cache):
+            cache = fed.cache
+            hidden.append(fed.out)
+        scores = self.sampling.logprobs
+        state = DecodeState(
+            tokens=jax.device_put(tokens),
+            length=jax.device_put(lengths),
+            finish=jax.device_put(np.where(lengths >= limits, np.int32(Finish.LENGTH), np.int32(Finish.RUNNING))),
+            cache=cache,
+            counters=generate.zero_counters(batch, self.method.max_nodes),
+            history=None if self.sampling.raw else pipeline.init_history(self.sampling, prompts),
+            scores=None if scores is None else generate.empty_scores(batch, self.capacity, scores),
+        )
+        if drafter is not None:
+            features = jnp.concatenate(hidden, axis=1) if wants_hidden and hidden else None
+
+            def begin(weights, job, state, text, features):
+                ctx = speculation.context(weights[0], job, state, max_nodes=drafter.max_nodes)
+                with speculation.traced(drafter, "init"):
+                    return drafter.init(weights[1], ctx._replace(text=text), hidden=features)
+
+            text, weights = self.read_text(state, None), (self.params, self.draft_params)
+            begun = self.clock()
+            init = self.call(("init", drafter), begin, weights, self.job, state, text, features)
+            jax.block_until_ready(init)
+            spent += self.clock() - begun
+            empty = jax.device_put(np.zeros((batch, self.capacity), token_sources.DTYPE))
+            state = state._replace(drafter=init, token_sources=empty)
+        self.log.add(Times(prefill=spent))
+        return state
+
+    def read_text(self, state: DecodeState, own: Pytree) -> Pytree:
+        """The text drafter's view of the committed text, or None for other drafters."""
+        if not isinstance(self.method.drafter, TextDrafter):
+            return None
+        text = self.method.drafter.read_text(own, np.asarray(state.tokens), np.asarray(state.length))
+        return self.model.everywhere(jax.tree.map(jnp.asarray, text))
+
+    def write_text(self, state: DecodeState, drafted: Drafted) -> Drafted:
+        """A draft of a `TextDrafter` in the target's tokens."""
+        assert isinstance(self.method.drafter, TextDrafter)
+        drafted = self.method.drafter.write_text(drafted, np.asarray(state.tokens), np.asarray(state.length))
+        return drafted._replace(draft=self.model.everywhere(jax.tree.map(jnp.asarray, drafted.draft)))
 
     def advance(self, max_rounds: int = ALL_ROUNDS) -> None:
         """Runs up to `max_rounds` rounds of every sequence that has not ended."""
-        self.runner.advance(self, max_rounds)
-
-    @property
-    def prefill_s(self) -> float:
-        """Seconds of the prompts."""
-        return self.times.prefill
-
-    @property
-    def decode_s(self) -> float:
-        """Seconds of the rounds, up to the one that ended the last text."""
-        return self.times.total
+        self.loop.advance(self, max_rounds)
 
     def end(self, kept: Mapping[int, int]) -> None:
         """Says that the texts were looked at, and ends some after so many tokens (a stop string was found).
@@ -85,6 +329,16 @@ class Session(DeviceBatch):
         finish[list(sequences)] = Finish.STOP
         self.state = self.state._replace(finish=self.model.everywhere(jax.device_put(finish)))
 
+    @property
+    def finish(self) -> list[Finish]:
+        """Why each sequence ended, or RUNNING."""
+        return [Finish(int(f)) for f in np.asarray(self.state.finish)]
+
+    @property
+    def times(self) -> Times:
+        """Of the whole batch; its stages if the host ran all rounds."""
+        return self.log.times
+
     def tokens(self) -> list[np.ndarray]:
         """Tokens generated so far, one int32 array a sequence."""
         return self._generated(self.state.tokens)
@@ -100,8 +354,17 @@ class Session(DeviceBatch):
         new = [buffer[b, len(s.prompt) : length[b]] for b, s in enumerate(self.sequences)]
         return [values[: self.log.kept.get(b)] for b, values in enumerate(new)]
 
+    def note(self, state: DecodeState) -> Note:
+        """What is noted of a state after a round."""
+        c, own = state.counters, state.drafter
+        if isinstance(self.method.drafter, WithPolicy):
+            return Note(c, own.policy, own.off)
+        if isinstance(self.method.drafter, ModelDrafter | StringDrafter):
+            return Note(c, own.policy, c.rounds - c.drafts)
+        return Note(c)
+
     def _ends(self) -> Note:
-        """What was noted where each text ends, or now, in numpy."""
+        """What was noted at the end of each text, or now, in numpy."""
         return self.log.at_ends(self.note(self.state))
 
     def counters(self) -> list[Counters]:
@@ -132,13 +395,13 @@ class Session(DeviceBatch):
         ]
 
     def drafts(self) -> list[tuple[tuple[int, int], ...]] | None:
-        """Drafted and accepted tokens of each round that drafted, by sequence; None where rounds are not noted."""
+        """Drafted and accepted tokens of each round that drafted, by sequence; None if rounds are not noted."""
         if not self.noting or self.method.drafter is None:
             return None
         return [tuple(self.log.drafts(b, int(r))) for b, r in enumerate(self._ends().counters.rounds)]
 
     def policies(self) -> list[PolicyReport] | None:
-        """What the draft-length policy did to each sequence; None where the drafter has none."""
+        """What the draft-length policy did to each sequence; None if the drafter has none."""
         drafter, note = self.method.drafter, self._ends()
         if not isinstance(drafter, WithPolicy | ModelDrafter | StringDrafter):
             return None
@@ -146,6 +409,6 @@ class Session(DeviceBatch):
 
 
 def _shares(weights: Seq[int]) -> list[float]:
-    """Parts of one in these proportions; equal ones where all are 0."""
+    """Parts of one in these proportions; equal ones if all are 0."""
     weights = np.asarray(weights, np.float64)
     return (weights / weights.sum() if weights.any() else np.full(weights.shape, 1 / len(weights))).tolist()

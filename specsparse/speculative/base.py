@@ -219,7 +219,7 @@ def check_facts(drafter: Drafter) -> None:
 
 
 class TextDrafter(Drafter):
-    """A drafter that reads and writes text, which the host makes of tokens: `runtime.host_loop` runs its rounds.
+    """A drafter that reads and writes text, which the host makes of tokens: `runtime.loops` runs its rounds.
 
     `init`, `draft` and `commit` are pure and jit-able as any drafter's, on a context whose `text` is what `read_text`
     found. What `draft` proposes is in tokens of its own, and `write_text` makes the target's of it.

@@ -24,9 +24,8 @@ from specsparse.engine.generate import Finish
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.runtime.device_batch import Request
 from specsparse.runtime.method import Method
-from specsparse.runtime.session import Session
+from specsparse.runtime.session import Request, Session
 from specsparse.support.files import read_tensors, write_tensors
 from specsparse.support.options import Count, Internal, Range
 

@@ -12,7 +12,7 @@ import specsparse
 from specsparse.cli import arguments, generate, method_options
 from specsparse.cli import main as cli
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.runtime.requests import prompt_ids
+from specsparse.runtime.session import prompt_ids
 from specsparse.testing import write_tiny_gguf
 
 PROMPT = "abc abc abc"

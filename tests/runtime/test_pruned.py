@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.runtime.pruned import Pruned
+from specsparse.runtime.loops import Pruned
 
 
 def swap(weights, state, extra):
@@ -19,7 +19,7 @@ def arguments():
 
 def test_the_result_is_the_functions():
     args = arguments()
-    wanted, found = swap(*args), Pruned.compile(swap, *args)(*args)
+    wanted, found = swap(*args), Pruned.compile(swap, *args).timed(*args)[0]
     assert jax.tree.structure(wanted) == jax.tree.structure(found)
     for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -40,7 +40,7 @@ def test_a_given_up_argument_is_used_up_where_it_is_read_and_kept_where_it_is_pa
 
     args = (jnp.zeros(8), jnp.ones(8)), jnp.ones(8)
     pruned = Pruned.compile(grow, *args, donate=(0,))
-    out = pruned(*args)
+    out, _ = pruned.timed(*args)
     assert args[0][0].is_deleted()
     assert not args[0][1].is_deleted() and out[1] is args[0][1] and not args[1].is_deleted()
     np.testing.assert_array_equal(out[0], np.ones(8))

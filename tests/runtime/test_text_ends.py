@@ -15,12 +15,12 @@ import specsparse
 from specsparse import SamplingParams
 from specsparse.engine.generate import LoopCounters
 from specsparse.measure.costs.acceptance import acceptance_over_seeds
-from specsparse.runtime import device_batch, results
-from specsparse.runtime.device_batch import Request
+from specsparse.runtime import results
+from specsparse.runtime import session as sessions
+from specsparse.runtime.loops import Note, RoundLog
 from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.runtime.metrics import STAGES, Counters, Times, from_dict, rates, to_dict
-from specsparse.runtime.round_log import Note, RoundLog
-from specsparse.runtime.session import Session
+from specsparse.runtime.session import Request, Session
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.with_policy import with_policy
 from specsparse.speculative.policies import get_policy
@@ -152,7 +152,7 @@ def test_the_time_ends_with_the_text(model, free, monkeypatch):
         options = {"sampling": SAMPLING, "seed": 4, "stop": unique(free[0].text, 21)}
         way(model, "abcabd", **options)
         with monkeypatch.context() as patch:
-            patch.setattr(device_batch, "time", Clock())
+            patch.setattr(sessions, "time", Clock())
             assert way(model, "abcabd", **options).stats.decode_s == pytest.approx(seconds)
 
 

@@ -21,9 +21,8 @@ from specsparse.engine.generate import Finish
 from specsparse.engine.llama import ForwardOut
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.runtime import timing_cache
-from specsparse.runtime.device_batch import Request
 from specsparse.runtime.method import Method, MethodSpec, resolve
-from specsparse.runtime.session import Session
+from specsparse.runtime.session import Request, Session
 from specsparse.runtime.timing_cache import guessed_v, policy_times
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
 from specsparse.speculative.drafters import get_drafter

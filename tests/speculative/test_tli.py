@@ -11,9 +11,8 @@ import pytest
 import specsparse
 from specsparse import SamplingParams
 from specsparse.errors import UserError
-from specsparse.runtime.host_loop import Pieces, runner_for
+from specsparse.runtime.loops import JIT, loop_for
 from specsparse.runtime.method import MethodSpec, load_drafter, resolve
-from specsparse.runtime.rounds import InOneProgram
 from specsparse.speculative import intersection
 from specsparse.speculative.base import ROOT, DraftKind, Feedback
 from specsparse.speculative.drafters import get_drafter
@@ -252,10 +251,10 @@ def test_tli_a_rolled_back_cache_drafts_as_a_new_one(pair, tree):
 
 
 def test_rounds_run_in_one_program_but_for_drafts_of_text(pair):
-    for vocabulary, runner in {"auto": InOneProgram, "tli": InOneProgram, "slem": Pieces}.items():
+    for vocabulary, in_one in {"auto": True, "tli": True, "slem": False}.items():
         spec = get_drafter("model", model=pair["spm"], vocabulary=vocabulary)
         method = resolve(MethodSpec(spec, sampling=SamplingParams()), pair["bpe"])
-        assert type(runner_for(pair["bpe"], method)) is runner
+        assert (loop_for(pair["bpe"], method) is JIT) == in_one
 
 
 # The distribution, enumerated

@@ -26,7 +26,7 @@ from specsparse.measure.speedups import Repeats, Width
 from specsparse.models import catalogue
 from specsparse.report import display, record
 from specsparse.report.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
-from specsparse.runtime.host_loop import RoundView, Watch
+from specsparse.runtime.loops import RoundView, Watch
 from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.runtime.results import Generation
 from specsparse.speculative.base import Verifier

@@ -23,13 +23,11 @@ from specsparse.errors import UserError
 from specsparse.measure import intervals
 from specsparse.measure.costs.measuring import Bar, load_or_measure, silent
 from specsparse.runtime import metrics, timing_cache
-from specsparse.runtime.device_batch import Request
-from specsparse.runtime.host_loop import RoundView, Watch
+from specsparse.runtime.loops import RoundView, Watch
 from specsparse.runtime.method import Method, MethodSpec, drafts_trees, resolve
 from specsparse.runtime.metrics import Counters
-from specsparse.runtime.requests import PromptLike, prompt_ids
 from specsparse.runtime.results import decode
-from specsparse.runtime.session import Session
+from specsparse.runtime.session import PromptLike, Request, Session, prompt_ids
 from specsparse.runtime.timing_cache import CostTable, cost_key
 from specsparse.speculative import expected
 from specsparse.speculative.base import Drafter, Verifier

@@ -24,10 +24,9 @@ from specsparse.engine.windows import LayerWindows
 from specsparse.measure.costs.roofline import measure_device
 from specsparse.measure.trials import Ours, token_ids
 from specsparse.runtime import timing_cache
-from specsparse.runtime.device_batch import Request
 from specsparse.runtime.method import Method, MethodSpec, resolve
 from specsparse.runtime.metrics import Counters
-from specsparse.runtime.session import Session
+from specsparse.runtime.session import Request, Session
 from specsparse.runtime.timing_cache import CostTable, DraftCost, cost_key
 from specsparse.speculative.drafters.synthetic import Scripted
 from specsparse.speculative.policies.base import Fixed
@@ -188,9 +187,9 @@ class Loop:
 
     def run(self, rounds: int) -> float:
         """Seconds of up to `rounds` rounds."""
-        before = self.session.decode_s
+        before = self.session.times.total
         self.session.advance(rounds)
-        return self.session.decode_s - before
+        return self.session.times.total - before
 
     def again(self, rounds: int) -> float:
         """Seconds of up to `rounds` rounds from the beginning; only for drafters without a state, which goes on."""

@@ -1,7 +1,7 @@
 """String-level exact match (SLEM): a draft model writes text, which the target's tokenizer cuts into tokens anew.
 
 Timor et al. 2025 (arXiv:2502.05202). Vocabularies need not overlap: the draft reads the text in tokens of its own, and
-what it writes is verified as any draft without distributions. The host makes tokens of text, so `runtime.host_loop`
+what it writes is verified as any draft without distributions. The host makes tokens of text, so `runtime.loops`
 runs it.
 """
 

@@ -27,11 +27,9 @@ from specsparse.measure import intervals, trials
 from specsparse.measure.trials import paired_ratio
 from specsparse.models import catalogue
 from specsparse.runtime import manifest
-from specsparse.runtime.device_batch import Request
 from specsparse.runtime.load import load
 from specsparse.runtime.method import Method, MethodSpec, resolve
-from specsparse.runtime.requests import prompt_ids
-from specsparse.runtime.session import Session
+from specsparse.runtime.session import Request, Session, prompt_ids
 from specsparse.speculative.drafters import DRAFTERS
 from specsparse.speculative.policies.base import Fixed
 from specsparse.support import tables, terminal
@@ -112,11 +110,11 @@ def ours(model: Model, method: Method, ids: Sequence[int], tokens: int) -> Writt
     params = SamplingParams(temperature=0.0, max_tokens=tokens + 1, ignore_eos=True)
     session = Session(model, [Request(np.asarray(ids, np.int32), params, seed=0)], method)
     session.advance(1)
-    begun, done, rounds = session.decode_s, len(session.tokens()[0]), session.counters()[0].num_rounds
+    begun, done, rounds = session.times.total, len(session.tokens()[0]), session.counters()[0].num_rounds
     session.advance()
     share = tokens / (tokens + 1 - done)
     passes = (session.counters()[0].num_rounds - rounds) * share
-    return WrittenText((session.decode_s - begun) * share, session.tokens()[0].tolist(), passes)
+    return WrittenText((session.times.total - begun) * share, session.tokens()[0].tolist(), passes)
 
 
 def writers_of(
@@ -364,13 +362,13 @@ class BatchBench(SpeculationBench):
         emitted, rounds = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0)
         if self.pp > 1:
             ids, one = trials.token_ids(self.pp, model.config.vocab_size), params.merged(max_tokens=1)
-            prompt_s = Session(model, [Request(ids, one, seed=0) for _ in batches[0]], Method()).prefill_s
+            prompt_s = Session(model, [Request(ids, one, seed=0) for _ in batches[0]], Method()).times.prefill
         for batch in batches:
             requests = [Request(ids, params, seed=0) for ids in batch]
             for name, how in {"": Method(), **methods}.items():
                 session = Session(model, requests, how)
                 session.advance()
-                seconds[name] += session.decode_s
+                seconds[name] += session.times.total
                 if name:
                     each = session.counters()
                     emitted[name] += sum(c.num_emitted_tokens for c in each)

@@ -19,9 +19,9 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.measure.trials import Ours, token_ids
-from specsparse.runtime.host_loop import RoundView
+from specsparse.runtime.loops import RoundView
 from specsparse.runtime.metrics import STAGES
-from specsparse.runtime.requests import PromptLike
+from specsparse.runtime.session import PromptLike
 from specsparse.support.files import Json
 from specsparse.support.interleaved import seconds
 

@@ -24,7 +24,7 @@ from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import ContextTooLong, UserError
 from specsparse.runtime.method import MethodSpec
-from specsparse.runtime.requests import sequences_of
+from specsparse.runtime.session import requests
 from specsparse.support.files import Json
 from specsparse.tools.serve.prometheus import ServerMetrics
 from specsparse.tools.serve.protocol import Answer, CompletionRequest, HttpError, parse_request, to_bytes
@@ -166,7 +166,7 @@ class Service:
             params = wanted.params
             try:
                 spec = self.spec_at(0.0 if params.greedy else params.temperature)
-                sequences = [s for group in sequences_of(self.model, wanted.prompts, params) for s in group]
+                sequences = [s for group in requests(self.model, wanted.prompts, params) for s in group]
             except UserError as error:
                 long = "context_length_exceeded" if isinstance(error, ContextTooLong) else None
                 raise HttpError(400, str(error), code=long) from None

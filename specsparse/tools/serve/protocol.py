@@ -13,8 +13,8 @@ from specsparse.engine.sampling.params import ELSEWHERE, SamplingParams
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.runtime.metrics import rates
-from specsparse.runtime.requests import PromptLike
 from specsparse.runtime.results import Generation, GenerationStats, TokenLogprobs, best_of
+from specsparse.runtime.session import PromptLike
 from specsparse.support.files import Json
 from specsparse.support.options import options_of
 from specsparse.tools.serve.worker import Finished, RequestHandle, TextEvent

@@ -17,10 +17,9 @@ from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.engine.text.stopping import TokenText
 from specsparse.errors import UserError
-from specsparse.runtime.device_batch import Request
 from specsparse.runtime.method import MethodSpec, ready
 from specsparse.runtime.results import Generation, TokenLogprobs, generations, logprobs_of, read_texts
-from specsparse.runtime.session import Session
+from specsparse.runtime.session import Request, Session
 from specsparse.tools.serve.prometheus import ServerMetrics, Timings
 
 MAX_PROGRAMS = 256
@@ -207,7 +206,7 @@ class Worker:
             if Finish.RUNNING in session.finish:
                 session.advance(rounds)
             self._tell(session, running)
-            rounds = 1 if any(r.handle.live for r in running.values()) else session.runner.rounds
+            rounds = 1 if any(r.handle.live for r in running.values()) else session.loop.rounds
 
     def _drop(self, session: Session, running: dict[int, _Running]) -> None:
         """Ends the completions that nobody waits for."""

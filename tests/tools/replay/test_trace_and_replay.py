@@ -13,9 +13,8 @@ from specsparse import SamplingParams
 from specsparse.cli.main import main as cli
 from specsparse.errors import UserError
 from specsparse.measure.recording import Recorder, Recording, Trace
-from specsparse.runtime.device_batch import Request
 from specsparse.runtime.method import MethodSpec, resolve
-from specsparse.runtime.session import Session
+from specsparse.runtime.session import Request, Session
 from specsparse.speculative.base import ROOT
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.tree import TreeTemplate

@@ -21,9 +21,8 @@ from specsparse.measure.costs.outlines import ModelOutline
 from specsparse.measure.costs.roofline import kv_bytes
 from specsparse.measure.trials import Ours, token_ids
 from specsparse.runtime import manifest
-from specsparse.runtime.device_batch import Request
 from specsparse.runtime.method import Method, MethodSpec, resolve
-from specsparse.runtime.session import Session
+from specsparse.runtime.session import Request, Session
 from specsparse.speculative import expected
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates, synthetic_verifier
 from specsparse.speculative.trees import get_tree
@@ -132,7 +131,7 @@ def speculation(plan: CardPlan) -> Iterator[Json]:
     method = Method(Synthetic(GAMMA, rates), synthetic_verifier(rates))
     sides = {"plain": (model, Method()), "one_row": (wide(model, 0), Method()), "speculative": (model, method)}
     found = interleaved({name: lambda s=s: _written(*s, plan) for name, s in sides.items()}, repeats=plan.repeats)
-    s = {name: median(one.decode_s for one in each) for name, each in found.items()}
+    s = {name: median(one.times.total for one in each) for name, each in found.items()}
     counted = found["speculative"][-1].counters()[0]
     yield {
         "what": f"speculation, {plan.large} BF16, alpha {ALPHA}, gamma {GAMMA}", "layers": model.config.n_layers,
