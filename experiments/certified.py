@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from specsparse.errors import UserError
-from specsparse.speculative.proof.page import page
+from specsparse.speculative.proof.libraries import page
 from specsparse.support.files import replacing
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@
 import numpy as np
 
 import specsparse
-from specsparse.speculative.proof.certify import measure_mutant
-from specsparse.speculative.proof.mutants import MUTANTS
+from specsparse.speculative.proof.mutants import MUTANTS, measure_mutant
 from specsparse.speculative.proof.results import LOSSLESS_TV, MUTANT_TV
 from specsparse.speculative.verify import get_verifier
 

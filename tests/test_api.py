@@ -369,7 +369,7 @@ def test_arguments_that_are_none_are_one_line(model):
     refused("watch=3 must be a function", specsparse.generate, model, "a", watch=3)
     refused("certify.. has no option foo", specsparse.certify, foo=1)
     refused("certifies nothing", specsparse.certify, [])
-    for name in ("driver", "museum", "mutants"):
+    for name in ("driver", "known_bugs", "mutants"):
         refused(f"{name}=x must be true or false", specsparse.certify, "greedy", **{name: "x"})
     refused("vocab=x must be a whole number", specsparse.certify, "greedy", vocab="x")
 

@@ -24,7 +24,7 @@ from specsparse.speculative.drafters.spec import DrafterSpec
 from specsparse.speculative.gamma import MAX_NODES
 from specsparse.speculative.loop import check_drafted, traced
 from specsparse.speculative.policies.base import DraftView, Policy
-from specsparse.speculative.proof.chain_probs import LEVEL, POWER
+from specsparse.speculative.proof.results import LEVEL, POWER
 from specsparse.speculative.tree import check_parents
 from specsparse.speculative.trees.base import TreeShape
 from specsparse.speculative.verify import match_verdict, valid_verifiers

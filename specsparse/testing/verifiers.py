@@ -18,7 +18,7 @@ from specsparse.speculative.proof.certify import Certifiable, cases, certify
 from specsparse.speculative.proof.driver import Decided, Drafts, sound
 from specsparse.speculative.proof.exact import ends
 from specsparse.speculative.proof.external import ExternalVerifier, external
-from specsparse.speculative.proof.results import CertificateReport, worst_on
+from specsparse.speculative.proof.results import CertificateReport
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import match_verdict, verify
 
@@ -57,7 +57,7 @@ def assert_lossless(
     if broken:
         worst = max(broken, key=lambda result: result.tv)
         lines = [
-            f"{worst.verifier} is not lossless: total variation {worst.tv:.3g} on {worst_on(worst)} ({worst.part}; "
+            f"{worst.verifier} is not lossless: total variation {worst.tv:.3g} on {worst.worst_on} ({worst.part}; "
             f"rounding or chance explain {worst.bound:.1g}); {len(broken)} of {len(report.results)} cases fail",
             *worst.differences(),
         ]

@@ -34,8 +34,7 @@ from specsparse.runtime.timing_cache import CostTable
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.with_policy import WithPolicy
 from specsparse.speculative.proof import certify as certificate
-from specsparse.speculative.proof.driver_mutants import DRIVER_MUTANTS
-from specsparse.speculative.proof.mutants import MUTANTS
+from specsparse.speculative.proof.mutants import DRIVER_MUTANTS, MUTANTS
 from specsparse.support import terminal
 from specsparse.support.files import conf_dir
 from specsparse.support.registry import Choice
@@ -267,7 +266,7 @@ def test_a_comparison_is_not_fooled_by_draws_that_are_not_from_q():
 
 
 def test_certify_prints_one_table_and_fails_where_the_promise_is_broken(cfg, tmp_path, monkeypatch):
-    spec = CertifySpec(("token", "typical"), vocab=2, gamma=1, museum=False)
+    spec = CertifySpec(("token", "typical"), vocab=2, gamma=1, known_bugs=False)
     cfg = replaced(cfg, kind="certify", certify=spec, model=ModelSpec("none.gguf"))
     few = {name: DRIVER_MUTANTS[name] for name in ("no_coins_token", "count_ignored_token")}
     monkeypatch.setattr(certificate, "DRIVER_MUTANTS", few)
@@ -289,7 +288,7 @@ def test_certify_prints_one_table_and_fails_where_the_promise_is_broken(cfg, tmp
     assert written["failures"] == ["mutant argmax_as_sampled"]
 
 
-def test_certify_takes_callables_and_the_museum(cfg, tmp_path, monkeypatch):
+def test_certify_takes_callables_and_the_known_bugs(cfg, tmp_path, monkeypatch):
     source = "def lazy(p, q, drafts, uniforms):\n    return [int(uniforms[0] >= p[0, 0])]\n"
     (tmp_path / "mine_own.py").write_text(source + "\n\ndef eager(p, q, drafts, u):\n    return len(drafts), 0\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -304,7 +303,7 @@ def test_certify_takes_callables_and_the_museum(cfg, tmp_path, monkeypatch):
     assert rows["lazy"]["part"] == "callable" and rows["lazy"]["tv"] <= rows["lazy"]["bound"] < 1e-8
     assert rows["coin_is_0"]["promise"] == "mutant" and rows["coin_is_0"]["bound"] < 1e-8
     assert "every uniform bisected" in text and "float32" not in text
-    spec = dataclasses.replace(spec, also=("mine_own:eager",), museum=False)
+    spec = dataclasses.replace(spec, also=("mine_own:eager",), known_bugs=False)
     found, text, written = play(replaced(cfg, certify=spec), tmp_path / "b")
     assert not found.as_promised and "NOT as promised: eager" in text
     assert written["rows"][0]["texts"][0].startswith("text ")

@@ -8,6 +8,7 @@ from specsparse.experiments.compose.parts import PARTS
 from specsparse.support.files import conf_dir
 from specsparse.support.options import shown
 
+_OLD_KEYS = {"certify.museum": "certify.known_bugs"}
 _FLAGS = ("-m", "--multirun", "-h", "--help", "-r", "--run", "--resolve")
 
 
@@ -22,6 +23,7 @@ def shorthand(argv: list[str]) -> list[str]:
     out = []
     for arg in argv:
         key, eq, value = arg.partition("=")
+        key = _OLD_KEYS.get(key, key)
         is_path = bool(re.search(r"\.(gguf|jsonl|txt)$|^hf://|^[~./]", value))
         value = ",".join(PARTS[key].canonical(name) for name in value.split(",")) if key in PARTS else value
         if eq and key == "model" and is_path:

@@ -9,12 +9,11 @@ from specsparse.errors import UserError
 from specsparse.experiments.kind import Kind, RunContext, RunResult
 from specsparse.speculative.policies.base import Policy
 from specsparse.speculative.proof.certify import certify
-from specsparse.speculative.proof.chain_probs import POWER
 from specsparse.speculative.proof.external import ExternalVerifier, external
-from specsparse.speculative.proof.results import DRIVER, LEGEND, RULE, CertificateReport
+from specsparse.speculative.proof.results import DRIVER, LEGEND, POWER, RULE, CertificateReport
 from specsparse.speculative.verify import VERIFIERS, get_verifier
 from specsparse.support import registry, terminal
-from specsparse.support.options import Range, Seed
+from specsparse.support.options import Also, Range, Seed
 
 DEFINITION = (
     "total variation between the joint distribution of the tokens of one round, continued by plain sampling, and plain "
@@ -31,7 +30,7 @@ class CertifySpec:
     vocab: Annotated[int, Range(2, 6)] | None = None
     gamma: Annotated[int, Range(1, 3)] | None = None
     mutants: bool = True
-    museum: bool = True
+    known_bugs: Annotated[bool, Also("museum")] = True
     also: tuple[str, ...] = ()
 
 
@@ -63,9 +62,8 @@ class Certify(Kind[CertifySettings]):
         named = VERIFIERS if spec.verifiers is None else spec.verifiers
         chosen = [*map(get_verifier, named), *_callables(spec)]
         with terminal.busy(ctx.console, "enumerating every draft and every coin, bisecting the driver's"):
-            report = certify(
-                chosen, vocab=spec.vocab, gamma=spec.gamma, seed=cfg.seed, mutants=spec.mutants, museum=spec.museum
-            )
+            how = {"vocab": spec.vocab, "gamma": spec.gamma, "mutants": spec.mutants, "known_bugs": spec.known_bugs}
+            report = certify(chosen, seed=cfg.seed, **how)
         kept = (
             "as promised: rule and driver of every lossless verifier keep the distribution of p, every mutant is caught"
         )

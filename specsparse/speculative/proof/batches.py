@@ -1,4 +1,4 @@
-"""Verification of a batch of rounds in numpy, taken apart: what museum and adapters are made of.
+"""Verification of a batch of rounds in numpy, the parts of `known_bugs` and `libraries`.
 
 p is float64[N, K+1, V], q float64[N, K, V], drafts int64[N, K]. Uniforms of a round: K coins, K for the target's own
 samples, and the last one for the token after the accepted drafts.

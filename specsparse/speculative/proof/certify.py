@@ -6,32 +6,31 @@ Two things are certified on the same cases. The *rule*: every draft and every co
 found by bisection (`driver`). Either gives the distribution of one round, which is continued by plain sampling to a
 fixed length and compared with plain sampling alone.
 
-Anybody's callable is certified likewise (`handed`): its uniforms are bisected as the driver's are, or it is sampled
-with a stated power where it draws its own; and its text of several rounds is compared with the target's, too. A
+Anybody's callable is certified likewise (`external`): its uniforms are bisected as the driver's are, or it is sampled
+with a stated power if it draws its own; and its text of several rounds is compared with the target's, too. A
 draft-length policy is certified by the driver on the drafts that it leaves (`policies`).
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-
-import numpy as np
+from typing import Annotated
 
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftKind, Verifier
 from specsparse.speculative.policies.base import Policy
 from specsparse.speculative.proof.cases import CORNERS, Case, at_temperature_0, make_case
-from specsparse.speculative.proof.driver import driver_probs, jitted
-from specsparse.speculative.proof.driver_mutants import DRIVER_MUTANTS
-from specsparse.speculative.proof.exact import continuations, output_probs, total_variation
+from specsparse.speculative.proof.driver import driver_probs, driver_tv, jitted
+from specsparse.speculative.proof.exact import continuations, output_probs
 from specsparse.speculative.proof.external import ExternalVerifier, external
-from specsparse.speculative.proof.known_bugs import KNOWN_BUGS, measure_exhibit
-from specsparse.speculative.proof.measured import driver_tv, measure_external
-from specsparse.speculative.proof.mutants import MUTANTS
+from specsparse.speculative.proof.known_bugs import KNOWN_BUGS
+from specsparse.speculative.proof.measured import measure_external
+from specsparse.speculative.proof.mutants import DRIVER_MUTANTS, MUTANTS, measure_mutant
 from specsparse.speculative.proof.policies import measure_policy
 from specsparse.speculative.proof.results import DRIVER, CertificateReport, MutantResult, Result
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import VERIFIERS, get_verifier
-from specsparse.support.options import Seed, only_known, read
+from specsparse.support.options import Range, Seed, only_known, read
 
 Certifiable = Verifier | str | ExternalVerifier | Callable | Policy
 
@@ -45,9 +44,6 @@ MANY_SIBLINGS = {
     DraftKind.IID: (("random", 4, 5), ("p flat, q tied", 4, 5), ("p flat, q tied", 5, 4)),  # of 5^5 drafts too many
 }
 """Corner, siblings of the root, tokens. The rejection of a fourth or fifth shows only if several tokens are left."""
-
-MUTANT_CASES = 3
-"""Random cases per mutant."""
 
 
 def shapes(*, vocab: int, gamma: int, tree: bool) -> list[tuple[TreeTemplate, int]]:
@@ -81,9 +77,10 @@ def cases(verifier: Verifier, *, vocab: int, gamma: int, seed: int) -> Iterator[
 
 def measure(verifier: Verifier, case: Case) -> Result:
     """Total variation between the output of one round by the rule and plain sampling."""
-    drafts = list(case.outcomes())
+    drafts, target = list(case.outcomes()), continuations(case.p, case.length)[0]
     probs = output_probs(verifier.rule, drafts, case.p, case.length)
-    return _result(verifier, case, probs, len(drafts))
+    of = {"drafts": len(drafts), "texts": False}
+    return Result.from_probs(verifier.name, verifier.lossless, case, probs, target, **of)
 
 
 def measure_driver(verifier: Verifier, tried: Sequence[Case], *, seed: int) -> list[Result]:
@@ -91,49 +88,25 @@ def measure_driver(verifier: Verifier, tried: Sequence[Case], *, seed: int) -> l
     found = []
     for one_hot in (True, False):
         some = [case for case in tried if (case.kind is DraftKind.ONE_HOT) == one_hot]
-        for case, made in zip(some, driver_probs(jitted(verifier), verifier, some, seed=seed) if some else ()):
-            bound = driver_tv(case.template, vocab=case.p[0].shape[0])
-            result = _result(verifier, case, made.probs, made.drafts)
-            found.append(dataclasses.replace(result, part=DRIVER, bound=bound))
+        for case, (probs, drafts) in zip(
+            some, driver_probs(jitted(verifier), verifier, some, seed=seed) if some else ()
+        ):
+            target, bound = continuations(case.p, case.length)[0], driver_tv(case.template, vocab=len(case.p[0]))
+            of = {"drafts": drafts, "texts": False, "part": DRIVER, "bound": bound}
+            found.append(Result.from_probs(verifier.name, verifier.lossless, case, probs, target, **of))
     return found
 
 
-def _result(verifier: Verifier, case: Case, probs: np.ndarray, drafts: int) -> Result:
-    tv = total_variation(probs, continuations(case.p, case.length)[0])
-    kind, vocab = case.kind.value, case.p[0].shape[0]
-    return Result(verifier.name, verifier.lossless, kind, case.template.parents, vocab, case.name, drafts, tv)
-
-
-def measure_mutant(name: str, *, seed: int) -> MutantResult:
-    """Largest total variation of a mutant over `MUTANT_CASES` random cases."""
-    mutant = MUTANTS[name]
-    found = []
-    for case in range(MUTANT_CASES):
-        made = mutant.round(seed * MUTANT_CASES + case)
-        probs = output_probs(made.rule, made.outcomes, made.p, made.length)
-        found.append(total_variation(probs, continuations(made.p, made.length)[0]))
-    return MutantResult(name, mutant.mistake, max(found))
-
-
-def measure_driver_mutant(name: str, *, seed: int) -> MutantResult:
-    """Largest total variation of a mutant of a driver over `MUTANT_CASES` random cases."""
-    mutant = DRIVER_MUTANTS[name]
-    tried = mutant.cases(seed, count=MUTANT_CASES)
-    made = driver_probs(mutant.driver(), get_verifier(mutant.verifier), tried, seed=seed)
-    found = [total_variation(probs, continuations(case.p, case.length)[0]) for case, (probs, _) in zip(tried, made)]
-    return MutantResult(name, mutant.mistake, max(found), DRIVER)
-
-
 @dataclasses.dataclass(frozen=True)
-class _Asked:
+class _Options:
     """The options of `certify`, for their types."""
 
-    vocab: int | None
-    gamma: int | None
+    vocab: Annotated[int, Range(2, 6)] | None
+    gamma: Annotated[int, Range(1, 3)] | None
     seed: Seed
     mutants: bool | None
     driver: bool
-    museum: bool
+    known_bugs: bool
 
 
 @only_known
@@ -145,58 +118,64 @@ def certify(
     seed: int = 0,
     mutants: bool | None = None,
     driver: bool = True,
-    museum: bool = False,
+    known_bugs: bool = False,
+    museum: bool | None = None,
 ) -> CertificateReport:
     """Measures verifiers (all of `VERIFIERS` if None) and the mutants; most of a minute for all.
 
     Args:
-        verifiers: what to certify: names, verifiers, anybody's callables, see `handed`, or draft-length policies, see
-            `policies.measure_policy`; one may stand alone.
+        verifiers: names, verifiers, anybody's callables (see `external`), or draft-length policies (see
+            `policies.measure_policy`); one may stand alone.
         vocab: vocabulary of most cases, 2..6; by default 4, and 3 for callables. `CertificateReport.covered` says
-            what was tried. Mutants, museum and policies keep their own.
+            what was tried. Mutants, known bugs and policies keep their own.
         gamma: longest chain, 1..3; by default 3, and 2 for callables, with one case of 4 drafts and one of 6 tokens.
         seed: of the random distributions; the same seed gives the same report.
         mutants: whether to run the mutants too; by default they run unless callables alone are certified.
         driver: whether to certify, beside the rules, the jitted driver of the lossless verifiers.
-        museum: whether to run `museum.KNOWN_BUGS` too, real mistakes and methods that were called lossy.
+        known_bugs: whether to run `KNOWN_BUGS` too, real mistakes and methods that were called lossy.
+        museum: the old name of `known_bugs`, for one version.
 
     Raises:
         UserError: an unknown name, a case too large to enumerate, or a callable that cannot be certified so.
     """
+    if museum is not None:
+        warnings.warn("certify(museum=) is known_bugs= now", DeprecationWarning, stacklevel=3)
+        known_bugs = museum
+    given = {
+        "vocab": vocab,
+        "gamma": gamma,
+        "seed": seed,
+        "mutants": mutants,
+        "driver": driver,
+        "known_bugs": known_bugs,
+    }
+    read(_Options, given, group="", null=True)
     alone = verifiers is not None and (isinstance(verifiers, str) or not isinstance(verifiers, Sequence))
-    given = {"vocab": vocab, "gamma": gamma, "seed": seed, "mutants": mutants, "driver": driver, "museum": museum}
-    read(_Asked, given, group="", null=True)
     several = [verifiers] if alone else list(VERIFIERS.values() if verifiers is None else verifiers)
-    if not several and not museum:
+    if not several and not known_bugs:
         raise UserError("certify([]) certifies nothing: name a verifier, or leave the list out for all")
     named = [get_verifier(v) if isinstance(v, str) else v for v in several]
-    made = [v if isinstance(v, Verifier | Policy) else external(v) for v in named]
-    if (vocab or gamma) and any(isinstance(v, Policy) for v in made):
+    chosen = [v if isinstance(v, Verifier | Policy) else external(v) for v in named]
+    if (vocab or gamma) and any(isinstance(v, Policy) for v in chosen):
         raise UserError("certify: a policy's drafts are as long as its own gamma: leave out gamma and vocab")
-    chosen = sorted(made, key=lambda v: isinstance(v, Verifier))  # a broken one is said at once
     mutants = any(isinstance(v, Verifier) for v in chosen) if mutants is None else mutants
-    if vocab not in (None, *range(2, 7)) or gamma not in (None, *range(1, 4)):
-        raise UserError(f"certify enumerates everything: vocab={vocab} must lie in 2..6 and gamma={gamma} in 1..3")
-    results = []
-    for verifier in chosen:
+    results: list[Result] = []
+    for verifier in sorted(chosen, key=lambda v: isinstance(v, Verifier)):  # a broken callable is said at once
         if isinstance(verifier, Policy):
             results += measure_policy(verifier, seed=seed)
-            continue
-        if isinstance(verifier, ExternalVerifier):
+        elif isinstance(verifier, ExternalVerifier):
             results += measure_external(verifier, vocab=vocab, gamma=gamma, seed=seed)
-            continue
-        tried = list(cases(verifier, vocab=vocab or VOCAB, gamma=gamma or GAMMA, seed=seed))
-        results += [measure(verifier, case) for case in tried]
-        if driver and verifier.lossless:
-            results += measure_driver(verifier, tried, seed=seed)
-    wrong = [measure_mutant(name, seed=seed) for name in MUTANTS] if mutants else []
-    if mutants and driver:
-        wrong += [measure_driver_mutant(name, seed=seed) for name in DRIVER_MUTANTS]
-    for exhibit in KNOWN_BUGS.values() if museum else ():
-        found = measure_exhibit(exhibit.name, seed=seed)
-        if exhibit.how.lossless:
+        else:
+            tried = list(cases(verifier, vocab=vocab or VOCAB, gamma=gamma or GAMMA, seed=seed))
+            results += [measure(verifier, case) for case in tried]
+            results += measure_driver(verifier, tried, seed=seed) if driver and verifier.lossless else []
+    names = [*MUTANTS, *(DRIVER_MUTANTS if driver else ())] if mutants else []
+    wrong = [measure_mutant(name, seed=seed) for name in names]
+    for bug in KNOWN_BUGS.values() if known_bugs else ():
+        found = bug.measure(seed=seed)
+        if bug.how.lossless:
             results += found
         else:
             worst = max(found, key=lambda r: r.tv)
-            wrong.append(MutantResult(exhibit.name, exhibit.what, worst.tv, worst.part, worst.bound))
+            wrong.append(MutantResult(bug.name, bug.about, worst.tv, worst.part, worst.bound))
     return CertificateReport(tuple(results), tuple(wrong))

@@ -26,6 +26,7 @@ from specsparse.speculative.proof import boxes
 from specsparse.speculative.proof.boxes import LANES
 from specsparse.speculative.proof.cases import Case
 from specsparse.speculative.proof.exact import continuations
+from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import Draw, judged_at_once, match_verdict, verify, verify_rows
 
 STEPS = 1 << 24
@@ -151,8 +152,7 @@ def settle(driver: Driver, drafts: Drafts, *, seed: int) -> Decided:
     """The cube of uniforms of each draft, cut into boxes of one verdict; see `boxes.settle`."""
     N, n = drafts.p.shape[:2]
     found = boxes.settle(functools.partial(_verdicts, driver, drafts), drafts=N, uniforms=n, steps=STEPS, seed=seed)
-    fields = np.split(found.verdict, [n, n + 1, 2 * n], axis=1)
-    tokens, count, nodes, failed = fields
+    tokens, count, nodes, failed = np.split(found.verdict, [n, n + 1, 2 * n], axis=1)
     return Decided(found.boxes.draft, found.volume(STEPS), tokens, count[:, 0], nodes, failed[:, 0])
 
 
@@ -165,8 +165,7 @@ def _verdicts(driver: Driver, drafts: Drafts, index: np.ndarray) -> boxes.Verdic
         ticks_Ln = np.resize(ticks_Nn, (LANES, ticks_Nn.shape[1]))
         uniforms = (ticks_Ln / STEPS).astype(np.float32).reshape(*shape, -1)
         v = driver(draft, p, uniforms)
-        fields = (v.tokens, v.count, v.nodes, v.failed)
-        rows = [np.asarray(a, np.int32).reshape(LANES, -1) for a in fields]
+        rows = [np.asarray(a, np.int32).reshape(LANES, -1) for a in (v.tokens, v.count, v.nodes, v.failed)]
         return np.concatenate(rows, axis=1)[: index.size]
 
     return verdicts
@@ -187,15 +186,11 @@ def sound(drafts: Drafts, found: Decided) -> np.ndarray:
     return right & (found.count >= 1) & (found.count <= K + 1) & (found.failed == 0)
 
 
-class DriverResult(NamedTuple):
-    """What a driver makes of a case: the joint distribution [V] * length, and how many drafts were tried."""
-
-    probs: np.ndarray
-    drafts: int
-
-
-def driver_probs(driver: Driver, verifier: Verifier, cases: Sequence[Case], *, seed: int) -> list[DriverResult]:
-    """Joint distribution of the tokens of one round, continued by plain sampling from p, of each case.
+def driver_probs(
+    driver: Driver, verifier: Verifier, cases: Sequence[Case], *, seed: int
+) -> list[tuple[np.ndarray, int]]:
+    """For each case the joint distribution [V] * length of one round, continued by plain sampling from p, and the
+    number of drafts.
 
     A verdict that is not `sound`, and one that was not settled, adds nothing: the distribution lacks its mass.
 
@@ -214,6 +209,26 @@ def driver_probs(driver: Driver, verifier: Verifier, cases: Sequence[Case], *, s
         c, text = case_N[i], tuple(tokens_n[:count])
         if max(text) < probs[c].shape[0]:
             probs[c][text] += weight_N[i] * volume * rest[c][count][text]
-    return [
-        DriverResult(probs, tried) for probs, tried in zip(probs, np.bincount(case_N, minlength=len(cases)).tolist())
-    ]
+    return list(zip(probs, np.bincount(case_N, minlength=len(cases)).tolist()))
+
+
+def driver_tv(template: TreeTemplate, *, vocab: int, steps: int = STEPS) -> float:
+    """Most total variation of a lossless driver: float32 rounding, in the worst case of everything.
+
+    With e = 1 / steps (2^-24: float32's unit roundoff, and the step of a uniform), V tokens, T coins on a path at most:
+
+    * A token drawn from a distribution: each of V-1 edges is off by at most 2V e (two sums of V terms, a product, a
+      step), and p itself by e. Together 2V^2 e. `match` draws T+1 tokens, all others one.
+    * A distribution after a rejection: at most (V+8) e in L1 (p and q rounded, the difference, its sum, the division;
+      an earlier weight or rho) over the chance to be there, which its weight in the joint distribution cancels. After j
+      rejections it is j (V+8) e.
+    * A coin: 6 e (p and q rounded, a product, the division, a step), and what its distribution is off by.
+
+    All of it adds up to less than (T+1) ((T+1) (V+8) + 2V^2) e.
+    """
+
+    def coins(row: int) -> int:
+        return max((tested + coins(node + 1) for tested, node in enumerate(template.children[row], 1)), default=0)
+
+    draws = coins(0) + 1
+    return draws * (draws * (vocab + 8) + 2 * vocab**2) / steps

@@ -1,7 +1,7 @@
 """Verifiers by their public reports: real mistakes, each with the size of its error, and methods wrongly called lossy.
 
-Each exhibit is a callable of the protocol of `handed`, batched and in numpy, written from what the report says. A
-report is `owner/repository#number` on GitHub.
+Each is a batched callable in numpy (`external`), written from what the report says. A report is
+`owner/repository#number` on GitHub.
 """
 
 import dataclasses
@@ -10,7 +10,6 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 
-from specsparse.errors import UserError
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.proof.batches import (
     at,
@@ -25,31 +24,30 @@ from specsparse.speculative.proof.batches import (
     walk,
 )
 from specsparse.speculative.proof.cases import keep_top, tempered
-from specsparse.speculative.proof.external import ExternalVerifier
+from specsparse.speculative.proof.external import ExternalVerifier, Transform
 from specsparse.speculative.proof.measured import measure_external
 from specsparse.speculative.proof.results import Result
-from specsparse.support.options import nearest
 
 
 @dataclasses.dataclass(frozen=True)
-class Exhibit:
-    """One verifier of the museum.
+class KnownBug:
+    """A mistake, or a lossless method that was called lossy.
 
     Attributes:
         name: of it.
-        what: one line on what it does.
-        reports: who reported it, or called it lossy.
-        how: the callable; its `lossless` says what is expected of it, True where it was called lossy and is not.
+        about: one line.
+        reports: the threads that reported it, or called it lossy.
+        how: the callable; its `lossless` is the expected outcome, True for a method that was called lossy and is not.
     """
 
     name: str
-    what: str
+    about: str
     reports: tuple[str, ...]
     how: ExternalVerifier
 
-
-def _rows(change: Callable[[np.ndarray], np.ndarray], probs: np.ndarray) -> np.ndarray:
-    return np.apply_along_axis(change, -1, probs) if probs.size else probs
+    def measure(self, *, vocab: int = 3, gamma: int = 2, seed: int = 0) -> list[Result]:
+        """Every case of it."""
+        return measure_external(self.how, vocab=vocab, gamma=gamma, seed=seed)
 
 
 CUT, HOT = keep_top(2), tempered(1.5)
@@ -64,33 +62,35 @@ def _bfloat16(probs_V: np.ndarray) -> np.ndarray:
 
 
 def _other_ids(probs_V: np.ndarray) -> np.ndarray:
-    """Ids of the draft are those of the target shifted by one."""
+    """The draft's ids are the target's shifted by one."""
     return np.roll(probs_V, 1)
 
 
-def _recorded_raw(p, q, drafts, uniforms):
-    return rejection(_rows(CUT, p), q, drafts, uniforms)
+def _transformed(*, p: Transform | None = None, q: Transform | None = None) -> Callable:
+    """Leviathan's rule behind a transform of its p or of its q."""
+
+    def changed(change, probs):
+        return np.apply_along_axis(change, -1, probs) if change and probs.size else probs
+
+    return lambda p_NnV, q_NKV, drafts, uniforms: rejection(changed(p, p_NnV), changed(q, q_NKV), drafts, uniforms)
 
 
-def _target_raw(p, q, drafts, uniforms):
-    return rejection(p, _rows(CUT, q), drafts, uniforms)
+def _rejection_with(*, chance: Callable | None = None, rest: Callable | None = None) -> Callable:
+    """Leviathan's rule with another chance or residual, each a function of (p, q, drafts)."""
+
+    def call(p, q, drafts, uniforms):
+        other = {"chance": chance, "rest": rest}
+        return rejection(p, q, drafts, uniforms, **{key: f and f(p, q, drafts) for key, f in other.items()})
+
+    return call
 
 
-def _always(p, q, drafts, uniforms):
-    return rejection(p, q, drafts, uniforms, chance=np.ones(drafts.shape))
-
-
-def _softmax_residual(p, q, drafts, uniforms):
-    return rejection(p, q, drafts, uniforms, rest=np.exp(np.maximum(p[:, :-1] - q, 0)))
-
-
-def _token_alone_subtracted(p, q, drafts, uniforms):
-    return rejection(p, q, drafts, uniforms, rest=p[:, :-1] * (1 - one_hot(drafts, p.shape[2])))
+def _p_without_draft(p, q, drafts):
+    return p[:, :-1] * (1 - one_hot(drafts, p.shape[2]))
 
 
 def _zeroed_before_the_test(p, q, drafts, uniforms):
-    zeroed = np.concatenate([p[:, :-1] * (1 - one_hot(drafts, p.shape[2])), p[:, -1:]], axis=1)
-    return rejection(zeroed, q, drafts, uniforms)
+    return rejection(np.concatenate([_p_without_draft(p, q, drafts), p[:, -1:]], axis=1), q, drafts, uniforms)
 
 
 def _two_chances(p, q, drafts, uniforms):
@@ -109,22 +109,14 @@ def _greedy_then_residual(p, q, drafts, uniforms):
     )  # fmt: skip
 
 
-def _next_row(p, q, drafts, uniforms):
-    return rejection(p, q, drafts, uniforms, rest=p[:, 1:])
-
-
 def _one_hot_of_drawn(p, q, drafts, uniforms):
     return rejection(p, one_hot(drafts, p.shape[2]), drafts, uniforms)
-
-
-def _dropped_in_the_ratio(p, q, drafts, uniforms):
-    return rejection(p, q, drafts, uniforms, chance=at(p, drafts))
 
 
 def _noise_of(q, drafts, generator) -> np.ndarray:
     """float64[N, K, V]: exponential noise E given that argmax q / E is the draft.
 
-    The largest of q / E is 1 / M with M exponential; where it is, E = q M, and elsewhere E is over q M by a new
+    The largest of q / E is 1 / M with M exponential. E = q M at the largest, and elsewhere E is over q M by a new
     exponential.
     """
     first = generator.exponential(size=drafts.shape)[:, :, None] * q
@@ -156,77 +148,64 @@ def _match_draft_noise(p, q, drafts, generator):
     return walk(drafts, own[:, :K] == drafts, own)
 
 
-def _hung(name: str, what: str, reports: str, call: Callable, *, lossless: bool = False, **how) -> Exhibit:
+def _bug(name: str, about: str, reports: str, call: Callable, *, lossless: bool = False, **how) -> KnownBug:
     made = ExternalVerifier(call, name=name, batched=True, lossless=lossless, **how)
-    made = dataclasses.replace(made, samples=EXACT_SAMPLES) if made.exact else made
-    return Exhibit(name, what, tuple(reports.split()), made)
+    made = dataclasses.replace(made, samples=20_000) if made.exact else made
+    return KnownBug(name, about, tuple(reports.split()), made)
 
-
-EXACT_SAMPLES = 20_000
-"""Of exhibits whose distribution is enumerated, see `ExternalVerifier.samples`."""
 
 ARGMAX = DraftKind.ONE_HOT
 
-KNOWN_BUGS: dict[str, Exhibit] = {
-    e.name: e
-    for e in (
-        _hung("argmax_as_sampled", "drafts are the argmax, and p/q takes them for draws from q",
-              "huggingface/transformers#32867 jaymody/speculative-sampling#3", rejection, draft_law=keep_top(1)),
-        _hung("q_before_truncation", "drafts are drawn through top-k; q is recorded before it",
-              "huggingface/transformers#47932", _recorded_raw, target_law=CUT, draft_law=CUT),
-        _hung("p_before_truncation", "drafts are drawn through top-p; the target's distribution is taken before it",
-              "vllm-project/vllm#10198", _target_raw, target_law=CUT, draft_law=CUT),
-        _hung("bfloat16_draw", "drafts are drawn in bfloat16; ratio and residual are in float32",
-              "deepseek-ai/DeepSpec#31", rejection, draft_law=_bfloat16),
-        _hung("coin_is_0", "the coin is the constant 0, so that every draft is accepted",
-              "vllm-project/vllm-ascend#13730", _always),
-        _hung("softmax_residual", "the residual goes through a softmax, where it must be divided by its sum",
-              "huggingface/transformers#28508", _softmax_residual),
-        _hung("token_alone_subtracted", "after a rejection p without the rejected token, where p - q is due",
-              "xLLM-AI/xllm#2175 SafeAILab/EAGLE#20", _token_alone_subtracted),
-        _hung("zeroed_before_the_test", "one-hot drafts: p of the draft is zeroed in place before the draft is tested",
+KNOWN_BUGS: dict[str, KnownBug] = {
+    bug.name: bug
+    for bug in (
+        _bug("argmax_as_sampled", "drafts are the argmax, and p/q takes them for draws from q",
+              "huggingface/transformers#32867 jaymody/speculative-sampling#3", rejection, draft_transform=keep_top(1)),
+        _bug("q_before_truncation", "drafts are drawn through top-k; q is recorded before it",
+              "huggingface/transformers#47932", _transformed(p=CUT), target_transform=CUT, draft_transform=CUT),
+        _bug("p_before_truncation", "drafts are drawn through top-p; the target's distribution is taken before it",
+              "vllm-project/vllm#10198", _transformed(q=CUT), target_transform=CUT, draft_transform=CUT),
+        _bug("bfloat16_draw", "drafts are drawn in bfloat16; ratio and residual are in float32",
+              "deepseek-ai/DeepSpec#31", rejection, draft_transform=_bfloat16),
+        _bug("coin_is_0", "the coin is the constant 0, so that every draft is accepted",
+              "vllm-project/vllm-ascend#13730", _rejection_with(chance=lambda p, q, x: np.ones(x.shape))),
+        _bug("softmax_residual", "the residual goes through a softmax, where it must be divided by its sum",
+              "huggingface/transformers#28508",
+             _rejection_with(rest=lambda p, q, x: np.exp(np.maximum(p[:, :-1] - q, 0)))),
+        _bug("token_alone_subtracted", "after a rejection p without the rejected token, where p - q is due",
+              "xLLM-AI/xllm#2175 SafeAILab/EAGLE#20", _rejection_with(rest=_p_without_draft)),
+        _bug("zeroed_before_the_test", "one-hot drafts: p of the draft is zeroed in place before the draft is tested",
               "vllm-project/vllm-ascend#2881", _zeroed_before_the_test, drafts=ARGMAX),
-        _hung("two_chances", "a draft passes by the ratio, or because the target's own sample is the same token",
+        _bug("two_chances", "a draft passes by the ratio, or because the target's own sample is the same token",
               "alibaba/rtp-llm#1295", _two_chances),
-        _hung("greedy_then_residual", "top-k = 1: drafts are compared with the argmax, but a mismatch draws from p - q",
-              "alibaba/rtp-llm#521", _greedy_then_residual, target_law=keep_top(1)),
-        _hung("next_row", "after a rejection the next row is sampled, whose context has the rejected draft",
-              "openvinotoolkit/openvino.genai#4190", _next_row),
-        _hung("draft_ids_kept", "the draft's ids differ from the target's; drafts are translated, their q is not",
-              "alibaba/rtp-llm#1311", rejection, draft_law=_other_ids),
-        _hung("argmax_committed", "the argmax of the target is emitted at a temperature above 0",
+        _bug("greedy_then_residual", "top-k = 1: drafts are compared with the argmax, but a mismatch draws from p - q",
+              "alibaba/rtp-llm#521", _greedy_then_residual, target_transform=keep_top(1)),
+        _bug("next_row", "after a rejection the next row is sampled, whose context has the rejected draft",
+              "openvinotoolkit/openvino.genai#4190", _rejection_with(rest=lambda p, q, x: p[:, 1:])),
+        _bug("draft_ids_kept", "the draft's ids differ from the target's; drafts are translated, their q is not",
+              "alibaba/rtp-llm#1311", rejection, draft_transform=_other_ids),
+        _bug("argmax_committed", "the argmax of the target is emitted at a temperature above 0",
               "Luce-Org/lucebox#374", greedy),
-        _hung("ratio_without_q", "q is left out of the ratio and kept in the residual", "", _dropped_in_the_ratio),
-        _hung("draft_noise_again", "the token after a rejection is drawn with the noise that drew the rejected draft",
+        _bug("ratio_without_q", "q is left out of the ratio and kept in the residual", "",
+             _rejection_with(chance=lambda p, q, x: at(p, x))),
+        _bug("draft_noise_again", "the token after a rejection is drawn with the noise that drew the rejected draft",
               "vllm-project/vllm#47386 vllm-project/vllm#54282", _draft_noise_again),
-        _hung("divided_in_place", "the draw divides q by its noise in place, and the verifier reads it",
+        _bug("divided_in_place", "the draw divides q by its noise in place, and the verifier reads it",
               "vllm-project/vllm#16952", _divided_in_place),
-        _hung("sample_and_match", "the target is sampled at every row, and drafts that agree are kept",
+        _bug("sample_and_match", "the target is sampled at every row, and drafts that agree are kept",
               "lablup/mlxcel#902 ml-explore/mlx-swift-lm#459", match, lossless=True),
-        _hung("match_argmax_drafts", "the same, where the drafts ignore the temperature",
+        _bug("match_argmax_drafts", "the same, where the drafts ignore the temperature",
               "z-lab/dflash#74", match, lossless=True, drafts=ARGMAX),
-        _hung("argmax_drafts_q_1", "argmax drafts are accepted with p(x), q being 1 there",
+        _bug("argmax_drafts_q_1", "argmax drafts are accepted with p(x), q being 1 there",
               "SafeAILab/EAGLE#110 SafeAILab/EAGLE#183", rejection, lossless=True, drafts=ARGMAX),
-        _hung("drawn_drafts_q_1", "drafts are drawn from q, which is thrown away: 1 at the draft in ratio and residual",
+        _bug("drawn_drafts_q_1", "drafts are drawn from q, which is thrown away: 1 at the draft in ratio and residual",
               "vllm-project/vllm#40149 vllm-project/vllm#41044", _one_hot_of_drawn, lossless=True),
-        _hung("draft_hotter", "the draft has another temperature than the target, and q is its true distribution",
-              "huggingface/transformers#40976", lambda p, q, x, u: rejection(p, _rows(HOT, q), x, u),
-              lossless=True, draft_law=HOT),
-        _hung("greedy_at_0", "at temperature 0 drafts are compared with the argmax",
+        _bug("draft_hotter", "the draft has another temperature than the target, and q is its true distribution",
+              "huggingface/transformers#40976", _transformed(q=HOT), lossless=True, draft_transform=HOT),
+        _bug("greedy_at_0", "at temperature 0 drafts are compared with the argmax",
               "ml-explore/mlx-lm#1423 vllm-project/vllm#41758", greedy, lossless=True, greedy=True),
-        _hung("match_draft_noise", "the target is sampled with the noise that drew the draft, and agreement is kept",
+        _bug("match_draft_noise", "the target is sampled with the noise that drew the draft, and agreement is kept",
               "vllm-project/vllm#47386", _match_draft_noise, lossless=True),
     )
 }  # fmt: skip
-"""All exhibits by name: the mistakes first, then what was called lossy, or another loss, and is none."""
-
-
-def measure_exhibit(name: str, *, vocab: int = 3, gamma: int = 2, seed: int = 0) -> list[Result]:
-    """Every case of an exhibit.
-
-    Raises:
-        UserError: an unknown name.
-    """
-    if name not in KNOWN_BUGS:
-        raise UserError(f"there is no exhibit {name}{nearest(name, KNOWN_BUGS)}")
-    return measure_external(KNOWN_BUGS[name].how, vocab=vocab, gamma=gamma, seed=seed)
+"""All by name: the mistakes first, then the lossless ones that were called lossy, or another loss."""

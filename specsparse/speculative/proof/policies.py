@@ -16,9 +16,8 @@ from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, DraftKind, Verdict
 from specsparse.speculative.policies.base import Policy, draft_view
 from specsparse.speculative.proof.cases import CORNERS, Case, make_case
-from specsparse.speculative.proof.driver import driver_probs, jitted
-from specsparse.speculative.proof.exact import Outcome, continuations, total_variation
-from specsparse.speculative.proof.measured import driver_tv
+from specsparse.speculative.proof.driver import driver_probs, driver_tv, jitted
+from specsparse.speculative.proof.exact import Outcome, continuations
 from specsparse.speculative.proof.results import DRIVER, Result
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import get_verifier
@@ -90,16 +89,11 @@ def measure_policy(policy: Policy, *, seed: int) -> list[Result]:
     tried = []
     for corner in CORNERS:
         made = make_case(corner, kind, template, vocab=vocab, seed=seed)
-        tried += [
-            PolicyCase(corner + words, kind, template, made.p, made.q, policy, history)
-            for words, history in HISTORIES.items()
-        ]
-    bound = driver_tv(template, vocab=vocab)
-    return [
-        Result(
-            f"policy {policy.name}", True, kind.value, template.parents, vocab, case.name, drafts,
-            total_variation(probs, continuations(case.p, case.length)[0]), DRIVER, bound, probs,
-            continuations(case.p, case.length)[0],
-        )
-        for case, (probs, drafts) in zip(tried, driver_probs(jitted(verifier), verifier, tried, seed=seed))
-    ]  # fmt: skip
+        for words, history in HISTORIES.items():
+            tried.append(PolicyCase(corner + words, kind, template, made.p, made.q, policy, history))
+    found = []
+    for case, (probs, drafts) in zip(tried, driver_probs(jitted(verifier), verifier, tried, seed=seed)):
+        target, bound = continuations(case.p, case.length)[0], driver_tv(template, vocab=vocab)
+        of = {"drafts": drafts, "part": DRIVER, "bound": bound}
+        found.append(Result.from_probs(f"policy {policy.name}", True, case, probs, target, **of))
+    return found

@@ -1,7 +1,8 @@
-"""What a certificate found: results, mutants and the report of both."""
+"""The results of a certificate, the power of samples, and the report."""
 
 import dataclasses
 import io
+import math
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specsparse.speculative.proof.chain_probs import POWER, WRONG_SHARE, Power
+from specsparse.speculative.proof.cases import Case
+from specsparse.speculative.proof.exact import total_variation
 from specsparse.support import tables
 
 RULE, DRIVER, CALLABLE, SAMPLED = "rule", "driver", "callable", "sampled"
-"""What a line of the report is about: the rule in float64, the jitted driver in float32, or anybody's callable."""
+"""The subject of a line of the report: the rule in float64, the jitted driver in float32, or anybody's callable."""
 
 LEGEND = {
     RULE: "the verifier's rule in float64, every coin interval enumerated",
@@ -27,6 +29,51 @@ LOSSLESS_TV = 1e-10
 
 MUTANT_TV = 1e-3
 """Least total variation that shows a mutant, on one of its random cases."""
+
+LEVEL = 1e-6
+"""Chance that a sampled report calls any of its lossless cases lossy."""
+
+POWER = 0.95
+"""Chance to find a total variation of `Power.finds`, and a window of `measured.window`."""
+
+WRONG_SHARE = 0.25
+"""Share of wrong verdicts in a window whose width is reported."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Power:
+    """The errors that samples can find.
+
+    Attributes:
+        samples: sequences.
+        level: chance that a lossless case is called lossy, its share of `LEVEL`.
+        bound: the measured total variation from which on a case is called lossy.
+        finds: the true total variation that is found with the chance `POWER`.
+    """
+
+    samples: int
+    level: float
+    bound: float
+    finds: float
+
+
+def power(target: np.ndarray, samples: int, *, cases: int) -> Power:
+    """The power of n samples of a distribution, in every finite sample and for every alternative.
+
+    The measured total variation of n samples from the distribution itself is at most sum_i sqrt(p_i (1 - p_i) / n) / 2
+    in expectation, and one sample changes it by at most 1/n. So it is over that by t with a chance of at most
+    exp(-2 n t^2) (McDiarmid 1989), and the frequency of one event is under its probability by t no likelier (Hoeffding
+    1963). That event is the one on which the distributions differ most.
+
+    Args:
+        target: the distribution, of any shape.
+        samples: n.
+        cases: how many share `LEVEL`.
+    """
+    level = LEVEL / cases
+    chance = math.sqrt(math.log(1 / level) / (2 * samples))
+    bound = float(np.sqrt(target * (1 - target) / samples).sum() / 2) + chance
+    return Power(samples, level, bound, bound + math.sqrt(math.log(1 / (1 - POWER)) / (2 * samples)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +91,10 @@ class Result:
         tv: total variation from plain sampling.
         part: `RULE`, `DRIVER`, `CALLABLE` or `SAMPLED`.
         bound: the most that a lossless one may have.
-        probs: float64[V, ..], the joint distribution of its text; of a callable only.
-        target: the target's.
-        power: what the samples can tell; None where nothing was sampled.
-        window: the narrowest window of one uniform, with wrong verdicts in it, that would have been seen; None where
-            no points were drawn anew. See `chain_probs.window`.
+        probs, target: float64[V, ..], the joint distribution of its text, and the target's; of callables and policies.
+        power: the power of the samples, or None if nothing was sampled.
+        window: the narrowest window of one uniform, with wrong verdicts in it, that would have been seen, or None if
+            no random points were tried. See `measured.window`.
     """
 
     verifier: str
@@ -66,10 +112,25 @@ class Result:
     power: Power | None = None
     window: float | None = None
 
+    @classmethod
+    def from_probs(
+        cls, verifier: str, lossless: bool, case: Case, probs: np.ndarray, target: np.ndarray, *,
+        drafts: int, texts: bool = True, **more: Any,
+    ) -> "Result":  # fmt: skip
+        """Compares `probs` with `target`, and keeps both for `differences` if `texts` is true."""
+        kept = {"probs": probs, "target": target} if texts else {}
+        tv, kind, parents = total_variation(probs, target), case.kind.value, case.template.parents
+        return cls(verifier, lossless, kind, parents, len(target), case.name, drafts, tv, **kept, **more)
+
     @property
     def holds(self) -> bool:
         """Whether the promise is kept; NaN does not."""
         return not self.lossless or self.tv <= self.bound
+
+    @property
+    def worst_on(self) -> str:
+        """Its case in words."""
+        return f"{self.corner}, {self.kind}, {len(self.parents)} nodes"
 
     def differences(self, most: int = 5) -> list[str]:
         """The texts whose probability differs most from the target's, the largest difference first."""
@@ -100,9 +161,9 @@ class MutantResult:
         return self.tv > self.bound
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class CertificateReport:
-    """What `certify` found. Each entry says whether it is about a rule or a driver (`part`).
+    """The results of `certify`. Each entry says whether it is about a rule or a driver (`part`).
 
     Attributes:
         results: one entry per verifier, part and case.
@@ -111,6 +172,15 @@ class CertificateReport:
 
     results: tuple[Result, ...]
     mutants: tuple[MutantResult, ...]
+
+    def __repr__(self) -> str:
+        """Counts, the worst total variation of what is lossless, and whether the certificate holds."""
+        names = {r.verifier for r in self.results}
+        worst = max((r.tv for r in self.results if r.lossless), default=0.0)
+        caught = sum(m.caught for m in self.mutants)
+        counts = f"{len(names)} verifiers, {len(self.results)} cases, worst lossless TV {worst:.1e}"
+        verdict = "holds" if self.passed else f"FAILS ({len(self.failures)})"
+        return f"CertificateReport({counts}, {caught} of {len(self.mutants)} mutants caught: {verdict})"
 
     @property
     def failures(self) -> list[str]:
@@ -125,26 +195,21 @@ class CertificateReport:
 
     @property
     def certified(self) -> list[tuple[str, str]]:
-        """Verifier and part of what was certified, in order."""
+        """Each verifier and part that was certified, in order."""
         return list(dict.fromkeys((r.verifier, r.part) for r in self.results))
 
     @property
-    def parts(self) -> set[str]:
-        """Parts that the report is about."""
-        return {entry.part for entry in (*self.results, *self.mutants)}
-
-    @property
     def finds(self) -> float | None:
-        """The total variation that every sampled case would have shown with the chance `chain_probs.POWER`."""
+        """The total variation that every sampled case would have shown with the chance `POWER`."""
         return max((r.power.finds for r in self.results if r.power), default=None)
 
     @property
     def window(self) -> float | None:
-        """The narrowest window of one uniform that would have been seen in every callable, see `chain_probs.window`."""
+        """The narrowest window of one uniform that every enumerated callable would show, see `measured.window`."""
         return max((r.window for r in self.results if r.window), default=None)
 
     def covered(self, verifier: str | None = None, part: str | None = None) -> str:
-        """Which vocabularies, and on each which drafts, the figures hold for; of all results or of some."""
+        """The vocabularies, and the drafts on each, for which the figures hold; of all results or of some."""
         tried: dict[int, set[tuple[int, ...]]] = {}
         for r in self.results:
             if verifier in (None, r.verifier) and part in (None, r.part):
@@ -175,24 +240,15 @@ class CertificateReport:
                     "finds": max((r.power.finds for r in cases if r.power), default=None),
                     "cases": len(cases),
                     "drafts": sum(r.drafts for r in cases),
-                    "on": f"worst on {worst_on(worst)}",
+                    "on": f"worst on {worst.worst_on}",
                     "covered": self.covered(name, part),
                     "texts": worst.differences(),
                 }
             )
         out.sort(key=lambda row: (row["promise"] == "lossy", row["part"] == DRIVER))
         for m in self.mutants:
-            out.append(
-                {
-                    "name": m.name,
-                    "part": m.part,
-                    "promise": "mutant",
-                    "tv": m.tv,
-                    "bound": m.bound,
-                    "holds": m.caught,
-                    "on": m.mistake,
-                }
-            )
+            same = {"name": m.name, "part": m.part, "promise": "mutant", "tv": m.tv, "bound": m.bound}
+            out.append({**same, "holds": m.caught, "on": m.mistake})
         return out
 
     def rich_table(self) -> Table:
@@ -207,8 +263,9 @@ class CertificateReport:
         return out
 
     def legend(self) -> list[str]:
-        """A line for each part that the table has, what was covered, and what would have been found."""
-        lines = [f"{part}: {meaning}" for part, meaning in LEGEND.items() if part in self.parts]
+        """A line for each part in the table, the vocabularies and drafts, and the errors that would have been found."""
+        parts = {entry.part for entry in (*self.results, *self.mutants)}
+        lines = [f"{part}: {meaning}" for part, meaning in LEGEND.items() if part in parts]
         measured = dict.fromkeys(r.part for r in self.results)
         lines += [f"covered ({part}), and nothing beyond: {self.covered(part=part)}" for part in measured]
         if self.window:
@@ -237,8 +294,3 @@ def _shapes(several: set[tuple[int, ...]]) -> str:
         siblings = max(parents.count(node) for parents in trees for node in parents)
         words.append(f"trees to {max(map(len, trees))} nodes and {siblings} siblings")
     return " and ".join(words)
-
-
-def worst_on(result: Result) -> str:
-    """Which case a result is of, in words."""
-    return f"{result.corner}, {result.kind}, {len(result.parents)} nodes"

@@ -7,9 +7,9 @@ import pytest
 
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.proof.cases import CORNERS, draw_probs, make_case, outcomes
-from specsparse.speculative.proof.certify import certify, measure, measure_mutant
+from specsparse.speculative.proof.certify import certify, measure
 from specsparse.speculative.proof.exact import continuations, ends, output_probs, total_variation
-from specsparse.speculative.proof.mutants import MUTANTS
+from specsparse.speculative.proof.mutants import MUTANTS, measure_mutant
 from specsparse.speculative.proof.results import LOSSLESS_TV, MUTANT_TV
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import VERIFIERS, get_verifier

@@ -15,11 +15,20 @@ from specsparse.speculative import verify as engine
 from specsparse.speculative.base import PAD, Draft, DraftKind, Verdict
 from specsparse.speculative.proof import certify as certificate
 from specsparse.speculative.proof.cases import make_case
-from specsparse.speculative.proof.certify import cases, certify, measure_driver, measure_driver_mutant
-from specsparse.speculative.proof.driver import LANES, STEPS, Drafts, driver_probs, jitted, settle, sound, stack
-from specsparse.speculative.proof.driver_mutants import DRIVER_MUTANTS
+from specsparse.speculative.proof.certify import cases, certify, measure_driver
+from specsparse.speculative.proof.driver import (
+    LANES,
+    STEPS,
+    Drafts,
+    driver_probs,
+    driver_tv,
+    jitted,
+    settle,
+    sound,
+    stack,
+)
 from specsparse.speculative.proof.exact import output_probs, total_variation
-from specsparse.speculative.proof.measured import driver_tv
+from specsparse.speculative.proof.mutants import DRIVER_MUTANTS, measure_mutant
 from specsparse.speculative.proof.results import DRIVER, MUTANT_TV, RULE
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import VERIFIERS
@@ -94,21 +103,21 @@ def test_a_driver_that_is_handed_no_coins_fails_the_certificate(monkeypatch, ret
 
 @pytest.mark.parametrize("name", FIRST_OF_EACH)
 def test_mutants_of_the_driver_are_caught(name):
-    found = measure_driver_mutant(name, seed=0)
+    found = measure_mutant(name, seed=0)
     assert (found.part, found.caught) == (DRIVER, True), found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in DRIVER_MUTANTS if name not in FIRST_OF_EACH])
 def test_more_mutants_of_the_driver_are_caught(name):
-    assert measure_driver_mutant(name, seed=0).caught
+    assert measure_mutant(name, seed=0).caught
 
 
 def test_the_mutants_are_right_but_for_their_mistake():
     """Each of the four verifiers, on the mutants' own cases."""
     for name in ("token", "block", "match", "mss"):
         mutant = next(m for m in DRIVER_MUTANTS.values() if m.verifier == name)
-        results = measure_driver(VERIFIERS[name], mutant.cases(0, count=3), seed=0)
+        results = measure_driver(VERIFIERS[name], mutant.cases(range(3)), seed=0)
         assert all(r.holds for r in results)
 
 
@@ -122,10 +131,10 @@ def test_the_tolerance_is_far_from_a_mutant_everywhere():
 def test_the_law_is_that_of_the_rule(name, template):
     kind = DraftKind.IID if template is BUSH else DraftKind.SAMPLED
     tried = [make_case("random", kind, template, vocab=3, seed=s) for s in (1, 2)]
-    for case, made in zip(tried, driver_probs(jitted(VERIFIERS[name]), VERIFIERS[name], tried, seed=0)):
+    for case, (probs, drafts) in zip(tried, driver_probs(jitted(VERIFIERS[name]), VERIFIERS[name], tried, seed=0)):
         rule = output_probs(VERIFIERS[name].rule, case.outcomes(), case.p, case.length)
-        assert total_variation(made.probs, rule) <= driver_tv(template, vocab=3)
-        assert made.drafts == len(list(case.outcomes()))
+        assert total_variation(probs, rule) <= driver_tv(template, vocab=3)
+        assert drafts == len(list(case.outcomes()))
 
 
 def test_boxes_hold_for_the_function_as_the_loop_calls_it():

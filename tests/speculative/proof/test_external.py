@@ -12,13 +12,13 @@ import pytest
 import specsparse
 from specsparse.errors import UserError
 from specsparse.speculative.base import PAD, DraftKind
-from specsparse.speculative.proof import certify, chain_probs
+from specsparse.speculative.proof import certify, measured
 from specsparse.speculative.proof.cases import CORNERS, Case, keep_top, make_case, random_tables, tempered
-from specsparse.speculative.proof.chain_probs import power, round_probs, sampled_probs, several_rounds
+from specsparse.speculative.proof.driver import driver_tv
 from specsparse.speculative.proof.exact import continuations, output_probs, total_variation
 from specsparse.speculative.proof.external import ExternalVerifier
-from specsparse.speculative.proof.measured import driver_tv, measure_external
-from specsparse.speculative.proof.results import CALLABLE, SAMPLED
+from specsparse.speculative.proof.measured import measure_external, round_probs, sampled_probs, several_rounds
+from specsparse.speculative.proof.results import CALLABLE, LEVEL, SAMPLED, power
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verifiers.rejection import Rejection
 from tests.cells import cells
@@ -152,7 +152,12 @@ def test_sampling_parameters_of_the_callable():
         return leviathan(np.stack([*map(cut, p)]), q, drafts, uniforms)
 
     tvs = [
-        max(r.tv for r in measure_external(few(f, target_law=cut, draft_law=cut, shortest=1), vocab=3, gamma=1, seed=0))
+        max(
+            r.tv
+            for r in measure_external(
+                few(f, target_transform=cut, draft_transform=cut, shortest=1), vocab=3, gamma=1, seed=0
+            )
+        )
         for f in (both, target_alone)
     ]
     assert tvs[0] < 1e-9 and tvs[1] > 0.03
@@ -209,7 +214,7 @@ def test_power_grows_with_samples():
     target = np.full(27, 1 / 27)
     few, many = (power(target, n, cases=4) for n in (10_000, 1_000_000))
     assert few.finds > 9 * many.finds and many.finds < 0.007
-    assert few.level == chain_probs.LEVEL / 4
+    assert few.level == LEVEL / 4
 
 
 @pytest.mark.parametrize(
@@ -357,23 +362,23 @@ def race(p, q, drafts, uniforms):
     ("call", "how", "words"),
     [
         (lambda p, q, x, u: 1 / 0, {}, "raised ZeroDivisionError"),
-        (lambda p, q, x, u: (0, int(u[7] * 0)), {}, r"uniforms=n\) hands more than 3"),
+        (lambda p, q, x, u: (0, int(u[7] * 0)), {}, r"uniforms=n\) gives more than 3"),
         (lambda p, q, x, u: (0, int(p[99, 0])), {}, r"index 99 .* with size 2 \(\S+\)$"),  # uniforms are not to blame
-        (lambda p, q, x, u: (5, 0), {}, r"handed back \(5, 0\): hand back a tuple \(accepted 0..1"),
+        (lambda p, q, x, u: (5, 0), {}, r"returned \(5, 0\): return a tuple \(accepted 0..1"),
         (lambda p, q, x, u: (0, 3), {}, "each below 3"),
         (lambda p, q, x, u: [], {}, "a list of 1..2 tokens"),
-        (lambda p, q, x, u: [0, -2], {}, "handed back"),
-        (lambda p, q, x, u: "x", {}, "handed back 'x'"),
-        (lambda p, q, x, u: (np.full(len(p), 2), np.zeros(len(p))), {"batched": True}, "handed back"),
-        (lambda p, q, x, u: np.full((len(p), 2), -1), {"batched": True}, "handed back"),
-        (lambda p, q, x, u: np.zeros((3, 1)), {"batched": True}, "handed back"),
+        (lambda p, q, x, u: [0, -2], {}, "returned"),
+        (lambda p, q, x, u: "x", {}, "returned 'x'"),
+        (lambda p, q, x, u: (np.full(len(p), 2), np.zeros(len(p))), {"batched": True}, "returned"),
+        (lambda p, q, x, u: np.full((len(p), 2), -1), {"batched": True}, "returned"),
+        (lambda p, q, x, u: np.zeros((3, 1)), {"batched": True}, "returned"),
         (lambda p, q, x, u: sys.exit(3), {}, "raised SystemExit: 3"),
-        (lambda p, q, x, u: (float("inf"), 0), {}, r"handed back \(inf, 0\)"),
-        (lambda p, q, x, u: (0.5, 0), {}, r"handed back \(0.5, 0\)"),
-        (lambda p, q, x, u: [float("nan")], {}, r"handed back \[nan\]"),
-        (lambda p, q, x, u: [0.5], {}, r"handed back \[0.5\]"),
-        (lambda p, q, x, u: np.full((len(p), 1), np.nan), {"batched": True}, "handed back"),
-        (lambda p, q, x, u: np.full((len(p), 2), 0.5), {"batched": True}, "handed back"),
+        (lambda p, q, x, u: (float("inf"), 0), {}, r"returned \(inf, 0\)"),
+        (lambda p, q, x, u: (0.5, 0), {}, r"returned \(0.5, 0\)"),
+        (lambda p, q, x, u: [float("nan")], {}, r"returned \[nan\]"),
+        (lambda p, q, x, u: [0.5], {}, r"returned \[0.5\]"),
+        (lambda p, q, x, u: np.full((len(p), 1), np.nan), {"batched": True}, "returned"),
+        (lambda p, q, x, u: np.full((len(p), 2), 0.5), {"batched": True}, "returned"),
         (lambda p, q, x, u: [int(DICE.integers(3))], {}, "is no function of thresholds of its uniforms"),
         (race, {"uniforms": 3}, "is no function of thresholds of its uniforms"),
         (race, {"arrays": "numpi"}, "did you mean numpy"),
@@ -382,7 +387,7 @@ def race(p, q, drafts, uniforms):
     ],
 )
 def test_what_cannot_be_certified_is_one_line(monkeypatch, call, how, words):
-    monkeypatch.setattr(chain_probs, "BOXES", 5)  # where thresholds do not settle it, five times as many do not either
+    monkeypatch.setattr(measured, "BOXES", 5)  # where thresholds do not settle it, five times as many do not either
     with pytest.raises(UserError, match=words) as caught:
         measure_external(few(call, **how), vocab=3, gamma=1, seed=0)
     assert "\n" not in str(caught.value)
@@ -424,6 +429,20 @@ def test_an_island_between_two_corners_is_found():
     assert probs[1].sum() == pytest.approx(0.2 * c.q[0][1], abs=1e-9)
 
 
+def test_old_names_work_and_warn():
+    cut = keep_top(2)
+    with pytest.warns(DeprecationWarning, match="target_transform"):
+        how = few(leviathan, target_law=cut)
+    assert how.target_transform is cut and dataclasses.replace(how, samples=7).target_transform is cut
+    with pytest.warns(DeprecationWarning, match="known_bugs"), pytest.raises(UserError, match="certifies nothing"):
+        specsparse.certify([], museum=False)
+
+
+def test_a_report_is_one_line():
+    report = specsparse.certify(few(leviathan), vocab=2, gamma=1)
+    assert "holds" in repr(report) and "\n" not in repr(report) and len(repr(report)) < 120
+
+
 def test_names_and_callables_in_one_report():
     report = specsparse.certify(["greedy", few(leviathan)], vocab=2, gamma=1, mutants=False, driver=False)
     assert report.passed and [name for name, _ in report.certified] == ["leviathan", "greedy"]
@@ -432,11 +451,11 @@ def test_names_and_callables_in_one_report():
 
 def test_a_broken_callable_is_said_before_anything_is_enumerated(monkeypatch):
     monkeypatch.setattr(certify, "measure", lambda *_, **__: pytest.fail("a rule was enumerated first"))
-    with pytest.raises(UserError, match="handed back 3"):
+    with pytest.raises(UserError, match="returned 3"):
         specsparse.certify(["greedy", lambda p, q, drafts, uniforms: 3])
 
 
 def test_heat_before_the_callable_is_its_own_business():
     hot = tempered(2.0)
-    how = few(leviathan, target_law=hot, name="target's temperature forgotten")
+    how = few(leviathan, target_transform=hot, name="target's temperature forgotten")
     assert measure_external(how, vocab=3, gamma=1, seed=0)[0].tv > 0.05

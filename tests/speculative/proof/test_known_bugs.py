@@ -1,4 +1,4 @@
-"""The museum: every mistake is caught, what was called lossy is not, and the numbers of reports come out."""
+"""Known bugs: every mistake is caught, what was called lossy is not, and the numbers of reports come out."""
 
 import re
 from pathlib import Path
@@ -6,13 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specsparse.errors import UserError
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.proof.cases import Case, make_case
-from specsparse.speculative.proof.chain_probs import round_probs
 from specsparse.speculative.proof.exact import output_probs, total_variation
-from specsparse.speculative.proof.known_bugs import KNOWN_BUGS, measure_exhibit
-from specsparse.speculative.proof.page import known_bug_tables
+from specsparse.speculative.proof.known_bugs import KNOWN_BUGS
+from specsparse.speculative.proof.libraries import known_bug_tables
+from specsparse.speculative.proof.measured import round_probs
 from specsparse.speculative.proof.results import SAMPLED
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verifiers.draft_rules import Match
@@ -26,7 +25,7 @@ ONE, TWO = TreeTemplate.chain(1), TreeTemplate.chain(2)
 
 @pytest.mark.parametrize("name", EXACT)
 def test_mistakes_are_caught_exactly_and_what_is_none_is_certified(name):
-    results = measure_exhibit(name, gamma=1)
+    results = KNOWN_BUGS[name].measure(gamma=1)
     if KNOWN_BUGS[name].how.lossless:
         assert all(r.holds for r in results)
     else:
@@ -35,7 +34,7 @@ def test_mistakes_are_caught_exactly_and_what_is_none_is_certified(name):
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_the_same_by_samples(name):
-    results = measure_exhibit(name)
+    results = KNOWN_BUGS[name].measure()
     assert {r.part for r in results} == {SAMPLED}
     over = [r.tv > r.bound for r in results]
     assert any(over) != KNOWN_BUGS[name].how.lossless
@@ -78,19 +77,14 @@ def test_two_of_them_are_ours(name, rule):
     assert total_variation(probs, output_probs(rule, case.outcomes(), case.p, case.length)) < 1e-8
 
 
-def test_an_unknown_exhibit_is_one_line():
-    with pytest.raises(UserError, match="did you mean coin_is_0"):
-        measure_exhibit("coin_is_1")
-
-
 def test_reports_are_named():
-    for exhibit in KNOWN_BUGS.values():
-        assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", report) for report in exhibit.reports)
-        assert exhibit.reports or exhibit.name == "ratio_without_q"
+    for bug in KNOWN_BUGS.values():
+        assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", report) for report in bug.reports)
+        assert bug.reports or bug.name == "ratio_without_q"
 
 
 def test_the_page_is_what_comes_out():
-    """The rows of three exhibits, as they stand in docs/certified.md; and all exhibits stand there."""
+    """The rows of three bugs, as they stand in docs/certified.md; and all of them stand there."""
     page = PAGE.read_text(encoding="utf-8")
     some = ("coin_is_0", "greedy_then_residual", "argmax_drafts_q_1")
     rows = [line for line in known_bug_tables(some) if line.startswith("| `")]

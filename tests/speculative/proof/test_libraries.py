@@ -9,12 +9,22 @@ import pytest
 
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftKind
-from specsparse.speculative.proof.adapters import hugging_face, llama_cpp, vllm
 from specsparse.speculative.proof.cases import make_case
-from specsparse.speculative.proof.chain_probs import power, round_probs, sampled_probs
+from specsparse.speculative.proof.driver import driver_tv
 from specsparse.speculative.proof.exact import continuations, total_variation
-from specsparse.speculative.proof.measured import driver_tv, measure_external
-from specsparse.speculative.proof.page import ENGINE_HEAD, Library, engine_row, page, table
+from specsparse.speculative.proof.libraries import (
+    LIBRARY_HEAD,
+    Library,
+    library_row,
+    llama_cpp_match,
+    page,
+    table,
+    transformers_sampling,
+    vllm_greedy,
+    vllm_random,
+)
+from specsparse.speculative.proof.measured import measure_external, round_probs, sampled_probs
+from specsparse.speculative.proof.results import power
 from specsparse.speculative.tree import TreeTemplate
 
 ONE = TreeTemplate.chain(1)
@@ -30,7 +40,7 @@ def case(corner="random", kind=DraftKind.SAMPLED):
 
 
 @pytest.mark.parametrize(
-    "how", [vllm.random(uniforms=True), vllm.random(uniforms=True, draft_probs=False), vllm.at_zero()]
+    "how", [vllm_random(uniforms=True), vllm_random(uniforms=True, draft_probs=False), vllm_greedy()]
 )
 def test_vllm_exactly(how):
     assert all(r.holds for r in measure_external(how, vocab=3, gamma=2, seed=0))
@@ -38,17 +48,17 @@ def test_vllm_exactly(how):
 
 @pytest.mark.parametrize("draft_probs", [True, False])
 def test_vllm_with_its_noise(draft_probs):
-    how = dataclasses.replace(vllm.random(draft_probs=draft_probs), samples=100_000)
+    how = dataclasses.replace(vllm_random(draft_probs=draft_probs), samples=100_000)
     results = measure_external(how, vocab=3, gamma=2, seed=0)
     assert all(r.holds and r.power.finds < 0.02 for r in results)
 
 
 @needs_torch
 def test_transformers_as_installed():
-    how, c = hugging_face.speculative_sampling(), case("truncated differently")
+    how, c = transformers_sampling(), case("truncated differently")
     probs, _ = round_probs(how, [c], seed=0)[0]
     assert total_variation(probs, continuations(c.p, 2)[0]) <= 2 * driver_tv(ONE, vocab=3)
-    lossy, _ = round_probs(hugging_face.speculative_sampling(ensemble=0.5), [c], seed=0)[0]
+    lossy, _ = round_probs(transformers_sampling(ensemble=0.5), [c], seed=0)[0]
     assert total_variation(lossy, continuations(c.p, 2)[0]) > 0.01
 
 
@@ -57,7 +67,7 @@ def test_transformers_keeps_its_torch():
     import torch
     from transformers.generation import utils
 
-    how = hugging_face.speculative_sampling()
+    how = transformers_sampling()
     p, q = np.full((2, 3), 1 / 3), np.full((1, 3), 1 / 3)
     first = how.tokens(p, q, np.array([1]), np.array([0.0, 0, 0.5]))
     assert utils.torch is torch and first.tolist() == [1, 1]
@@ -66,17 +76,17 @@ def test_transformers_keeps_its_torch():
 @needs_torch
 @pytest.mark.slow
 def test_transformers_with_its_own_draws():
-    how = dataclasses.replace(hugging_face.speculative_sampling(uniforms=False), samples=3000)
+    how = dataclasses.replace(transformers_sampling(uniforms=False), samples=3000)
     assert all(r.holds for r in measure_external(how, vocab=3, gamma=2, seed=0))
 
 
 @needs_llama
 def test_llama_cpp_samples_and_matches():
     for top_k in (0, 2):
-        how = dataclasses.replace(llama_cpp.sample_and_match(top_k=top_k), samples=3000)
+        how = dataclasses.replace(llama_cpp_match(top_k=top_k), samples=3000)
         c = make_case("random", DraftKind.SAMPLED, TreeTemplate.chain(3), vocab=3, seed=0)
         probs = sampled_probs(how, c, 2, 2, seed=0)
-        keeps = c.p if how.target_law is None else [np.apply_along_axis(how.target_law, -1, t) for t in c.p]
+        keeps = c.p if how.target_transform is None else [np.apply_along_axis(how.target_transform, -1, t) for t in c.p]
         target = continuations(keeps, 2)[0]
         can = power(target, 3000, cases=1)
         assert total_variation(probs, target) <= can.bound < can.finds < 0.12
@@ -86,21 +96,21 @@ def test_what_is_not_installed_is_one_line(monkeypatch):
     for name in ("transformers.generation", "transformers", "llama_cpp"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match="transformers and torch are needed"):
-        hugging_face.speculative_sampling()
+        transformers_sampling()
     with pytest.raises(UserError, match="llama-cpp-python is needed"):
-        llama_cpp.sample_and_match()
+        llama_cpp_match()
     with pytest.raises(UserError, match="no_such_package is not installed"):
-        page(date="today", engines=[Library(vllm.at_zero, "no_such_package", "")])
+        page(date="today", libraries=[Library(vllm_greedy, "no_such_package", "")])
 
 
 def test_a_row_of_the_page():
-    how = vllm.at_zero()
+    how = vllm_greedy()
     results = measure_external(how, vocab=2, gamma=1, seed=0)
-    row = engine_row(Library(vllm.at_zero, "", "argmax"), how, results, "2026-11-23")
-    assert len(row) == len(ENGINE_HEAD) and row[2].endswith("2026-11-23") and row[-1] == "yes"
+    row = library_row(Library(vllm_greedy, "", "argmax"), how, results, "2026-11-23")
+    assert len(row) == len(LIBRARY_HEAD) and row[2].endswith("2026-11-23") and row[-1] == "yes"
     wrong = [dataclasses.replace(r, tv=1.0) for r in results]
-    assert engine_row(Library(vllm.at_zero, "", ""), how, wrong, "")[-1] == "**NO**"
-    assert engine_row(Library(vllm.at_zero, "", ""), dataclasses.replace(how, lossless=False), wrong, "")[-1].endswith(
+    assert library_row(Library(vllm_greedy, "", ""), how, wrong, "")[-1] == "**NO**"
+    assert library_row(Library(vllm_greedy, "", ""), dataclasses.replace(how, lossless=False), wrong, "")[-1].endswith(
         "no"
     )
     assert table(("a", "b"), [("1", "2")]) == ["| a | b |", "| --- | --- |", "| 1 | 2 |"]
