@@ -34,7 +34,7 @@ with contextlib.suppress(RuntimeError):  # where jax has begun with one device b
 
 import specsparse
 from specsparse.data.devices import sheets
-from specsparse.engine.feed import piece_rows
+from specsparse.engine.prefill import chunk_rows
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.powerinfer.gpuidx import GpuIndex
 from specsparse.powerinfer.hot_cold import waiting
@@ -124,7 +124,7 @@ before = two.devices.crossed.counts()
 two.devices.watch = lambda *span: spans.append(span)
 specsparse.generate(two, ids, max_tokens=2, ignore_eos=True)
 two.devices.watch = None
-rows = sum(piece_rows(len(ids) - 1)) + 2  # of the prompt, padded to a piece, and of two tokens
+rows = sum(chunk_rows(len(ids) - 1)) + 2  # of the prompt, padded to a chunk, and of two tokens
 last = spans[-3 * config.n_layers :]  # the last token's
 for side, seconds in waiting(last).items():
     kilobytes = (two.devices.crossed.counts()[side] - before[side]) / rows / 1e3

@@ -1,8 +1,7 @@
 """A loaded model: configuration, tokenizer, packed weights and the forward function that belongs to them."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,9 +13,9 @@ from specsparse.engine import cache as kv
 from specsparse.engine import rope, weights
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.devices import Devices, OneDevice
-from specsparse.engine.feed import feed
 from specsparse.engine.fixed_width import fixed_width, least_width
 from specsparse.engine.llama import ForwardFn, Want
+from specsparse.engine.prefill import prefill
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling import pipeline
 from specsparse.engine.sampling.pipeline import SamplingKernels
@@ -31,9 +30,35 @@ _CAPACITY_STEP = 256
 """Caches come in few sizes, so that few programs are compiled."""
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
+class Programs:
+    """What is made for one model when it is first needed, and kept.
+
+    Attributes:
+        compiled: programs, by what they close over and the shapes of their arguments.
+        drafters: drafters built on the model, by spec, so that a draft model is loaded once.
+        tables: rotary tables, by the capacity of the cache.
+        widths: the models on the same weights, by the width of their steps.
+    """
+
+    compiled: dict[Hashable, Callable] = field(default_factory=dict)
+    drafters: dict = field(default_factory=dict)
+    tables: dict[int, tuple[jax.Array, jax.Array]] = field(default_factory=dict)
+    widths: dict[int, "Model"] = field(default_factory=dict)
+
+    def once(self, key: Hashable, make: Callable[[], Callable]) -> Callable:
+        """The program of this key, made if there is none yet."""
+        if key not in self.compiled:
+            self.compiled[key] = make()
+        return self.compiled[key]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Model:
-    """A model ready to run. Compared by identity; `forward` and `kernels` are static facts of every program.
+    """A model ready to run: facts and weights. Compared by identity.
+
+    `forward` and `kernels` are static facts of every program, so `dataclasses.replace` makes a model with new
+    `Programs`.
 
     Attributes:
         config: shapes and constants.
@@ -49,12 +74,11 @@ class Model:
         devices: where it lies.
         load_s: seconds that loading took.
         rope_factors: f32[d/2] or None.
-        width: rows of every step (`engine.fixed_width`), 0 where each runs its own.
-        storage: how matrices are kept on an accelerator and why; "" where they are packed for a CPU.
+        width: rows of every step (`engine.fixed_width`); 0 if each runs its own.
+        storage: how matrices are kept on an accelerator and why; "" if they are packed for a CPU.
         narrow: `forward` before it got a width that was chosen here and not asked for; else None.
         least_slots: of every cache, see `sharing`.
-        programs: compiled programs, by what they close over.
-        drafters: drafters bound to this model, by plan, so that a draft model is loaded once.
+        programs: what is compiled for it.
     """
 
     config: ModelConfig
@@ -74,10 +98,7 @@ class Model:
     storage: str = ""
     narrow: ForwardFn | None = None
     least_slots: int = 0
-    programs: dict = field(default_factory=dict)
-    drafters: dict = field(default_factory=dict)
-    _tables: dict = field(default_factory=dict)
-    _wider: dict[int, "Model"] = field(default_factory=dict, init=False)
+    programs: Programs = field(default_factory=Programs, init=False)
 
     def facts(self) -> dict[str, str]:
         """What tells this model from others, a few words each."""
@@ -124,13 +145,18 @@ class Model:
         """
         if self.narrow is None or rows <= self.width:
             return self
-        width = least_width(rows)
-        if width not in self._wider:
-            forward = fixed_width(self.narrow, width)
-            wider = dataclasses.replace(self, width=width, forward=forward, programs={}, drafters={})
-            wider._wider = self._wider
-            self._wider[width] = wider
-        return self._wider[width]
+        width, kept = least_width(rows), self.programs
+        if width not in kept.widths:
+            wider = dataclasses.replace(self, width=width, forward=fixed_width(self.narrow, width))
+            wider.programs.tables, wider.programs.widths = kept.tables, kept.widths
+            kept.widths[width] = wider
+        return kept.widths[width]
+
+    def with_own_programs(self, **changes) -> "Model":
+        """`dataclasses.replace` of facts that no program closes over, such as the weights: the programs stay."""
+        changed = dataclasses.replace(self, **changes)
+        object.__setattr__(changed, "programs", self.programs)
+        return changed
 
     @property
     def sampling_kernels(self) -> SamplingKernels:
@@ -151,10 +177,10 @@ class Model:
     def sharing(self, tokens: int) -> "Model":
         """The model with one size of caches for texts of up to `tokens` tokens, and so one program for them.
 
-        Only where steps have one width: their programs have every layer's operations in them and take long to compile,
-        for each capacity anew. Other models are returned as they are.
+        Only if steps have one width: their programs have every layer's operations in them and take long to compile, for
+        each capacity anew. Other models are returned as they are.
         """
-        return dataclasses.replace(self, least_slots=tokens + self.width) if self.width else self
+        return self.with_own_programs(least_slots=tokens + self.width) if self.width else self
 
     def room_for(self, drafted: int) -> int:
         """Slots that a step needs beyond what is committed; with a fixed width the same for every method."""
@@ -162,10 +188,12 @@ class Model:
 
     def params_for(self, capacity: int) -> Params:
         """The weights with rotary tables of `capacity` positions."""
-        if capacity not in self._tables:
-            cos, sin = rope.model_tables(self.config, capacity, self.rope_factors)
-            self._tables[capacity] = self.everywhere(jax.device_put((cos, sin)))
-        cos, sin = self._tables[capacity]
+        tables = self.programs.tables
+        if capacity not in tables:
+            tables[capacity] = self.everywhere(
+                jax.device_put(rope.model_tables(self.config, capacity, self.rope_factors))
+            )
+        cos, sin = tables[capacity]
         return self.params._replace(cos=cos, sin=sin)
 
     def everywhere(self, tree: Pytree) -> Pytree:
@@ -181,12 +209,12 @@ class Model:
         )  # fmt: skip
 
     def check_whole(self, what: str) -> None:
-        """Refuses `what` reads matrices on its own, with a UserError, where they are divided among devices."""
+        """Raises a UserError if matrices, which `what` reads on its own, are divided among devices."""
         if self.devices.ways is not None:
             raise UserError(f"{self.path}: {what} needs the whole model on one device: load it without mesh")
 
     def check_packed(self, what: str) -> None:
-        """Refuses `what` reads packed matrices on its own, with a UserError, where they are kept in another form."""
+        """Raises a UserError if matrices, which `what` reads packed, are kept in another form."""
         if not isinstance(self.params.embedding, QTensor):
             raise UserError(
                 f"{self.path}: {what} reads packed matrices, and {self.kernels.name} kernels keep them otherwise here: "
@@ -194,11 +222,11 @@ class Model:
             )
 
     def check_ids(self, ids: Sequence[int]) -> np.ndarray:
-        """Token ids as int32[n]; raises UserError where they are none of this vocabulary, none at all, or too many."""
+        """Token ids as int32[n]; raises UserError if they are not of this vocabulary, too many, or there are none."""
         try:
             array = np.asarray(ids)
-        except (TypeError, ValueError) as e:
-            raise UserError(f"token ids must be a flat list of integers ({e})") from None
+        except (TypeError, ValueError):  # a list of lists
+            array = np.asarray([[]])
         if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
             raise UserError("token ids must be a flat list of integers")
         if array.size == 0:
@@ -214,15 +242,15 @@ class Model:
             )
         return array.astype(np.int32)
 
-    @functools.cached_property
+    @property
     def logits_program(self) -> Callable:
-        """One piece: (params, tokens int32[1, n], valid int32[1], cache) -> (logits f32[n, V], the cache with them)."""
+        """One chunk: (params, tokens int32[1, n], valid int32[1], cache) -> (logits f32[n, V], the cache with them)."""
 
         def chunk(params, tokens, n_valid, cache):
             out, cache = self.forward(params, tokens, cache, n_valid_B=n_valid, want=Want())
             return out.logits[0], kv.commit(cache, n_valid)
 
-        return self.devices.jit(chunk, donate_argnums=3)
+        return self.programs.once(("logits",), lambda: self.devices.jit(chunk, donate_argnums=3))
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """Teacher-forced logits: row i predicts the token after `ids[i]`. float32[n, V].
@@ -234,7 +262,8 @@ class Model:
         capacity = self.capacity_for(len(array))
         params, cache = self.params_for(capacity), self.new_cache(1, capacity)
         out = np.empty((len(array), self.config.vocab_size), np.float32)
-        for fed in feed(lambda p, c: self.logits_program(params, *self.everywhere(p.arrays), c), [array], cache):
-            start, count = fed.piece.start, fed.piece.count[0]
-            out[start : start + count] = np.asarray(fed.out)[:count]
+        program = self.logits_program
+        for chunk, rows, _ in prefill(lambda c, kv: program(params, *self.everywhere(c.arrays), kv), [array], cache):
+            count = chunk.count[0]
+            out[chunk.start : chunk.start + count] = np.asarray(rows)[:count]
         return out

@@ -18,12 +18,12 @@ import numpy as np
 from rich.console import Console
 
 from specsparse.engine import cache as kv
-from specsparse.engine.feed import Piece, feed
 from specsparse.engine.generate import Finish
 from specsparse.engine.gguf import requantise
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
+from specsparse.engine.prefill import Chunk, prefill
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.kernels import peaks
 from specsparse.runtime import manifest
@@ -237,21 +237,21 @@ class Ours:
         return self._programs[name]
 
     def _feed(self, ids: np.ndarray) -> None:
-        """Appends `ids` to the cache in the engine's pieces; waits for the last one's logits."""
+        """Appends `ids` to the cache in the engine's chunks; waits for the last one's logits."""
         forward, logits = self.model.forward, None
 
-        def program(piece: Piece, cache: kv.KVCache):
-            want = "last" if piece.last else "none"
+        def program(chunk: Chunk, cache: kv.KVCache):
+            want = "last" if chunk.last else "none"
 
             def run(params, tokens, count, cache):
                 out, cache = forward(params, tokens, cache, n_valid_B=count, want=Want(logits=want))
                 return out.logits, kv.commit(cache, count)
 
-            args = (self._params, *piece.arrays, cache)
-            return self._program(f"prompt of {piece.rows} rows, {want} logits", run, *args)(*args)
+            args = (self._params, *chunk.arrays, cache)
+            return self._program(f"prompt of {chunk.tokens.shape[1]} rows, {want} logits", run, *args)(*args)
 
-        for fed in feed(program, [ids], self._cache):
-            logits, self._cache = fed.out, fed.cache
+        for _, out, after in prefill(program, [ids], self._cache):
+            logits, self._cache = out, after
         jax.block_until_ready(logits)
 
     def _rewind(self) -> None:

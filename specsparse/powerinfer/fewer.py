@@ -185,4 +185,4 @@ def _columns(w: QTensor, ids: np.ndarray) -> QTensor:
 
 
 def _replaced(model: Model, **changes) -> Model:
-    return dataclasses.replace(model, **changes, programs={}, drafters={}, _tables={})
+    return dataclasses.replace(model, **changes)

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine import cache as kv
-from specsparse.engine.feed import feed
 from specsparse.engine.llama import Want, dense_ffn, make_forward
 from specsparse.engine.model import Model
+from specsparse.engine.prefill import prefill
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer, Params
 from specsparse.kernels import QTensor
@@ -343,8 +343,10 @@ def quality_in_chunks(dense: Model, model: Model, windows_Wn: np.ndarray, *, row
         _, cache = whole(params, jnp.asarray(tokens[None, :half]), count_B, dense.new_cache(1, capacity))
         wanted, _ = whole(params, jnp.asarray(tokens[None, half : 2 * half]), count_B, cache)
         found = [
-            np.asarray(fed.out)[: fed.piece.count[0]]
-            for fed in feed(lambda p, c: chunks(own, *p.arrays, c), [tokens[half : 2 * half]], cache, rows=rows)
+            np.asarray(out)[: chunk.count[0]]
+            for chunk, out, _ in prefill(
+                lambda c, kv: chunks(own, *c.arrays, kv), [tokens[half : 2 * half]], cache, rows=rows
+            )
         ]
         following = jnp.asarray(tokens[half + 1 : 2 * half])
         total = _added(total, model_sums(wanted[:-1], jnp.asarray(np.concatenate(found))[:-1], following))

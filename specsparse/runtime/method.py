@@ -257,11 +257,11 @@ def _verifier(drafter: Drafter | DrafterSpec, spec: MethodSpec) -> Verifier:
 def load_drafter(target: Model, spec: DrafterSpec) -> LoadedDrafter:
     """The drafter of a spec for this target, under its policy; what it needs is loaded once, whatever the policy."""
     key = spec.with_policy(Fixed(1))
-    if key not in target.drafters:
+    if key not in target.programs.drafters:
         if not spec.on_mesh:
             target.check_whole("the drafter with these options")
-        target.drafters[key] = spec.build(target, partial(_load, target))
-    loaded = target.drafters[key]
+        target.programs.drafters[key] = spec.build(target, partial(_load, target))
+    loaded = target.programs.drafters[key]
     return loaded._replace(drafter=with_policy(loaded.drafter, spec.style.length_policy))
 
 
@@ -275,5 +275,4 @@ def _load(target: Model, kind: str, spec: Any) -> Any:
         return registry.load(kind, "drafter")(obtain.published(spec))
     kv_dtype = "f16" if target.kv_dtype == "q8_0" else target.kv_dtype  # heads of any size
     draft = load(spec, backend=target.kernels.name, kv_dtype=kv_dtype, width=0)
-    draft.params = target.everywhere(draft.params)  # of a mesh on every device
-    return draft
+    return replace(draft, params=target.everywhere(draft.params))  # of a mesh on every device

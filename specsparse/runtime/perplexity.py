@@ -8,15 +8,16 @@ apart, and the last s of each are scored (llama.cpp, tools/perplexity).
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine import cache as kv
-from specsparse.engine.feed import feed
 from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
+from specsparse.engine.prefill import prefill
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 
@@ -153,26 +154,20 @@ def score(
 
 
 def _rows(model: Model, params: Pytree, window: np.ndarray, first: int, cache: kv.KVCache):
-    """(row numbers, their logits f32[n, V]) of the scored rows, piece by piece; those before `first` are only fed."""
+    """(row numbers, their logits f32[n, V]) of the scored rows, chunk by chunk; those before `first` are only fed."""
     for begin, end, want in ((0, first, Want("none")), (first, len(window) - 1, Want())):
-        program = _program(model, want)
-        for fed in feed(lambda p, c, run=program: run(params, *p.arrays, c), [window[begin:end]], cache):
-            cache, n = fed.cache, int(fed.piece.count[0])
-            if fed.out is not None:
-                yield begin + fed.piece.start + np.arange(n), fed.out[:n]
 
+        def forward(params, tokens, valid, cache, want=want):
+            out, cache = model.forward(params, tokens, cache, n_valid_B=valid, want=want)
+            return None if out.logits is None else out.logits[0], kv.commit(cache, valid)
 
-def _program(model: Model, want: Want) -> Callable:
-    """The forward pass of one piece, compiled once a model and piece."""
-
-    def forward(params, tokens, valid, cache):
-        out, cache = model.forward(params, tokens, cache, n_valid_B=valid, want=want)
-        return None if out.logits is None else out.logits[0], kv.commit(cache, valid)
-
-    key = (("perplexity", want),)
-    if key not in model.programs:
-        model.programs[key] = jax.jit(forward, donate_argnums=3)
-    return model.programs[key]
+        make = partial(jax.jit, forward, donate_argnums=3)
+        program = model.programs.once((("perplexity", want),), make)
+        chunks = prefill(lambda c, kv, run=program: run(params, *c.arrays, kv), [window[begin:end]], cache)
+        for chunk, logits_nV, after in chunks:
+            cache, n = after, int(chunk.count[0])
+            if logits_nV is not None:
+                yield begin + chunk.start + np.arange(n), logits_nV[:n]
 
 
 @jax.jit

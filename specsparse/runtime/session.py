@@ -17,11 +17,11 @@ import numpy as np
 from specsparse.engine import generate
 from specsparse.engine.cache import KVCache
 from specsparse.engine.devices import compiled
-from specsparse.engine.feed import Piece, feed, piece_rows
 from specsparse.engine.fixed_width import check_rows
 from specsparse.engine.generate import DecodeState, Finish, Job
 from specsparse.engine.model import Model
 from specsparse.engine.noise import seed_at, seed_words
+from specsparse.engine.prefill import Chunk, chunk_rows, prefill
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling import pipeline
 from specsparse.engine.sampling.params import SEEDS, SamplingParams
@@ -234,16 +234,17 @@ class Session:
         """
         leaves, structure = jax.tree.flatten(args[1:])  # args[0] are weights
         key = (key, structure, tuple((jnp.shape(a), a.dtype) for a in leaves))
-        program = self.model.programs.get(key)
-        if program is None:
+
+        def compile_it() -> Callable:
             start = time.perf_counter()
             program = compiled(function, *args, donate=donate)
-            self.model.programs[key] = program
             self.compile_s += time.perf_counter() - start
-        return program
+            return program
+
+        return self.model.programs.once(key, compile_it)
 
     def _prefill(self, lengths: np.ndarray, limits: np.ndarray) -> DecodeState:
-        """Feeds all tokens of each prompt but the last, which the first round feeds."""
+        """The state after all tokens of each prompt but the last, which the first round feeds."""
         prompts = [s.prompt for s in self.sequences]
         drafter, batch = self.method.drafter, len(prompts)
         tokens = np.zeros((batch, self.capacity), np.int32)
@@ -251,21 +252,21 @@ class Session:
             row[: len(ids)] = ids
         cache = self.model.new_cache(batch, self.capacity)
         wants_hidden = drafter is not None and drafter.wants_hidden
-        chunk = partial(generate.prefill_chunk, self.model.forward, hidden=wants_hidden)
+        forward = partial(generate.prefill_chunk, self.model.forward, hidden=wants_hidden)
         hidden, spent = [], 0.0
 
-        def program(piece: Piece, cache: KVCache):
+        def program(chunk: Chunk, cache: KVCache):
             nonlocal spent
-            begun, args = self.clock(), (self.params, *piece.arrays, cache)
+            begun, args = self.clock(), (self.params, *chunk.arrays, cache)
             how = self.model.devices.compile
-            out, cache = self.call(("prefill", wants_hidden), chunk, *args, donate=(3,), compiled=how)
+            out, cache = self.call(("prefill", wants_hidden), forward, *args, donate=(3,), compiled=how)
             cache.length.block_until_ready()
             spent += self.clock() - begun
             return out, cache
 
-        for fed in feed(program, [p[:-1] for p in prompts], cache):
-            cache = fed.cache
-            hidden.append(fed.out)
+        for _, out, after in prefill(program, [p[:-1] for p in prompts], cache):
+            cache = after
+            hidden.append(out)
         scores = self.sampling.logprobs
         state = DecodeState(
             tokens=jax.device_put(tokens),
@@ -385,7 +386,7 @@ class Session:
                 num_accepted_tokens=int(c.accepted),
                 num_accepted_tokens_per_pos=tuple(c.accepted_at.tolist()),
                 num_emitted_tokens=int(c.emitted),
-                target_passes=int(c.rounds) + len(piece_rows(prompt)),
+                target_passes=int(c.rounds) + len(chunk_rows(prompt)),
                 alpha=float(c.alpha),
                 alpha_var=float(c.alpha_var),
                 num_alpha_tested=int(c.tested) if measured else 0,

@@ -124,10 +124,11 @@ class Runner:
                 path=f.path,
                 footprint=weights.footprint(params, f),
             )
-        model = self.models[key]
-        model.params, model.path, model.rope_factors = params, f.path, weights.rope_factors(f, config)
-        model.tokenizer = tokenizer
-        model._tables.clear()
+        factors = weights.rope_factors(f, config)
+        model = self.models[key].with_own_programs(
+            params=params, path=f.path, rope_factors=factors, tokenizer=tokenizer
+        )
+        model.programs.tables.clear()
         if tokenizer is None:
             model.logits(np.arange(min(self.tokens, config.vocab_size, config.context_length)))
         else:

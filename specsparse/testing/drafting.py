@@ -113,7 +113,7 @@ def _held(tokens_BC: jax.Array, count_B: jax.Array) -> jax.Array:
 
 def _compiled(model: Model, key: tuple, run: Callable[..., Any]) -> Callable[..., Any]:
     """`run` as one program of the model's, for all tests that share the model: an op at a time would compile dozens."""
-    return model.programs.setdefault(key, jax.jit(run))
+    return model.programs.once(key, lambda: jax.jit(run))
 
 
 def random_head(

@@ -29,7 +29,7 @@ def model(request, tmp_path_factory):
 
 def decode_program(model) -> str:
     """The HLO of the one decode program there is."""
-    (program,) = [p for key, p in model.programs.items() if "decode" in str(key[0])]
+    (program,) = [p for key, p in model.programs.compiled.items() if "decode" in str(key[0])]
     return program.as_text()
 
 
@@ -80,7 +80,7 @@ SAMPLINGS = {
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("drafter", [None, "prompt_lookup"])
 def test_the_loop_copies_no_cache_and_calls_no_host(model, sampling, drafter):
-    model.programs.clear()
+    model.programs.compiled.clear()
     specsparse.generate(model, "abab", sampling=SAMPLINGS[sampling], drafter=drafter)
     hlo = decode_program(model)
     assert not HOST.search(hlo)
@@ -101,7 +101,7 @@ MOST = {None: 19, "prompt_lookup": 44, "ngram_simple": 44}
 @pytest.mark.parametrize("drafter", MOST)
 def test_a_round_has_few_operations(model, drafter):
     """And what follows the target's products takes no branch and no loop of its own."""
-    model.programs.clear()
+    model.programs.compiled.clear()
     specsparse.generate(model, "abab", sampling=SAMPLINGS["greedy"], drafter=drafter)
     hlo = decode_program(model)
     parts = computations(hlo)
@@ -115,18 +115,18 @@ def test_a_round_has_few_operations(model, drafter):
 
 def test_a_program_is_compiled_once(model):
     """Other prompts, seeds and numbers of the same kind run what is there; another kind adds its program."""
-    model.programs.clear()
+    model.programs.compiled.clear()
     first = specsparse.generate(model, "abab", sampling=SAMPLINGS["warm"])
-    count = len(model.programs)
+    count = len(model.programs.compiled)
     assert first.stats.compile_s > 0 and count == 2  # a prompt piece and the loop
     for seed, prompt in enumerate(("xyz", "a longer one", "abab")):
         sampling = SAMPLINGS["warm"].merged(temperature=0.3 + seed, top_k=5 + seed, max_tokens=3 + seed)
         assert specsparse.generate(model, prompt, sampling=sampling, seed=seed).stats.compile_s == 0
-    assert len(model.programs) == count
+    assert len(model.programs.compiled) == count
     specsparse.generate(model, "abab", sampling=SAMPLINGS["greedy"])
-    assert len(model.programs) == count + 1  # the prompt's program does not depend on the distribution
+    assert len(model.programs.compiled) == count + 1  # the prompt's program does not depend on the distribution
     list(specsparse.stream(model, "abab", sampling=SAMPLINGS["greedy"]))
-    assert len(model.programs) == count + 1  # streaming runs the same loop
+    assert len(model.programs.compiled) == count + 1  # streaming runs the same loop
 
 
 def test_logits_reuse_their_programs(model):

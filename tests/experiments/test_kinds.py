@@ -104,8 +104,8 @@ def test_prompts_of_any_length_share_a_program_with_a_fixed_width(tmp_path):
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     method = {"text": tmp_path / "prompts.jsonl", "chat": False, "sampling": GREEDY, "max_tokens": 4}
     playing.play(run_config(path, **method, stream=False, warmup=False), tmp_path / "run", model=model)
-    assert sum(key[0][0] == "decode" for key in model.programs) == 1
-    assert set(model._tables) == {long}  # the size of every cache
+    assert sum(key[0][0] == "decode" for key in model.programs.compiled) == 1
+    assert set(model.programs.tables) == {long}  # the size of every cache
     assert model.capacity_for(1) == short  # the model itself is as it was
 
 

@@ -45,7 +45,7 @@ def pair(request, tmp_path_factory) -> tuple[Rig, Rig]:
     forward = llama.make_forward(rig.config, specsparse.kernels.get("native"))
     assert zero_skip.in_params(rig.params, rig.config, specsparse.kernels.get("native"))
     dense = dataclasses.replace(rig, forward=forward, programs={})
-    return dense, dataclasses.replace(dense, params=zero_skip.skipping(rig.params), programs={})
+    return dense, dataclasses.replace(dense, params=zero_skip.skipping(rig.params))
 
 
 def logits_of(rig: Rig) -> np.ndarray:

@@ -148,5 +148,5 @@ def test_a_dense_model_keeps_the_predictors_of_its_file(tmp_path):
     assert own.footprint.packed == dense.footprint.packed + predictors > predictors
     mlp = get_predictor("mlp", FFN.from_config(dense.config, dense.kernels))
     forward = make_forward(dense.config, dense.kernels, make_ffn(dense.config, dense.kernels, mlp))
-    gated = replace(dense, params=sparse_params(dense.params, weights), forward=forward, programs={}, _tables={})
+    gated = replace(dense, params=sparse_params(dense.params, weights), forward=forward)
     np.testing.assert_array_equal(gated.logits(IDS), own.logits(IDS))

@@ -1,5 +1,7 @@
 """FFN layers with planted sparsity: a gate of low rank, pushed below zero by a channel that every residual shares."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -38,5 +40,5 @@ def planted_model(folder, *, seed: int = 0, **config):
         gate = rng.normal(0, 1, (neurons, RANK)) @ rng.normal(0, 1, (RANK, width)) / np.sqrt(width)
         gate[:, 0] = -rng.uniform(0.2, 0.6, neurons)
         layers.append(layer._replace(ffn_gate=pack_float(jnp.asarray(gate / np.asarray(layer.ffn_norm), jnp.float32))))
-    model.params = model.params._replace(embedding=pack_float(jnp.asarray(embedding)), layers=tuple(layers))
-    return model
+    params = model.params._replace(embedding=pack_float(jnp.asarray(embedding)), layers=tuple(layers))
+    return dataclasses.replace(model, params=params)

@@ -148,7 +148,7 @@ def test_draft_models_of_other_sizes(model, files, size):
     drafter = get_drafter("model", model=str(files[size]), gamma=3, temperature=1.5)
     out = specsparse.generate(model, PROMPTS, max_tokens=50, ignore_eos=True, drafter=drafter, verifier="match")
     assert [g.token_ids for g in out] == [g.token_ids for g in plain]
-    assert len([k for k in model.drafters if k == drafter.with_policy(Fixed(1))]) == 1  # whatever the policy
+    assert len([k for k in model.programs.drafters if k == drafter.with_policy(Fixed(1))]) == 1  # whatever the policy
 
 
 @pytest.mark.parametrize(

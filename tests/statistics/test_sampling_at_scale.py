@@ -151,7 +151,7 @@ def test_a_verifier_without_a_residual_is_refused(model, monkeypatch):
     monkeypatch.setattr(residuals, "residual", lambda probs_V, q_V, usable=True: probs_V)
     of_model = pipeline.kernels_of  # their `judge` has a residual of its own
     monkeypatch.setattr(pipeline, "kernels_of", lambda kernels: of_model(kernels)._replace(judge=None))
-    monkeypatch.setattr(model, "programs", {})
+    monkeypatch.setattr(model.programs, "compiled", {})
     drawn = draws(model, TARGETS["truncated"], "token", calls(FEW))
     assert p_values(drawn.counts, Probs.of(model, TARGETS["truncated"], DRAFT))["event"] < ALPHA
 
@@ -159,7 +159,7 @@ def test_a_verifier_without_a_residual_is_refused(model, monkeypatch):
 @pytest.mark.slow
 def test_noise_keyed_by_position_alone_is_refused(model, monkeypatch):
     """A coin shares one of the four numbers that draw a token, the one that decides within 16 of them: hard to see."""
-    monkeypatch.setattr(model, "programs", {})
+    monkeypatch.setattr(model.programs, "compiled", {})
     with keyed(Key(round=0, node=0, stream=0)):
         drawn = draws(model, TARGETS["truncated"], "token", calls(SOME))
     found = p_values(drawn.counts, Probs.of(model, TARGETS["truncated"], DRAFT))

@@ -298,7 +298,7 @@ def acceptance_over_seeds(
     ids = prompt_ids(model, prompt, params)
 
     def decode_programs() -> int:
-        return sum(1 for (name, *_), *_ in model.programs if name == "decode")  # `Session.advance` names them
+        return sum(1 for (name, *_), *_ in model.programs.compiled if name == "decode")  # `Session.advance` names them
 
     known = decode_programs()
     session = Session(model, [Request(ids, params, seed) for seed in numbers], method, noting=bool(params.stop))

@@ -17,8 +17,8 @@ import numpy as np
 from specsparse import kernels
 from specsparse.data import prompts
 from specsparse.engine import cache as kv
-from specsparse.engine.feed import feed
 from specsparse.engine.model import Model
+from specsparse.engine.prefill import prefill
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.support.files import Json
@@ -66,9 +66,10 @@ class OurRows:
 
     def _feed(self, ids: Sequence[int], width: int) -> np.ndarray:
         program, text, out = self._model.logits_program, np.asarray(ids, np.int32), []
-        for fed in feed(lambda p, c: program(self._params, *p.arrays, c), [text], self._cache, rows=width):
-            self._cache = fed.cache
-            out.append(np.asarray(fed.out)[: fed.piece.count[0]])
+        chunks = prefill(lambda c, kv: program(self._params, *c.arrays, kv), [text], self._cache, rows=width)
+        for chunk, logits, after in chunks:
+            self._cache = after
+            out.append(np.asarray(logits)[: chunk.count[0]])
         return np.concatenate(out)
 
     def _begin(self, prompt: Sequence[int]) -> np.ndarray | None:

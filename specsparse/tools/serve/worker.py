@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specsparse.engine.feed import CHUNKS
 from specsparse.engine.generate import Finish
 from specsparse.engine.model import Model
+from specsparse.engine.prefill import CHUNKS
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.engine.text.stopping import TokenText
 from specsparse.errors import UserError
@@ -181,8 +181,8 @@ class Worker:
     def _decode(self, handles: list[RequestHandle]) -> None:
         """Decodes a batch to its end; one that cannot begin is tried request by request."""
         started = time.perf_counter()
-        if len(self.model.programs) > MAX_PROGRAMS:
-            self.model.programs.clear()  # else requests could fill the memory
+        if len(self.model.programs.compiled) > MAX_PROGRAMS:
+            self.model.programs.compiled.clear()  # else requests could fill the memory
         sequences = [s for handle in handles for s in handle.sequences]
         hottest = max((s.params for s in sequences), key=lambda p: 0.0 if p.greedy else p.temperature)
         try:

@@ -111,9 +111,7 @@ def wide(model: Model, width: int) -> Model:
     """The model with steps of `width` rows, on the same weights; 0 is none."""
     narrow = model.narrow or model.forward
     forward = fixed_width(narrow, width) if width else narrow
-    return dataclasses.replace(
-        model, forward=forward, narrow=narrow if width else None, width=width, programs={}, drafters={}, _tables={}
-    )
+    return dataclasses.replace(model, forward=forward, narrow=narrow if width else None, width=width)
 
 
 def padded(model: Model) -> Model:
