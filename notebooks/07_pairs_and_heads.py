@@ -25,7 +25,7 @@ import matplotlib.pyplot as plt
 
 import specsparse
 from specsparse.models import catalogue
-from specsparse.models.convert.eagle3 import read_eagle3, write_folder
+from specsparse.models.convert.heads import read_eagle3, write_folder
 from specsparse.speculative.drafters.draft_model import common_tokens
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import random_eagle3

@@ -136,15 +136,14 @@ def _hf(args: argparse.Namespace) -> int:
 
 def _head(args: argparse.Namespace) -> int:
     """A draft head into another of its forms."""
-    from specsparse.models import obtain
-    from specsparse.models.convert.dflash import convert_dflash
-    from specsparse.models.convert.eagle3 import convert_eagle3
-    from specsparse.models.convert.heads import head_facts
+    from specsparse.models import catalogue
+    from specsparse.models.convert.heads import convert_head, head_facts
 
-    convert = {"eagle3": convert_eagle3, "dflash": convert_dflash}[args.conversion]
     target = _opened(args.target) if args.target else None
-    source = obtain.published(args.source)
-    file = convert(source, args.out, form=args.form, target=target, verifier=args.verifier, quant=args.outtype)
+    file = convert_head(
+        args.conversion, catalogue.published(args.source), args.out, form=args.form, target=target,
+        verifier=args.verifier, quant=args.outtype,
+    )  # fmt: skip
     if args.out.suffix == ".gguf":
         return _wrote(args.out)
     names = ", ".join(sorted(path.name for path in args.out.iterdir()))
@@ -188,7 +187,7 @@ def _set_metadata(args: argparse.Namespace) -> int:
 
 
 def _tokenizer(args: argparse.Namespace) -> int:
-    from specsparse.models.convert.tokenizer import NAMES, write_tokenizer
+    from specsparse.models.convert.hf_tokenizer import NAMES, write_tokenizer
 
     write_tokenizer(_opened(args.source), args.out)
     print(f"wrote {args.out}: {', '.join(NAMES)}")

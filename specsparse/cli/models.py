@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print the list."""
     from specsparse.errors import UserError
-    from specsparse.models import catalogue, obtain
+    from specsparse.models import catalogue
     from specsparse.support import tables, terminal
     from specsparse.support.files import to_json
     from specsparse.support.options import nearest
@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> int:
     if args.download and not args.names:
         raise UserError("--download needs the names of the models to bring here")
     for name in args.names if args.download else ():
-        obtain.path_of(name, args.download)
+        catalogue.path_of(name, args.download)
     named = {entry.name for name in args.names if (entry := catalogue.find(name)) is not None}
     rows = [_row(entry) for name, entry in catalogue.entries().items() if not named or name in named]
     if args.json:
@@ -48,8 +48,8 @@ def main(args: argparse.Namespace) -> int:
 def _row(entry: Any) -> dict[str, Any]:
     """An entry and this machine's facts about it; None for unknown ones."""
     from specsparse.errors import UserError
-    from specsparse.measure.costs.outlines import ModelOutline
-    from specsparse.models import catalogue, obtain
+    from specsparse.measure.costs.roofline import ModelOutline
+    from specsparse.models import catalogue
 
     try:
         path = catalogue.locate(entry)
@@ -57,7 +57,7 @@ def _row(entry: Any) -> dict[str, Any]:
         here = "yes" if path else "made on first use" if entry.base else "no"
     except UserError:
         path, here = None, "not installed"
-    known = obtain.known(entry)
+    known = catalogue.known(entry)
     subject = None
     if path is not None and path.is_file():
         with contextlib.suppress(UserError):  # a file that does not run here

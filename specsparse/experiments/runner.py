@@ -20,7 +20,7 @@ from specsparse.experiments import trackers
 from specsparse.experiments.compose.config import of_kind
 from specsparse.experiments.kind import KINDS, Engine, Kind, RunContext, RunResult
 from specsparse.experiments.settings import FfnSpec, RunConfig
-from specsparse.models import catalogue, obtain
+from specsparse.models import catalogue
 from specsparse.report.record import RECORD_FILE, ROWS_FILE, STOPPED
 from specsparse.runtime import manifest
 from specsparse.support import terminal
@@ -51,7 +51,7 @@ def check(cfg: RunConfig) -> CheckedRun:
     try:
         kind.check(settings)
     except catalogue.NotHere as missing:
-        obtain.obtain(missing.wanted, cfg.download)
+        catalogue.obtain(missing.wanted, cfg.download)
         kind.check(settings)
     trackers.check(cfg.tracker)
     if cfg.name in ("", ".", "..") or "/" in cfg.name:

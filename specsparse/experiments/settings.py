@@ -202,7 +202,7 @@ class RunConfig(DecodingSettings):
         debug: mistakes with their traceback.
         reuse: whether a sweep takes over cells that have finished before.
         download: whether models of the catalogue that are not on this machine are downloaded; "ask": see
-            `models.obtain.obtain`.
+            `models.catalogue.obtain`.
         own: the keys that are not everybody's; the kind's class of settings reads them.
         composed: the whole config as plain containers, for the record.
     """

@@ -166,6 +166,36 @@ def token_ids(count: int, vocab_size: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, vocab_size, count, dtype=np.int32)
 
 
+class Loop:
+    """The decode loop with a method, run a few rounds at a time from one place in one text.
+
+    Attributes:
+        session: its cache holds the text but its last token at the start.
+    """
+
+    def __init__(self, model: Model, method: Method, ids: np.ndarray, *, room: int):
+        self._length = jnp.asarray([len(ids)], jnp.int32)
+        params = SamplingParams(temperature=0.0, max_tokens=room, ignore_eos=True)
+        self.session = Session(model, [Request(ids, params, seed=0)], method)
+
+    def run(self, rounds: int) -> float:
+        """Seconds of up to `rounds` rounds."""
+        before = self.session.times.total
+        self.session.advance(rounds)
+        return self.session.times.total - before
+
+    def again(self, rounds: int) -> float:
+        """Seconds of up to `rounds` rounds from the beginning; only for drafters without a state, which goes on."""
+        state = self.session.state
+        self.session.state = state._replace(
+            length=jnp.copy(self._length),
+            finish=jnp.full((1,), int(Finish.RUNNING), jnp.int32),
+            cache=state.cache._replace(length=self._length - jnp.int32(1)),
+        )
+        jax.block_until_ready(self.session.state)
+        return self.run(rounds)
+
+
 @dataclass(frozen=True)
 class Compiled:
     """A program that had to be compiled: seconds, and whether the persistent cache had it."""
@@ -203,7 +233,7 @@ class Ours:
         self._cache = model.new_cache(1, capacity)
         self._ids = token_ids(depth + room, model.config.vocab_size)
         self._programs: dict = {}
-        self._sessions: dict[int, Session] = {}
+        self._loops: dict[int, Loop] = {}
         if depth:
             self._feed(self._ids[:depth])
         self._length = jnp.asarray([depth], jnp.int32)
@@ -264,37 +294,22 @@ class Ours:
 
     def decode(self, n: int) -> float:
         """Greedy, in the one-jit loop, the argmax included; no token ends it."""
-        if n not in self._sessions:
-            self._sessions[n] = self._open_session(n)
-        session = self._sessions[n]
-        state = session.state
-        session.state = state._replace(
-            length=self._length + jnp.int32(1),
-            finish=jnp.full((1,), int(Finish.RUNNING), jnp.int32),
-            cache=state.cache._replace(length=jnp.copy(self._length)),
-        )
-        jax.block_until_ready(session.state)
-        before = session.times.total
-        session.advance()
-        return session.times.total - before
+        if n not in self._loops:
+            ids = token_ids(self.depth + 1, self.model.config.vocab_size)
 
-    def _open_session(self, n: int) -> Session:
-        prompt = token_ids(self.depth + 1, self.model.config.vocab_size)
-        params = SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
-        opened: list[Session] = []
+            def prefill() -> float:
+                self._loops[n] = Loop(self.model, Method(), ids, room=n)
+                return self._loops[n].session.compile_s
 
-        def prefill() -> float:
-            opened.append(Session(self.model, [Request(prompt, params, seed=0)], Method()))
-            return opened[0].compile_s
+            def compile_loop() -> float:
+                session = self._loops[n].session
+                before = session.compile_s
+                session.advance(0)
+                return session.compile_s - before
 
-        def compile_loop() -> float:
-            before = opened[0].compile_s
-            opened[0].advance(0)
-            return opened[0].compile_s - before
-
-        self._timed("prompt of the decode loop", prefill)
-        self._timed("decode loop", compile_loop)
-        return opened[0]
+            self._timed("prompt of the decode loop", prefill)
+            self._timed("decode loop", compile_loop)
+        return self._loops[n].again(n)
 
     def verify(self, n: int) -> float:
         """The mean of `forwards` passes in one loop, each fed the argmax of the one before."""

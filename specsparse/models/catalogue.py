@@ -3,16 +3,23 @@
 The catalogue is one YAML file per model: those that come with specsparse, and the user's own beside them. An entry says
 what a model is, where it is from (a package, the Hub, a difference from another model) and how it becomes a file that
 loads. A fact that nobody has read at its source, such as a size, is left out; the Hub is asked for it on first use.
+
+resolve("smollm2-135m")               # the file, or `NotHere`
+path_of("llama-2-7b", "ask")          # says what it would download; asks on a terminal, refuses elsewhere
 """
 
+import contextlib
 import difflib
 import functools
 import hashlib
 import importlib.util
+import math
 import os
+import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -22,7 +29,8 @@ import yaml
 from specsparse.engine.gguf.shards import shard_names
 from specsparse.errors import UserError
 from specsparse.models import hub
-from specsparse.support.files import cache_dir, size_text
+from specsparse.models.hub import RepoFile, Repository
+from specsparse.support.files import cache_dir, kept, need_memory, size_text, to_json, write_atomically
 from specsparse.support.options import Count, Internal, Size, read
 
 Download = Literal["yes", "no", "ask"]
@@ -33,6 +41,8 @@ OWN = "SPECSPARSE_CATALOGUE"
 """Environment variable that names the folder of the user's own entries."""
 COMPANION = "specsparse_models"
 """The package of model files; `specsparse-models` in a checkout of this project."""
+_SPARE = 0.05  # of the disk that is needed
+_KEPT = ("revision", "size", "sha256", "licence")
 _SHIPPED = Path(__file__).resolve().parents[1] / "data" / "models"
 
 
@@ -196,24 +206,23 @@ def _entry(path: Path) -> Entry:
     """Reads an entry; UserError if it has a bad value, or does not say where the model is from."""
     try:
         with path.open(encoding="utf-8") as file:
-            given = yaml.load(file, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            given, wrong = yaml.load(file, getattr(yaml, "CSafeLoader", yaml.SafeLoader)), None
     except (OSError, UnicodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(given, dict):
-        raise UserError(f"{path}: is no entry of the catalogue: keys and values are needed")
-    entry, wrong = read(Entry, given, group=str(path), internal={"name": path.stem}), None
-    places = [key for key in ("package", "base", "repo") if getattr(entry, key)]
-    if len(places) != 1:
-        wrong = f"one of package, base and repo is needed, not {' and '.join(places) or 'none'}"
-    elif entry.package and not (entry.file and entry.install):
-        wrong = "package needs file and install"
-    elif entry.base and not entry.delta:
-        wrong = "base needs delta"
-    elif entry.convert and (entry.file or not entry.repo):
-        wrong = "convert is for a checkpoint: repo without file"
-    if wrong:
-        raise UserError(f"{path}: {wrong}")
-    return entry
+        given, wrong = None, f"cannot be read: {' '.join(str(error).split())}"
+    if isinstance(given, dict):
+        entry = read(Entry, given, group=str(path), internal={"name": path.stem})
+        places = [key for key in ("package", "base", "repo") if getattr(entry, key)]
+        if len(places) != 1:
+            wrong = f"one of package, base and repo is needed, not {' and '.join(places) or 'none'}"
+        elif entry.package and not (entry.file and entry.install):
+            wrong = "package needs file and install"
+        elif entry.base and not entry.delta:
+            wrong = "base needs delta"
+        elif entry.convert and (entry.file or not entry.repo):
+            wrong = "convert is for a checkpoint: repo without file"
+        if wrong is None:
+            return entry
+    raise UserError(f"{path}: {wrong or 'is no entry of the catalogue: keys and values are needed'}")
 
 
 class NotHere(UserError):
@@ -251,13 +260,11 @@ def resolve(spec: str | Path) -> Path:
             `hf://owner/repo/file.gguf[@revision]`, which is downloaded (see `models.hub.download`).
 
     Raises:
-        NotHere: a model of the Hub that is not on this machine; `models.obtain` downloads it.
+        NotHere: a model of the Hub that is not on this machine; `obtain` downloads it.
         UserError: an unknown name (with the nearest), a package that is not installed (with the command), a file that
             is not there or that the Hub does not give.
     """
     text = str(spec)
-    if not text:
-        raise UserError("no model given: name one of `python -m specsparse models`, or the path of a GGUF file")
     if text.startswith(hub.SCHEME):
         return hub.download(text)
     entry = find(text)
@@ -266,12 +273,9 @@ def resolve(spec: str | Path) -> Path:
         if found is None:
             raise NotHere({"model.path": entry})
         return found
-    path = Path(os.path.expanduser(spec))
-    try:
-        if path.exists():
+    with contextlib.suppress(OSError, ValueError):  # a name too long, or with a NUL
+        if text and (path := Path(os.path.expanduser(spec))).exists():
             return path
-    except (OSError, ValueError):  # a name too long, or with a NUL
-        pass
     if "/" in text or "\\" in text or text.lower().endswith(".gguf"):
         raise UserError(f"{text}: no such file")
     packaged, match = [entry.name for entry in entries().values() if entry.package], difflib.SequenceMatcher()
@@ -296,23 +300,20 @@ def locate(entry: Entry, *, make: bool = False) -> Path | None:
     """
     if entry.repo:
         return next(_places_of(entry), None)
-    file = (entry.delta if entry.base else entry.file) or ""
-    path = _in_package(entry.package or COMPANION, file)
+    path = _in_package(entry.package or COMPANION, (entry.delta if entry.base else entry.file) or "")
     if path is None:
         install = entry.install or "pip install ./specsparse-models (in a checkout of specsparse)"
         raise UserError(f"model {entry.name!r} is not installed; run: {install}")
-    return path if entry.base is None else _derived(entry, path, make=make)
-
-
-def _derived(entry: Entry, delta: Path, *, make: bool) -> Path:
-    """The file in the cache; one of another version of the difference is left alone, and made anew."""
-    version = hashlib.sha256(delta.read_bytes()).hexdigest()[:12]
+    if entry.base is None:
+        return path
+    # The file in the cache; one of another version of the difference is left alone, and made anew.
+    version = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     made = model_folder() / f"{entry.name}-{version}.gguf"
     if make and not made.is_file():
         from specsparse.models.convert.edit import apply_delta
 
-        print(f"making {entry.name} of {entry.base} and {delta.name}, once: {made}", file=sys.stderr)
-        apply_delta(resolve(str(entry.base)), delta, made)
+        print(f"making {entry.name} of {entry.base} and {path.name}, once: {made}", file=sys.stderr)
+        apply_delta(resolve(entry.base), path, made)
     return made
 
 
@@ -345,3 +346,181 @@ def _in_package(package: str, file: str) -> Path | None:
     found = importlib.util.find_spec(package)
     paths = (Path(folder) / file for folder in (found and found.submodule_search_locations) or ())
     return next((path for path in paths if path.is_file()), None)
+
+
+@dataclass(frozen=True)
+class DownloadPlan:
+    """An entry of the catalogue, its repository as the Hub has it, and the files to download."""
+
+    entry: Entry
+    repository: Repository
+    files: tuple[RepoFile, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(file.size or 0 for file in self.files)
+
+    @property
+    def missing(self) -> int:
+        """Bytes that are still to come."""
+        return self.bytes - sum(hub.at_hand(self.repository.repo, file) for file in self.files)
+
+    @property
+    def loaded(self) -> int:
+        """Bytes of the file that loads; of one that is to be made, at most."""
+        return self.entry.size if self.entry.convert and self.entry.size else self.bytes
+
+    def __str__(self) -> str:
+        at_hand = self.bytes - self.missing
+        several = f"{len(self.files)} files, " if len(self.files) > 1 else ""
+        here = f" ({size_text(at_hand)} of it here)" if at_hand else ""
+        made = f", converted to {self.entry.convert.upper()}" if self.entry.convert else ""
+        size, licence = f"{several}{size_text(self.bytes)}{here}", self.repository.licence or "not given"
+        return f"{self.entry.name}: {size} from {self.entry.url}{made}, licence {licence}"
+
+
+def path_of(spec: str | os.PathLike[str], download: Download = "ask") -> Path:
+    """The file of a model as `resolve` finds it, downloaded if it is a name of the Hub; raises as both do."""
+    if download not in typing.get_args(Download):
+        raise UserError(f"download={download!r} must be one of {', '.join(typing.get_args(Download))}")
+    try:
+        return resolve(os.fspath(spec))
+    except NotHere as missing:
+        obtain(missing.wanted, download)
+    return resolve(os.fspath(spec))
+
+
+def published(spec: str | os.PathLike[str], download: Download = "ask") -> Path:
+    """The folder or file of a drafter: a path, a name of the catalogue, hf://owner/repo or a GGUF file of one."""
+    text = os.fspath(spec)
+    if text.startswith(hub.SCHEME) and hub.Reference.parse(text).file is None:
+        return hub.download_checkpoint(text)
+    return path_of(text, download)
+
+
+def obtain(wanted: Mapping[str, Entry], download: Download) -> None:
+    """Downloads and converts models that are not here; says on stderr what comes.
+
+    Args:
+        wanted: entries of the Hub by the setting that names each.
+        download: "yes", "no", or "ask".
+
+    Raises:
+        NotHere: it is not to be downloaded, or the Hub cannot be reached.
+        UserError: no room on the disk or in memory, no access, another checksum, or a checkpoint that does not convert.
+    """
+    if download == "no":
+        raise NotHere(wanted, "download=no; ")
+    try:
+        plans = [plan(entry) for entry in wanted.values()]
+    except hub.UnreachableError as error:
+        raise NotHere(wanted, f"{str(error).rstrip('.')}; without a network ") from None
+    _check_room(plans)
+    total = size_text(sum(one.missing for one in plans))
+    if download == "ask" and not (sys.stdin.isatty() and sys.stderr.isatty()):
+        each = ", ".join(f"{one.entry.name} {size_text(one.missing)}" for one in plans)
+        raise NotHere(wanted, f"download=yes fetches {total} ({each}); or ")
+    for one in plans:
+        _say(str(one))
+    if download == "ask":
+        print(f"Download {total}? [y/N] ", end="", file=sys.stderr, flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise NotHere(wanted, "not downloaded; ")
+    for one in plans:
+        _fetch(one)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def plan(entry: Entry) -> DownloadPlan:
+    """Asks the Hub for an entry and keeps what it says for the next time.
+
+    Raises:
+        UnreachableError: the Hub cannot be reached.
+        UserError: no such repository, revision or file; no access; another checksum than the entry has.
+    """
+    from huggingface_hub import get_token
+
+    assert entry.repo is not None
+    found = hub.look_up(entry.repo, entry.revision)
+    files = found.matching(entry.file) if entry.file else found.checkpoint()
+    wrong = None
+    if found.gated and get_token() is None:
+        then = "accept its terms there, then set HF_TOKEN or run `hf auth login`"
+        wrong = f"{entry.url} asks for consent and a token: {then}"
+    elif not files:
+        names = ", ".join(file.name for file in found.files if file.name.endswith(".gguf")) or "no GGUF file"
+        wrong = f"{entry.url} has no {entry.file or 'checkpoint'}; it has {names}"
+    elif entry.sha256 and files[0].sha256 and entry.sha256 != files[0].sha256:
+        wrong = (
+            f"{files[0].name} on the Hub has another sha256 ({files[0].sha256[:12]}..) than the catalogue "
+            f"({entry.sha256[:12]}..): it is not the file that was meant"
+        )
+    if wrong:
+        raise UserError(f"{entry.name}: {wrong}")
+    one = DownloadPlan(entry, found, tuple(files))
+    _keep(entry, revision=found.commit, licence=found.licence, sha256=files[0].sha256 if len(files) == 1 else None,
+          size=None if entry.convert else one.bytes)  # fmt: skip
+    return one
+
+
+def _check_room(plans: Sequence[DownloadPlan]) -> None:
+    """UserError if disk or memory lack room, with how much is there and how much is needed."""
+    folder = model_folder()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    needed = sum(one.missing + (one.loaded if one.entry.convert else 0) for one in plans)
+    free, needed = shutil.disk_usage(there).free, math.ceil(needed * (1 + _SPARE))
+    if needed > free:
+        raise UserError(
+            f"{size_text(needed)} are needed on the disk of {there}, {size_text(free)} are free: make room, or set "
+            "HF_HOME and SPECSPARSE_CACHE to folders of another disk"
+        )
+    loaded = sum(one.loaded for one in plans if one.entry.role != "head")
+    what = f"the weights of {' and '.join(one.entry.name for one in plans)}"
+    need_memory(what, loaded, "take a smaller model or a smaller type of weights")
+
+
+def known(entry: Entry) -> Entry:
+    """The entry, its gaps filled with what the Hub has said of it before."""
+    facts = kept(_facts_file(entry))
+    if facts.get("repo") != entry.repo:
+        return entry
+    return replace(entry, **{key: facts.get(key) for key in _KEPT if getattr(entry, key) is None})
+
+
+def _keep(entry: Entry, **facts: str | int | None) -> None:
+    """Keeps facts of an entry, unless another one has its name."""
+    if find(entry.name) != entry:
+        return
+    before = {key: getattr(known(entry), key) for key in _KEPT}
+    told = {key: value for key, value in facts.items() if value is not None}
+    write_atomically(_facts_file(entry), to_json({"repo": entry.repo, **before, **told}) + "\n")
+
+
+def _facts_file(entry: Entry) -> Path:
+    return model_folder() / f"{entry.name}.hub.json"
+
+
+def _fetch(one: DownloadPlan) -> None:
+    """Downloads the files of a plan and converts a checkpoint."""
+    entry = one.entry
+    file = one.files[0].name if entry.file else None
+    reference = hub.Reference(str(entry.repo), file, entry.revision)
+    folder = hub.download(str(reference)) if file else hub.download_checkpoint(str(reference))
+    if entry.convert is None:
+        _say(f"{entry.name}: {folder}")
+        return
+    from rich.console import Console  # a model that is here needs not wait for these
+
+    from specsparse.models.convert.hf import convert_hf
+    from specsparse.support import terminal
+
+    path = model_folder() / entry.files[0]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with terminal.loading(Console(stderr=True), f"converting {entry.name}") as progress:
+        convert_hf(folder, path, type_name=entry.convert, progress=progress)
+    _keep(entry, size=path.stat().st_size)
+    _say(f"{entry.name}: converted, {size_text(path.stat().st_size)}: {path}")

@@ -87,8 +87,11 @@ class Reference:
         return cls(found["repo"], found["file"], found["revision"])
 
     def __str__(self) -> str:
-        path = f"{self.repo}/{self.file}" if self.file else self.repo
-        return f"{SCHEME}{path}" + (f"@{self.revision}" if self.revision else "")
+        return (
+            f"{SCHEME}{self.repo}"
+            + (f"/{self.file}" if self.file else "")
+            + (f"@{self.revision}" if self.revision else "")
+        )
 
 
 def download(text: str) -> Path:
@@ -101,7 +104,7 @@ def download(text: str) -> Path:
     wanted = Reference.parse(text)
     if wanted.file is None:
         raise UserError(f"{text}: names no file; {_choices(wanted)}")
-    paths = [_file(wanted, part) for part in parts(wanted.file)]
+    paths = [_file(wanted, part) for part in parts(wanted.file)]  # of a split model all are needed
     return paths[0]
 
 
@@ -178,12 +181,12 @@ def is_header(path: Path) -> bool:
 
 def _header(wanted: Reference, name: str) -> Path:
     """The header of one file, asked for in growing pieces until it is whole."""
-    from huggingface_hub import get_hf_file_metadata
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     from specsparse.engine.gguf.reader import open_one
 
-    url = _url(wanted, name)
+    url = hf_hub_url(wanted.repo, name, revision=wanted.revision, endpoint=endpoint())
     facts = _explained(wanted, lambda: get_hf_file_metadata(url, endpoint=endpoint()))
     assert facts.size, f"the Hub does not say how large {name} is"
 
@@ -243,14 +246,8 @@ def _cache() -> Path:
 
 
 def _blob(repo: str, sha256: str) -> Path:
-    """Where the library keeps the content of a file."""
+    """The file in which the library keeps the content of another."""
     return _cache() / f"models--{repo.replace('/', '--')}" / "blobs" / sha256
-
-
-def _url(wanted: Reference, name: str) -> str:
-    from huggingface_hub import hf_hub_url
-
-    return hf_hub_url(wanted.repo, name, revision=wanted.revision, endpoint=endpoint())
 
 
 def parts(name: str) -> list[str]:
@@ -274,13 +271,13 @@ def _fetch_large(wanted: Reference, name: str) -> None:
 
     The library itself begins anew after every stop, and does not compare the content with its sha256.
     """
-    from huggingface_hub import constants, get_hf_file_metadata, try_to_load_from_cache
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import WeakFileLock, build_hf_headers
 
     if isinstance(try_to_load_from_cache(wanted.repo, name, revision=wanted.revision), str):
         return
-    url = _url(wanted, name)
+    url = hf_hub_url(wanted.repo, name, revision=wanted.revision, endpoint=endpoint())
     found = get_hf_file_metadata(url, endpoint=endpoint())
     sha256 = found.etag or ""
     is_large = re.fullmatch("[0-9a-f]{64}", sha256) is not None

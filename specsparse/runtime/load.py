@@ -24,7 +24,7 @@ from specsparse.engine.pytree import Pytree
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.kernels.reference import q8_cache
-from specsparse.models import obtain
+from specsparse.models import catalogue
 from specsparse.powerinfer import modes
 from specsparse.support.files import cache_dir
 from specsparse.support.options import Read, read, shown
@@ -63,7 +63,7 @@ def load(
     mesh: int | Mesh | None = None,
     float_weights: bool = False,
     width: int | Literal["auto"] | None = None,
-    download: obtain.Download = "ask",
+    download: catalogue.Download = "ask",
     **overrides,
 ) -> Model:
     """Loads a model.
@@ -114,7 +114,7 @@ def load(
         _say_slow(why)
     if width and width != AUTO:
         check_width(width)
-    path = obtain.path_of(spec, download)
+    path = catalogue.path_of(spec, download)
     f = open_gguf(path)
     config = ModelConfig.from_gguf(f, overrides=overrides)
     if KV_DTYPES[kv_dtype] == q8_cache.DTYPE:

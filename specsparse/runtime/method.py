@@ -13,7 +13,7 @@ from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.models import obtain
+from specsparse.models import catalogue
 from specsparse.runtime.load import load
 from specsparse.runtime.timing_cache import draft_share, policy_times
 from specsparse.speculative.base import Drafter, DraftKind, Verifier, check_facts
@@ -272,7 +272,7 @@ def _load(target: Model, kind: str, spec: Any) -> Any:
 
         return with_fewer_neurons(target, **spec)
     if kind != "model":
-        return registry.load(kind, "drafter")(obtain.published(spec))
+        return registry.load(kind, "drafter")(catalogue.published(spec))
     kv_dtype = "f16" if target.kv_dtype == "q8_0" else target.kv_dtype  # heads of any size
     draft = load(spec, backend=target.kernels.name, kv_dtype=kv_dtype, width=0)
     return replace(draft, params=target.everywhere(draft.params))  # of a mesh on every device

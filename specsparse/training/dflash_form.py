@@ -30,7 +30,7 @@ from specsparse.speculative.drafters.heads.dflash import (
     tensor_shapes,
     write_dflash_gguf,
 )
-from specsparse.training.corpus import Text
+from specsparse.training.corpus import Features, Text, Window, fill, pack
 from specsparse.training.form import (
     FeatureForm,
     Frozen,
@@ -42,7 +42,6 @@ from specsparse.training.form import (
     unit,
 )
 from specsparse.training.layer import Keys, attention, linear, rms_norm, times
-from specsparse.training.text_windows import Features, Window, fill, pack
 
 _ROWS, _DRAFTING = 512, 224
 """Of the windows that the first weights are fitted on."""

@@ -33,7 +33,7 @@ from specsparse.speculative.drafters.heads.eagle3 import (
     write_eagle3_gguf,
 )
 from specsparse.speculative.drafters.heads.head import LAYER_MATRICES, NORMS, HeadFile, HeadParams, write_head
-from specsparse.training.corpus import Text
+from specsparse.training.corpus import Features, Text, Window
 from specsparse.training.form import (
     FeatureForm,
     Form,
@@ -56,7 +56,6 @@ from specsparse.training.layer import (
     split_heads,
     times,
 )
-from specsparse.training.text_windows import Features, Window
 
 
 def streams(

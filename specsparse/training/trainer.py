@@ -19,10 +19,9 @@ from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.kernels.packing.rows import take_rows
 from specsparse.support.options import Count, Internal, Positive, Range, Size
-from specsparse.training.corpus import Text
+from specsparse.training.corpus import Features, Text, Window, fill, pack, spans
 from specsparse.training.form import Form, Frozen, id_counts
 from specsparse.training.layer import Precision, halved, rms_norm, times
-from specsparse.training.text_windows import Features, Window, fill, pack, spans
 from specsparse.training.training_loop import OnStep, train, trapezoid, updated
 
 
@@ -34,7 +33,7 @@ class TrainOptions:
         draft_vocab: N, ids it scores: the most frequent ones of the answers; 0 for all.
         steps: of the optimiser.
         windows: of a step.
-        rows, drafting: of a window, see `training.text_windows.Window`.
+        rows, drafting: of a window, see `training.corpus.Window`.
         streams: tokens of a draft that are trained.
         stream_weight: of each stream in the loss against the one before it.
         candidates: ids of the draft vocabulary that a step's softmax runs over, others in every step: those that

@@ -26,7 +26,7 @@ from specsparse.measure import conditions, machine, speedups
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs import measuring
 from specsparse.models import catalogue
-from specsparse.models.convert.eagle3 import write_folder
+from specsparse.models.convert.heads import write_folder
 from specsparse.report import figures, methods, record, runs
 from specsparse.runtime import metrics
 from specsparse.runtime.method import MethodSpec, resolve

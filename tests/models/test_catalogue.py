@@ -55,7 +55,7 @@ def test_a_path_is_itself(tmp_path):
         ("hf://a", "hf://a: is no reference to the Hub; the form is hf://owner/repo/file.gguf"),
         ("none.gguf", "none.gguf: no such file"),
         ("some/where", "no such file"),
-        ("", "no model given"),
+        ("", "unknown model"),
         ("a\0b", "unknown model"),
         ("x" * 9999, "unknown model"),
     ],

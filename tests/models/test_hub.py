@@ -10,7 +10,7 @@ import pytest
 
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
-from specsparse.measure.costs.outlines import outline
+from specsparse.measure.costs.roofline import outline
 from specsparse.models import catalogue, hub
 from specsparse.models.convert.hf import convert_hf
 from specsparse.powerinfer.torch_zip import write_torch

@@ -11,7 +11,7 @@ import pytest
 from specsparse import run
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
-from specsparse.models import catalogue, obtain
+from specsparse.models import catalogue
 from specsparse.models.convert.hf import convert_hf
 from specsparse.powerinfer.torch_zip import write_torch
 from specsparse.support import files
@@ -64,13 +64,13 @@ def wanted(*names):
 
 def refusal(names=(), download="yes"):
     with pytest.raises(UserError) as caught:
-        obtain.obtain(wanted(*names), download)
+        catalogue.obtain(wanted(*names), download)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_both_come_and_the_checkpoint_is_converted(server, fresh, capsys):
-    obtain.obtain(wanted(), "yes")
+    catalogue.obtain(wanted(), "yes")
     said = capsys.readouterr().err
     assert "llama-2-7b: " in said and "licence apache-2.0" in said and "converted to F16" in said
     target, draft = (catalogue.resolve(name) for name in ("llama-2-7b", "llama-160m"))
@@ -78,19 +78,19 @@ def test_both_come_and_the_checkpoint_is_converted(server, fresh, capsys):
     assert draft == fresh / "cache/models/llama-160m-f16.gguf"
     assert open_gguf(draft).metadata["tokenizer.ggml.model"] == "llama"
     seen = len(server.requests)
-    assert obtain.path_of("llama-160m", "no") == draft and len(server.requests) == seen
-    facts = obtain.known(catalogue.find("llama-68m")), obtain.known(catalogue.find("llama-160m"))
+    assert catalogue.path_of("llama-160m", "no") == draft and len(server.requests) == seen
+    facts = catalogue.known(catalogue.find("llama-68m")), catalogue.known(catalogue.find("llama-160m"))
     assert facts[0].revision is None and (facts[1].revision, facts[1].licence) == (COMMIT, "apache-2.0")
-    assert obtain.known(catalogue.find("llama-2-7b")).sha256
+    assert catalogue.known(catalogue.find("llama-2-7b")).sha256
 
 
 def test_one_that_was_stopped_goes_on(server):
     server.breaks = [5000] + [0] * 5
     assert "the download failed" in refusal(["llama-2-7b"])
     server.requests.clear()
-    one = obtain.plan(catalogue.find("llama-2-7b"))
+    one = catalogue.plan(catalogue.find("llama-2-7b"))
     assert one.bytes - one.missing == 5000 and "5 kB of it here" in str(one)
-    obtain.obtain(wanted("llama-2-7b"), "yes")
+    catalogue.obtain(wanted("llama-2-7b"), "yes")
     assert server.sent(FILE) == ["bytes=5000-"]
     assert catalogue.resolve("llama-2-7b").read_bytes() == (server.folder / TARGET / FILE).read_bytes()
 
@@ -100,7 +100,7 @@ def test_a_wrong_checksum(server, name):
     server.damaged = {name}
     assert f"{name} came with another sha256" in refusal()
     server.damaged = set()
-    obtain.obtain(wanted(), "yes")
+    catalogue.obtain(wanted(), "yes")
 
 
 def test_a_checksum_of_the_catalogue(server, tmp_path, monkeypatch):
@@ -125,7 +125,7 @@ def test_401_and_404(server, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     assert "asks for consent" in refusal(["llama-2-7b"]) and server.sent(FILE) == []
     monkeypatch.setenv("HF_TOKEN", server.token)
-    obtain.obtain(wanted("llama-2-7b"), "yes")
+    catalogue.obtain(wanted("llama-2-7b"), "yes")
     assert "no repository JackFram/llama-68m" in refusal(["llama-68m"])
     monkeypatch.setenv(catalogue.OWN, str(tmp_path))
     (tmp_path / "no-file.yaml").write_text(f"{{what: x, good_for: y, repo: {TARGET}, file: x.gguf}}")
@@ -136,7 +136,7 @@ def test_a_pattern_means_the_file_that_the_hub_has(server, tmp_path, monkeypatch
     monkeypatch.setenv(catalogue.OWN, str(tmp_path))
     (tmp_path / "any.yaml").write_text(f"{{what: x, good_for: y, repo: {TARGET}, file: '*Q4_0.gguf'}}")
     (tmp_path / "head.yaml").write_text(f"{{what: x, good_for: y, role: head, repo: {DRAFT}}}")
-    obtain.obtain(wanted("any", "head"), "yes")
+    catalogue.obtain(wanted("any", "head"), "yes")
     assert catalogue.resolve("any").name == FILE
     assert {"config.json", "pytorch_model.bin"} <= {p.name for p in catalogue.resolve("head").iterdir()}
 
@@ -152,7 +152,7 @@ def test_a_terminal_is_asked(server, monkeypatch, answer):
     monkeypatch.setattr(sys, "stdin", Terminal(f"{answer}\n"))
     monkeypatch.setattr(sys, "stderr", out)
     if answer == "y":
-        obtain.obtain(wanted("llama-2-7b"), "ask")
+        catalogue.obtain(wanted("llama-2-7b"), "ask")
     else:
         assert "not downloaded" in refusal(["llama-2-7b"], "ask") and not server.sent(FILE)
     assert "Download " in out.getvalue() and "? [y/N]" in out.getvalue()

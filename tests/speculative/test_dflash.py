@@ -20,7 +20,7 @@ from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.engine.rope import rope_tables
 from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import dequantize, embed_rows
-from specsparse.models.convert.dflash import read_dflash, write_folder
+from specsparse.models.convert.heads import read_dflash, write_folder
 from specsparse.runtime.method import load_drafter
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.heads.dflash import BlockLayer, BlockWeights, rms_norm, write_dflash_gguf

@@ -17,9 +17,8 @@ from specsparse.speculative.drafters import DRAWS_COLDER, draw_temperature, get_
 from specsparse.speculative.drafters.heads.head import find, read_head
 from specsparse.speculative.drafters.model_drafter import ModelDrafter
 from specsparse.support.registry import Choice
-from specsparse.training.corpus import Text
+from specsparse.training.corpus import Features, Text, fill
 from specsparse.training.eagle_form import HeadForm
-from specsparse.training.text_windows import Features, fill
 from specsparse.training.trainer import Trainer, TrainOptions
 
 WARM, ROWS, SHORT = 0.8, 320, 180

@@ -18,7 +18,7 @@ from specsparse.engine import cache as kv
 from specsparse.engine.llama import Want
 from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import dequantize
-from specsparse.models.convert.eagle3 import read_eagle3
+from specsparse.models.convert.heads import read_eagle3
 from specsparse.runtime.method import load_drafter
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.heads.eagle3 import write_eagle3_gguf

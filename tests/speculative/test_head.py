@@ -17,9 +17,9 @@ from specsparse.speculative.drafters.heads.head import write_head
 from specsparse.speculative.trees import get_tree
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import draft_context, on_target, random_eagle3, random_head, target_rows
+from specsparse.training.corpus import Window
 from specsparse.training.eagle_form import HeadForm, HeadWeights
 from specsparse.training.form import Frozen
-from specsparse.training.text_windows import Window
 from tests.cells import cells
 from tests.speculative import rolled_back
 

@@ -157,9 +157,9 @@ def test_a_kept_file_that_is_damaged_is_none(tmp_path, text):
 
 def test_a_catalogue_entry_survives_damaged_facts(tmp_path, monkeypatch):
     """What the Hub said is kept in the cache; a file of it that holds no object was an AttributeError."""
-    from specsparse.models import catalogue, obtain
+    from specsparse.models import catalogue
 
     entry = next(entry for entry in catalogue.entries().values() if entry.repo)
-    monkeypatch.setattr(obtain, "_facts_file", lambda entry: tmp_path / "facts.json")
+    monkeypatch.setattr(catalogue, "_facts_file", lambda entry: tmp_path / "facts.json")
     (tmp_path / "facts.json").write_text(json.dumps([1]))
-    assert obtain.known(entry) == entry
+    assert catalogue.known(entry) == entry

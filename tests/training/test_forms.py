@@ -12,12 +12,12 @@ from specsparse.engine.config import ACTIVATION_KEY
 from specsparse.engine.rope import rope_tables
 from specsparse.engine.rope_config import RopeConfig
 from specsparse.kernels.packing.dequant import dequantize
-from specsparse.models.convert.eagle3 import read_eagle3
+from specsparse.models.convert.heads import read_eagle3
 from specsparse.speculative.drafters.heads.eagle3 import Eagle3Weights
 from specsparse.testing import write_tiny_gguf
+from specsparse.training.corpus import Window
 from specsparse.training.eagle_form import EAGLE3_NAMES, Eagle3Form
 from specsparse.training.form import Frozen, last_inputs
-from specsparse.training.text_windows import Window
 
 ORACLE = Path(__file__).parents[1] / "data" / "eagle3"
 

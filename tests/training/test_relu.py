@@ -22,8 +22,8 @@ from specsparse.kernels.packing.dequant import embed_rows
 from specsparse.models.convert.edit import apply_delta, tensors_hash
 from specsparse.support.files import save_state
 from specsparse.testing import write_tiny_gguf
-from specsparse.training import corpus, ffn_model, relu, training_loop
-from specsparse.training.text_windows import Features
+from specsparse.training import corpus, relu, training_loop
+from specsparse.training.corpus import Features
 from tests.cells import cells
 from tests.experiments import playing
 from tests.experiments.playing import changed, run_config, settings, stop_at
@@ -54,12 +54,12 @@ def distiller(model):
 def test_rows_are_the_engines(model, texts):
     """Several texts in one window give the rows that each gives alone, as the engine computes them."""
     assert len(texts[0].tokens) + len(texts[1].tokens) <= 384
-    packed = ffn_model.pack_texts(texts[:2], 384)
+    packed = relu.pack_texts(texts[:2], 384)
     x = embed_rows(model.params.embedding, jnp.asarray(packed.tokens))
-    found, shares = ffn_model.forward(
+    found, shares = relu.forward(
         model.config,
-        ffn_model.frozen_layers(model, 384),
-        ffn_model.ffns_of(model),
+        relu.frozen_layers(model, 384),
+        relu.ffns_of(model),
         x,
         packed,
         jax.nn.silu,
@@ -85,10 +85,10 @@ def test_rows_of_other_architectures_are_the_engines(tmp_path, name):
     other = specsparse.load(path, kv_dtype="f32")
     ids = np.random.default_rng(0).integers(3, 300, 44).astype(np.int32)
     texts = [corpus.Text(ids[:24], 4), corpus.Text(ids[24:], 3)]
-    packed = ffn_model.pack_texts(Features(other, (other.config.n_layers,)).of(texts), 48)
-    frozen, x = ffn_model.frozen_layers(other, 48), embed_rows(other.params.embedding, jnp.asarray(packed.tokens))
-    run = jax.jit(lambda w, f, x: ffn_model.forward(other.config, w, f, x, packed, jax.nn.silu, lambda z, a: 0)[0])
-    found = np.asarray(run(frozen, ffn_model.ffns_of(other), x))[:44]
+    packed = relu.pack_texts(Features(other, (other.config.n_layers,)).of(texts), 48)
+    frozen, x = relu.frozen_layers(other, 48), embed_rows(other.params.embedding, jnp.asarray(packed.tokens))
+    run = jax.jit(lambda w, f, x: relu.forward(other.config, w, f, x, packed, jax.nn.silu, lambda z, a: 0)[0])
+    found = np.asarray(run(frozen, relu.ffns_of(other), x))[:44]
     assert np.square(found - packed.hidden[:44]).sum() < 1e-8 * np.square(packed.hidden[:44]).sum()
 
 
@@ -99,7 +99,7 @@ def planted(n=3000, D=16, F=192):
     gate[:, 0], gate[:, 1:] = -0.125, gate[:, 1:] / 2
     z = rng.normal(size=(n, D))
     z[:, 0] = z[:, 0] / 20 + 4
-    return ffn_model.FfnMatrices(*(jnp.asarray(w, jnp.float32) for w in (gate, up, down))), z.astype(np.float16)
+    return relu.FfnMatrices(*(jnp.asarray(w, jnp.float32) for w in (gate, up, down))), z.astype(np.float16)
 
 
 def test_what_is_nearly_constant_is_a_bias():
@@ -143,7 +143,7 @@ def test_rounding_is_the_quantisers(distiller):
 
 def test_the_original_is_at_no_distance_from_itself(model, texts):
     exact = relu.Distiller(model, relu.DistillOptions(rows=384, rounded=False), act=jax.nn.silu)
-    found = exact.judge(ffn_model.ffns_of(model), texts[:2])
+    found = exact.judge(relu.ffns_of(model), texts[:2])
     assert (
         found.divergence < 1e-3
         and found.agreement > 0.95
@@ -154,7 +154,7 @@ def test_the_original_is_at_no_distance_from_itself(model, texts):
 
 @pytest.mark.slow
 def test_rows_of_prompts_can_be_left_out(model, texts):
-    packed = ffn_model.pack_texts(texts[:1], 384)
+    packed = relu.pack_texts(texts[:1], 384)
     assert packed.answer.sum() == len(texts[0].tokens) - texts[0].prompt + 1
     other = packed._replace(hidden=np.where(packed.answer[:, None], packed.hidden, np.float32(1)))
     for weight in (0.0, 1.0):
@@ -162,7 +162,7 @@ def test_rows_of_prompts_can_be_left_out(model, texts):
         distiller = relu.Distiller(model, options)
         ids = next(distiller.batches(texts[:1], 0))[1]
         mine, others = (
-            distiller.step(distiller.start(ffn_model.ffns_of(model)), relu.DistillBatch(p, ids))[1].divergence
+            distiller.step(distiller.start(relu.ffns_of(model)), relu.DistillBatch(p, ids))[1].divergence
             for p in (packed, other)
         )
         assert (float(mine) == float(others)) == (weight == 0)
@@ -170,7 +170,7 @@ def test_rows_of_prompts_can_be_left_out(model, texts):
 
 @pytest.mark.slow
 def test_distillation_learns(model, texts, distiller):
-    state, losses = distiller.start(ffn_model.ffns_of(model)), []
+    state, losses = distiller.start(relu.ffns_of(model)), []
     batches = distiller.batches(texts, 0)
     for _ in range(40):
         state, found = distiller.step(state, next(batches))
@@ -257,16 +257,16 @@ def test_only_a_relu_model_of_the_same_shape_is_gone_on_from(cfg, model):
 
 
 def test_a_checkpoint_is_gone_on_from(model, distiller, tmp_path):
-    begin = ffn_model.ffns_of(model)
+    begin = relu.ffns_of(model)
     save_state(tmp_path / "state.safetensors", distiller.start(begin), {})
     found = relufy._begin(model, str(tmp_path / "state.safetensors"))
     for w, wanted in zip(found, begin, strict=True):
         np.testing.assert_array_equal(w, wanted)
-    save_state(tmp_path / "other.safetensors", ffn_model.FfnMatrices(*(w[:1] for w in begin)), {})
+    save_state(tmp_path / "other.safetensors", relu.FfnMatrices(*(w[:1] for w in begin)), {})
     with pytest.raises(UserError, match=r"train\.begin=.*: not a checkpoint of a training of"):
         relufy._begin(model, str(tmp_path / "other.safetensors"))
 
 
 def test_a_relu_model_is_refused(model):
     with pytest.raises(UserError, match="is turned to ReLU here"):
-        ffn_model.check(dataclasses.replace(model.config, activation="relu"))
+        relu.check(dataclasses.replace(model.config, activation="relu"))

@@ -10,10 +10,8 @@ from specsparse.engine.llama import Want
 from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.testing import write_tiny_gguf
-from specsparse.training.corpus import Text
-from specsparse.training.form import Frozen
-from specsparse.training.small_form import SmallForm, SmallOptions
-from specsparse.training.text_windows import Window
+from specsparse.training.corpus import Text, Window
+from specsparse.training.form import Frozen, SmallForm, SmallOptions
 
 TOKENS = np.array([5, 9, 200, 33, 33, 7, 150, 9, 41], np.int32)
 OPTIONS = SmallOptions(width=32, heads=2, ffn=96, layers=2)

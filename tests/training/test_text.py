@@ -13,8 +13,7 @@ from specsparse.errors import UserError
 from specsparse.support.options import read
 from specsparse.testing import write_tiny_gguf
 from specsparse.training import corpus
-from specsparse.training.corpus import grammar, prompt
-from specsparse.training.text_windows import Features
+from specsparse.training.corpus import Features, grammar, prompt
 
 
 @pytest.fixture(scope="module")
@@ -133,9 +132,9 @@ def test_a_document_of_a_model_with_bos_begins_with_it(tmp_path):
         ("x.txt", None, "cannot be read"),
         ("x.txt", b"\xff\xfe\xff", "cannot be read"),
         ("x.txt", b" \n", "holds no text"),
-        ("x.jsonl", b'{"text": "a"}\n{"text"', "x.jsonl:2: is no JSON"),
-        ("x.jsonl", b'{"prompt": "a"}', 'x.jsonl:1: needs "text", or "prompt" and "answer"'),
-        ("x.jsonl", b'["a"]', 'x.jsonl:1: needs "text", or "prompt" and "answer"'),
+        ("x.jsonl", b'{"text": "a"}\n{"text"', "x.jsonl:2: cannot be read"),
+        ("x.jsonl", b'{"prompt": "a"}', 'x.jsonl:1: .*needs "text"'),
+        ("x.jsonl", b'["a"]', 'x.jsonl:1: .*needs "text"'),
     ],
 )
 def test_documents_that_cannot_be_read_are_one_line(tmp_path, name, content, message):

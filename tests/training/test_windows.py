@@ -5,8 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from specsparse.training.corpus import Text
-from specsparse.training.text_windows import cut, fill, fill_up, pack, spans
+from specsparse.training.corpus import Text, cut, fill, fill_up, pack, spans
 
 D = 4
 

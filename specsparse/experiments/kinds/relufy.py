@@ -30,20 +30,22 @@ from specsparse.support import terminal
 from specsparse.support.files import read_tensors, write_tensors
 from specsparse.support.options import Count
 from specsparse.support.tables import new
-from specsparse.training import corpus, ffn_model
-from specsparse.training.corpus import DataOptions, generate, read_shard
-from specsparse.training.ffn_model import FfnMatrices, collect_inputs, layer_inputs, write_relu
+from specsparse.training import corpus, relu
+from specsparse.training.corpus import DataOptions, generate, pack, read_shard
 from specsparse.training.relu import (
     Distiller,
     DistillLosses,
     DistillOptions,
+    FfnMatrices,
     Fidelity,
     Judged,
     LayerOptions,
     Rebuilder,
+    collect_inputs,
     judge,
+    layer_inputs,
+    write_relu,
 )
-from specsparse.training.text_windows import pack
 from specsparse.training.training_loop import Log
 
 _COLUMNS = ("step", "tokens", "divergence", "perplexity", "original", "agreement")
@@ -110,7 +112,7 @@ class Relufy(Training):
             UserError: a model without a gate or with ReLU already, or another training's output directory.
         """
         console, model = ctx.console, ctx.load(cfg.model)
-        ffn_model.check(model.config)
+        relu.check(model.config)
         folder = folder_of(cfg, model)
         claim(folder, cfg, model)
         train, held = texts(cfg, model, folder, console)
@@ -211,7 +213,7 @@ def rebuilt(
         with terminal.counting(console, "rebuilding layers", len(paths)) as bar:
             for i, path in enumerate(paths):
                 if not path.exists():
-                    original = ffn_model.ffn_of(model, i)
+                    original = relu.ffn_of(model, i)
                     ffn = rebuilder.rebuild(original, layer_inputs(inputs, i))
                     quality = judge(ffn, original, layer_inputs(judged, i))
                     write_tensors(path, {n: np.asarray(x) for n, x in ffn._asdict().items()}, quality._asdict())
@@ -233,7 +235,7 @@ def _begin(model: Model, name: str) -> FfnMatrices:
     shape = ("n_layers", "d_model", "d_ff", "gated", "vocab_size")
     if other.config.activation != "relu" or any(getattr(other.config, n) != getattr(model.config, n) for n in shape):
         raise UserError(f"train.begin={name}: not a ReLU model of the shape of {model.path}")
-    return ffn_model.ffns_of(other)
+    return relu.ffns_of(other)
 
 
 def _checkpoint(model: Model, path: Path) -> FfnMatrices:

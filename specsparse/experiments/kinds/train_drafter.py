@@ -38,8 +38,7 @@ from specsparse.training.corpus import (
 )
 from specsparse.training.dflash_form import DFlashForm
 from specsparse.training.eagle_form import Eagle3Form, HeadForm
-from specsparse.training.form import Form
-from specsparse.training.small_form import SmallForm, SmallOptions
+from specsparse.training.form import Form, SmallForm, SmallOptions
 from specsparse.training.trainer import DraftQuality, HeadLosses, Trainer, TrainOptions, TrainState, evaluate
 from specsparse.training.training_loop import Log
 

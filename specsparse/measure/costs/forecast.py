@@ -15,8 +15,7 @@ from types import MappingProxyType
 from specsparse.data.devices import THIS, Device
 from specsparse.measure import intervals
 from specsparse.measure.costs.acceptance import Accepted, AcceptedRates
-from specsparse.measure.costs.outlines import ModelOutline
-from specsparse.measure.costs.roofline import Matrix, Roofline, Traffic, bits_per_weight, kv_bytes
+from specsparse.measure.costs.roofline import Matrix, ModelOutline, Roofline, Traffic, bits_per_weight, kv_bytes
 from specsparse.runtime.timing_cache import FREE, STEP_FLOOR, CostTable, DraftCost
 from specsparse.speculative import expected
 from specsparse.speculative.drafters.heads.head import DRAFT_IDS, shipped_for

@@ -8,25 +8,20 @@ import dataclasses
 import datetime
 import hashlib
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine.generate import Finish
 from specsparse.engine.model import Model
-from specsparse.engine.sampling.params import SamplingParams
 from specsparse.engine.windows import LayerWindows
 from specsparse.measure.costs.roofline import measure_device
-from specsparse.measure.trials import Ours, token_ids
+from specsparse.measure.trials import Loop, Ours, token_ids
 from specsparse.runtime import timing_cache
 from specsparse.runtime.method import Method, MethodSpec, resolve
 from specsparse.runtime.metrics import Counters
-from specsparse.runtime.session import Request, Session
 from specsparse.runtime.timing_cache import CostTable, DraftCost, cost_key
 from specsparse.speculative.drafters.synthetic import Scripted
 from specsparse.speculative.policies.base import Fixed
@@ -41,16 +36,15 @@ Bar = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
 """Shows progress: (what is measured, steps) -> a context whose value is called after each step."""
 
 
-@contextlib.contextmanager
-def silent(what: str, steps: int) -> Iterator[Callable[[], None]]:
+def silent(what: str, steps: int) -> AbstractContextManager[Callable[[], None]]:
     """A `Bar` that shows nothing."""
-    yield lambda: None
+    return contextlib.nullcontext(lambda: None)
 
 
 def polish(seconds: Mapping[str, Sequence[float]]) -> tuple[dict[str, float], dict[str, float]]:
-    """Time of each thing at the repeats' median speed, and its relative deviation: log t = thing + repeat, by medians.
+    """Times at the repeats' median speed, and their relative deviations: log t = thing + repeat, by medians.
 
-    A machine whose speed changes between repeats (a neighbour, its clock) slows all things of a repeat alike.
+    A machine that is slower in one repeat slows everything in it alike.
     """
     logs = np.log(np.asarray(list(seconds.values())))  # [things, repeats]
     thing, repeat = np.zeros(logs.shape[0]), np.zeros(logs.shape[1])
@@ -104,7 +98,7 @@ def fit_kv(
 
 
 def fit_overhead(gammas: tuple[int, int], more: list[float]) -> tuple[float, float]:
-    """Seconds a round and a token of room, from what rounds of two lengths add; neither below 0."""
+    """Seconds a round and a token of room, both at least 0, from what rounds of two lengths add."""
     (g0, g1), (m0, m1) = gammas, more
     slope = max((m1 - m0) / (g1 - g0), 0.0) if g1 > g0 else 0.0
     fixed = (m0 + m1) / 2 - slope * (g0 + g1) / 2
@@ -114,7 +108,7 @@ def fit_overhead(gammas: tuple[int, int], more: list[float]) -> tuple[float, flo
 
 
 def fit_draft(points: list[tuple[float, float]]) -> DraftCost:
-    """token_s and fixed_s from (tokens, seconds) of at most two lengths, neither below 0; one length is all fixed."""
+    """token_s and fixed_s, both at least 0, from (tokens, seconds) of at most two lengths; one length is all fixed."""
     if not points:
         return DraftCost()
     (m0, t0), (m1, t1) = points[0], points[-1]
@@ -173,36 +167,6 @@ class Effort:
         return dataclasses.replace(fitted, near=near, far=max(min(far, most), near + 1))
 
 
-class Loop:
-    """The decode loop with a method, run a few rounds at a time from one place in one text.
-
-    Attributes:
-        session: its cache holds the text but its last token at the start.
-    """
-
-    def __init__(self, model: Model, method: Method, ids: np.ndarray, *, room: int):
-        self._length = jnp.asarray([len(ids)], jnp.int32)
-        params = SamplingParams(temperature=0.0, max_tokens=room, ignore_eos=True)
-        self.session = Session(model, [Request(ids, params, seed=0)], method)
-
-    def run(self, rounds: int) -> float:
-        """Seconds of up to `rounds` rounds."""
-        before = self.session.times.total
-        self.session.advance(rounds)
-        return self.session.times.total - before
-
-    def again(self, rounds: int) -> float:
-        """Seconds of up to `rounds` rounds from the beginning; only for drafters without a state, which goes on."""
-        state = self.session.state
-        self.session.state = state._replace(
-            length=jnp.copy(self._length),
-            finish=jnp.full((1,), int(Finish.RUNNING), jnp.int32),
-            cache=state.cache._replace(length=self._length - jnp.int32(1)),
-        )
-        jax.block_until_ready(self.session.state)
-        return self.run(rounds)
-
-
 def load_or_measure(
     model: Model, *, refresh: bool = False, effort: Effort | None = None, bar: Bar = silent
 ) -> CostTable:
@@ -218,17 +182,30 @@ def load_or_measure(
 
 
 def measure(model: Model, *, effort: Effort | None = None, done: Callable[[], None] = lambda: None) -> CostTable:
-    """Measures everything but drafters. `done` is called before each repeat.
+    """Measures everything but drafters; `done` is called before each repeat, which times everything once.
 
-    Every repeat times everything once, so that the repeats' own speeds can be told apart from the things timed (see
-    `polish`). `residuals` of the result: `spread`, the relative deviation of each time between repeats; `kv`, the
-    relative error of the fit over the cache's length by n; `rising`, how far a v(n) had to be moved so that they rise.
+    `residuals` of the result: `spread`, the relative deviation of each time between repeats; `kv`, the relative error
+    of the fit over the cache's length by n; `rising`, how far a v(n) had to be moved so that they rise.
     """
     rough = Ours(model, depth=0, room=16, forwards=1)
     rough.verify(1)
     effort = (effort or Effort()).for_model(model.config.context_length, rough.verify(1))
     device = measure_device()
-    at, spread = polish(interleaved(_timings(model, effort), repeats=effort.repeats, before=done))
+
+    # Each returns seconds: of a forward, of a round with its share of the call, of a call.
+    timings: dict[str, Callable[[], float]] = {}
+    for name, depth, ns in (("near", effort.near, effort.ns), ("far", effort.far, effort.far_ns)):
+        side = Ours(model, depth=depth, room=effort.room, forwards=effort.forwards)
+        timings |= {f"{name} {n}": partial(side.verify, n) for n in ns}
+    ids = token_ids(effort.near + 1, model.config.vocab_size)
+    loops = {0: Loop(model, Method(), ids, room=effort.decode)}
+    for gamma in effort.gammas:  # a drafter that costs nothing and is always wrong
+        drafter = Scripted.chain(gamma, (0,), vocab_size=model.config.vocab_size)
+        loops[gamma] = Loop(model, Method(drafter, get_verifier("match")), ids, room=effort.decode * (gamma + 1))
+    timings |= {f"loop {g}": (lambda loop=loop: loop.again(effort.decode) / effort.decode) for g, loop in loops.items()}
+    timings["host"] = partial(loops[0].run, 0)
+    at, spread = polish(interleaved(timings, repeats=effort.repeats, before=done))
+
     raw = [at[f"near {n}"] for n in effort.ns]
     forward = rising(raw)
     far_ns = effort.far_ns
@@ -264,22 +241,6 @@ def measure(model: Model, *, effort: Effort | None = None, done: Callable[[], No
         },
         identity={**timing_cache.identity(model), "date": date},
     )
-
-
-def _timings(model: Model, effort: Effort) -> dict[str, Callable[[], float]]:
-    """What is timed, by name. Each returns seconds: of a forward, of a round with its share of the call, of a call."""
-    timings: dict[str, Callable[[], float]] = {}
-    for name, depth, ns in (("near", effort.near, effort.ns), ("far", effort.far, effort.far_ns)):
-        side = Ours(model, depth=depth, room=effort.room, forwards=effort.forwards)
-        timings |= {f"{name} {n}": partial(side.verify, n) for n in ns}
-    ids = token_ids(effort.near + 1, model.config.vocab_size)
-    plain = Loop(model, Method(), ids, room=effort.decode)
-    loops = {0: plain}
-    for gamma in effort.gammas:  # a drafter that costs nothing and is always wrong
-        drafter = Scripted.chain(gamma, (0,), vocab_size=model.config.vocab_size)
-        loops[gamma] = Loop(model, Method(drafter, get_verifier("match")), ids, room=effort.decode * (gamma + 1))
-    timings |= {f"loop {g}": (lambda loop=loop: loop.again(effort.decode) / effort.decode) for g, loop in loops.items()}
-    return timings | {"host": partial(plain.run, 0)}
 
 
 LENGTHS = (2, 7)
@@ -352,16 +313,16 @@ def table_with_draft(
 
 
 def measure_draft(model: Model, table: CostTable, methods: Sequence[Method], *, rounds: int = 96) -> DraftCost:
-    """What drafting costs in real rounds: their time less what the table says of the forward and the round.
+    """The cost of drafting in real rounds: their time less what the table says of the forward and the round.
 
-    The text is a repeated passage, so that lookups find something. Plain steps are timed in turn with stretches of
+    The text is a repeated passage, so that lookups find something. Plain steps are interleaved with stretches of
     rounds, and the table's times are scaled by them.
 
     Args:
         model: the target.
         table: its measured times.
-        methods: one drafter with drafts of one or two sizes. The cost of a token (of a level, if they are trees) and
-            of a round are told apart by two; one that drafts the same tree every round has all of it by the round.
+        methods: one drafter with drafts of one or two sizes. Two tell the cost of a token (of a level, if they are
+            trees) from that of a round; with one, all of it is the round's.
         rounds: of all stretches together.
     """
     stretches, points = _Stretches(model, table, max(m.max_nodes for m in methods), rounds), []
@@ -388,7 +349,7 @@ _LONG_S = 0.03
 
 
 class _Stretches:
-    """Stretches of rounds of a method, timed in turn with as many plain steps on the same text."""
+    """Stretches of rounds of a method, interleaved with as many plain steps on the same text."""
 
     def __init__(self, model: Model, table: CostTable, nodes: int, rounds: int):
         """For drafts of up to `nodes` nodes; fewer rounds if the context holds no more, or a step takes long."""
@@ -400,10 +361,10 @@ class _Stretches:
         self.plain.run(self.rounds)  # compiles
 
     def time(self, method: Method, *, nodes: int, depth: int) -> list[tuple[float, float]]:
-        """(tokens drafted, seconds that takes) a round that drafts, for each stretch until the text ends.
+        """(tokens drafted, seconds that takes) in a round that drafts, for each stretch until the text ends.
 
-        Each stretch begins with a round that is not timed: after another program the first one reads from memory what
-        the caches hold in all others, and a text has more of those.
+        The first round of a stretch is not timed: after another program it reads from memory what later rounds find in
+        the caches.
 
         Args:
             method: with its drafter.

@@ -24,9 +24,9 @@ _SET = "specsparse.delta.set."
 """Before the keys that the result has and the base has not, or not so."""
 _CODES = {
     "uint8": "B", "int8": "b", "uint16": "H", "int16": "h", "uint32": "I", "int32": "i", "uint64": "Q", "int64": "q",
-    "float32": "f", "float64": "d",
+    "float32": "f", "float64": "d", "bool": "?",
 }  # fmt: skip
-TYPES = (*_CODES, "bool", "string")
+TYPES = (*_CODES, "string")
 """Types of a metadata value, by name."""
 _FIXED = ("general.alignment", "split.count", "split.no", "split.tensors.count")
 _CHUNK = 1 << 22
@@ -58,9 +58,25 @@ def set_metadata(
     Raises:
         UserError: an array, a value that is not of the type, a key that the layout of the file depends on.
     """
-    f = open_one(source)
-    kind = _type_of(f, key, type_name)
-    encoded, shown = _encode(value, kind, where=f"{f.path}: {key}")
+    f, kind = open_one(source), type_name
+    there = f.metadata.get(key)
+    wrong = {
+        "says how the file is laid out, and cannot be set": key in _FIXED,
+        "is an array; only single values can be set": isinstance(there, list | np.ndarray),
+        "a key is needed, such as tokenizer.ggml.eos_token_id": not key,
+        "key and value must be UTF-8 text": not (is_unicode(key) and is_unicode(value)),
+        f"there is no such key; to add it give --type, one of {', '.join(TYPES)}": there is None and kind not in TYPES,
+    }
+    for text, holds in wrong.items():
+        if holds:
+            raise UserError(f"{f.path}: {show(key)}: {text}")
+    if there is not None:
+        with f.path.open("rb") as file:
+            file.seek(f.layout.keys[key][0])
+            kind = GGUFValueType(struct.unpack("<I", file.read(4))[0]).name.lower()
+        if type_name not in (None, kind):
+            raise UserError(f"{f.path}: {key} is of type {kind}, not {type_name}")
+    encoded, shown = _encode(value, str(kind), where=f"{f.path}: {key}")
     old = str(f.metadata.get(key, "nothing"))
     with f.path.open("rb") as file, atomically(path or f.path) as out:
         layout, head = f.layout, file.read(f.layout.data)
@@ -82,64 +98,27 @@ def set_metadata(
     return old, shown
 
 
-def _type_of(f: GGUFFile, key: str, wanted: str | None) -> str:
-    """The type that the value of `key` is to have."""
-    if key in _FIXED:
-        raise UserError(f"{f.path}: {key} says how the file is laid out, and cannot be set")
-    if not key:
-        raise UserError(f"{f.path}: a key is needed, such as tokenizer.ggml.eos_token_id")
-    if not is_unicode(key):
-        raise UserError(f"{f.path}: the key {show(key)} is no UTF-8 text: write it in UTF-8")
-    if wanted is not None and wanted not in TYPES:
-        raise UserError(f"type {wanted!r} does not exist; choose one of {', '.join(TYPES)}")
-    if key not in f.metadata:
-        if wanted is None:
-            raise UserError(f"{f.path}: has no key {show(key)}; to add it give --type, one of {', '.join(TYPES)}")
-        return wanted
-    start = f.layout.keys[key][0]
-    with f.path.open("rb") as file:
-        file.seek(start)
-        kind = GGUFValueType(struct.unpack("<I", file.read(4))[0])
-    if kind == GGUFValueType.ARRAY:
-        raise UserError(f"{f.path}: {key} is an array of {len(f.metadata[key])}; only single values can be set")
-    name = kind.name.lower()
-    if wanted not in (None, name):
-        raise UserError(f"{f.path}: {key} is of type {name}, not {wanted}")
-    return name
-
-
 def _encode(value: str, kind: str, *, where: str) -> tuple[bytes, str]:
-    """Type code and bytes of a value given as text, and the value as it will read.
-
-    Raises:
-        UserError: it is no value of that type.
-    """
+    """Type code and bytes of a value given as text, and the value as it will read; UserError for another type."""
     code = struct.pack("<I", GGUFValueType[kind.upper()])
     if kind == "string":
-        if not is_unicode(value):
-            raise UserError(f"{where}: the value is no UTF-8 text, and a string of a GGUF file is: write it in UTF-8")
         data = value.encode()
         return code + struct.pack("<Q", len(data)) + data, value
-    if kind == "bool":
-        if value.lower() not in _TRUTH:
-            raise UserError(f"{where}={value}: true or false is needed")
-        return code + struct.pack("<?", _TRUTH[value.lower()]), str(_TRUTH[value.lower()])
     try:
-        number = float(value) if kind.startswith("float") else int(value)
+        number = _TRUTH[value.lower()] if kind == "bool" else float(value) if kind.startswith("float") else int(value)
         data = struct.pack("<" + _CODES[kind], number)
-    except (ValueError, struct.error, OverflowError):
+    except (KeyError, ValueError, struct.error, OverflowError):
         raise UserError(f"{where}={value}: is no {kind}") from None
     return code + data, str(struct.unpack("<" + _CODES[kind], data)[0])
 
 
 def tensors_hash(f: GGUFFile) -> str:
     """SHA-256 in hex of all tensors: names, types, shapes and bytes, by name."""
-    found = hashlib.sha256()
-    for name in sorted(f.tensors):
-        t = f.tensors[name]
-        found.update(f"{name} {t.type.name} {t.shape}\n".encode())
-        found.update(np.ascontiguousarray(t.raw).data)
-    return found.hexdigest()
+    digest = hashlib.sha256()
+    for name, t in sorted(f.tensors.items()):
+        digest.update(f"{name} {t.type.name} {t.shape}\n".encode())
+        digest.update(np.ascontiguousarray(t.raw).data)
+    return digest.hexdigest()
 
 
 def make_delta(base: str | os.PathLike[str], model: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
@@ -164,16 +143,16 @@ def make_delta(base: str | os.PathLike[str], model: str | os.PathLike[str], path
 
     old, new = open_gguf(base), open_gguf(model)
     here, there = ({(name, t.shape) for name, t in f.tensors.items()} for f in (old, new))
-    if here != there:
-        first = min(name for name, _ in here ^ there)
-        raise UserError(f"{new.path}: tensor {first} is in one only of this file and {old.path}, or of another shape")
-    gone = sorted(old.metadata.keys() - new.metadata.keys())
-    if gone:
-        raise UserError(f"{new.path}: has no key {gone[0]}, which {old.path} has; a difference takes no key away")
+    other, gone = sorted(name for name, _ in here ^ there), sorted(old.metadata.keys() - new.metadata.keys())
+    if other:
+        raise UserError(
+            f"{new.path}: tensor {other[0]} is in one only of this file and {old.path}, or of another shape"
+        )
     tensors = [NewTensor.copy(t) for name, t in new.tensors.items() if not same(old.tensors[name], t)]
     keys = {key: value for key, value in new.metadata.items() if not equal(old.metadata.get(key), value)}
-    if not tensors and not keys:
-        raise UserError(f"{new.path}: is the same model as {old.path}; there is no difference to write")
+    if gone or not (tensors or keys):
+        why = f"has no key {gone[0]}, and a difference takes no key away" if gone else "is the same model"
+        raise UserError(f"{new.path}: {why} (beside {old.path})")
     name = old.get("general.name", "str", old.path.name)
     about = {
         "general.architecture": ARCHITECTURE,
@@ -202,9 +181,6 @@ def apply_delta(base: str | os.PathLike[str], delta: str | os.PathLike[str], pat
     if change.get(BASE_KEY, "str") != tensors_hash(old):
         wanted = change.get(BASE_NAME_KEY, "str", "another model")
         raise UserError(f"{old.path}: has other weights than the file that {change.path} is a difference to ({wanted})")
-    foreign = [name for name in change.tensors if name not in old.tensors]
-    if foreign:
-        raise UserError(f"{change.path}: tensor {foreign[0]} has no place in {old.path}; the file is damaged")
     given = {key.removeprefix(_SET): v for key, v in change.metadata.items() if key.startswith(_SET)}
     tensors = [NewTensor.copy(change.tensors.get(name, t)) for name, t in old.tensors.items()]
     return write_gguf(path, {**old.metadata, **given}, tensors)

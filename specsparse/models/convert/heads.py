@@ -1,118 +1,287 @@
-"""Draft heads: folders that hold one and no model (EAGLE, DFlash, Medusa, the speculators library's), and the parts of
-reading, writing and converting that EAGLE-3 heads and DFlash drafters share."""
+"""EAGLE-3 heads and DFlash drafters as folders of config.json and weights, read and written, and between their forms.
+
+A kind of head has three forms: a GGUF file (`speculative.drafters.heads`), its authors' folder, and a folder of the
+speculators library, which has the layers' own config inside `transformer_layer_config`. An EAGLE-3 layer is called
+`midlayer.` by its authors and `layers.0.` by the library. Of DFlash, the authors' `target_layer_ids` are layers whose
+output is read, and the library's `aux_hidden_state_layer_ids` layers whose input is read; here ids are of inputs.
+
+An option that is not known here is refused by name: it would change what the head computes.
+"""
 
 import os
 import re
-import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
 from gguf.constants import GGMLQuantizationType
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from specsparse.engine.architectures import DRAFT_HEADS
-from specsparse.engine.config import RopeConfig
-from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
+from specsparse.engine.config import MAX_CONTEXT, RopeConfig
+from specsparse.engine.gguf.reader import GGUFFile, TensorInfo, open_gguf
 from specsparse.errors import UserError
 from specsparse.models import hub
-from specsparse.models.convert.checkpoint import LAYER, QK_NORMS, Checkpoint, read_json
-from specsparse.models.convert.hf_config import HfConfig, class_name, gguf_rope
-from specsparse.speculative.drafters.heads.dflash import DFlashFile
-from specsparse.speculative.drafters.heads.eagle3 import Eagle3File
-from specsparse.speculative.drafters.heads.published import DRAFT_IDS, EMBEDDING, OUTPUT, PublishedHead
+from specsparse.models.convert.hf import LAYER, QK_NORMS, Checkpoint, head_kind
+from specsparse.models.convert.hf_config import HfConfig, class_name, gguf_rope, read_json
+from specsparse.speculative.drafters.heads import dflash, eagle3, head
+from specsparse.speculative.drafters.heads.dflash import BlockShape, DFlashFile
+from specsparse.speculative.drafters.heads.eagle3 import PROJECTIONS, Eagle3File, HeadShape
+from specsparse.speculative.drafters.heads.published import DRAFT_IDS, EMBEDDING, OUTPUT
 from specsparse.support.files import Json, atomically, to_json, write_atomically
 
-AnyHead = TypeVar("AnyHead", bound=PublishedHead)
+HeadFile = Eagle3File | DFlashFile
+HeadKind = Literal["eagle3", "dflash"]
 
-HEAD_LAYER = {**LAYER, **QK_NORMS}
-"""Names of a layer's tensors in a folder and in a GGUF file."""
-HEAD_TOP = {"fc": "fc", "norm": "output_norm", "lm_head": "output", "embed_tokens": "token_embd"}
-"""Names of the tensors outside the layers, likewise."""
-_ALGORITHMS = {**DRAFT_HEADS, "eagle": "EAGLE", "medusa": "Medusa", "mlp_speculator": "MLP speculator"}
+_TOP = {
+    "fc": "fc",
+    "norm": "output_norm",
+    "lm_head": "output",
+    "embed_tokens": "token_embd",
+    "input_norm": "enc.output_norm",  # of EAGLE-3
+    "hidden_norm": "enc.output_norm",  # of DFlash
+    **{f"fc_norm.{i}": f"fc_norm.{i}" for i in range(16)},
+}
+"""Names of tensors outside the layers in a folder and in a GGUF file."""
+_LAYER = {**LAYER, **QK_NORMS, "hidden_norm": "attn_norm_2"}
+_IN_LAYER = re.compile(r"(?:midlayer|layers\.(\d+))\.(.+)")
+_UNREAD = (DRAFT_IDS, "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+"""Ids, which are read apart, and tensors that training keeps and decoding does not need."""
 _STORED = {
     "F32": (GGMLQuantizationType.F32, np.dtype(np.float32)),
     "F16": (GGMLQuantizationType.F16, np.dtype(np.float16)),
     "BF16": (GGMLQuantizationType.BF16, np.dtype(ml_dtypes.bfloat16)),
 }
 
+_EAGLE3_OPTIONS = {
+    "draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", "norm_before_residual",
+    "norm_before_fc", "fc_norm", "norm_output", "eagle_config",
+}  # fmt: skip
+_EAGLE3_LAYER = {
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "rms_norm_eps", "hidden_act", "max_position_embeddings", "original_max_position_embeddings", "rope_theta",
+    "rope_scaling", "rope_parameters", "vocab_size", "model_type", "attention_bias", "mlp_bias", "use_sliding_window",
+    "sliding_window", "layer_types", "partial_rotary_factor",
+}  # fmt: skip
+_LIBRARY = {"speculators_config", "speculators_model_type", "transformer_layer_config"}
+_WITHOUT_EFFECT = {
+    "architectures", "auto_map", "attention_dropout", "bos_token_id", "dtype", "embed_requires_grad",
+    "eos_token_id", "initializer_range", "max_window_layers", "modeling_class", "name_or_path", "_name_or_path",
+    "pad_token_id", "pretraining_tp", "return_dict", "speculators_version", "tie_word_embeddings", "torch_dtype",
+    "transformers_version", "use_cache", "target_model_type", "_attn_implementation", "has_no_defaults_at_init",
+    "decoder_start_token_id", "unk_token_id", "sep_token_id", "num_hidden_layers",
+}  # fmt: skip
+"""Keys that do not change what an EAGLE-3 head computes: names, special ids, the number of layers (at times the
+target's)."""
+_EAGLE_1 = "vLLM, SGLang and llama.cpp read EAGLE-3, and so does drafter=eagle3; this head is EAGLE-1"
+_EAGLE_CONFIG = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+}
+"""Keys of eagle_config, and for each the one value that is supported."""
+_DFLASH_CONFIG = {
+    "block_size", "mask_token_id", "target_layer_ids", "is_causal", "input_embedding_scale", "output_multiplier",
+    "final_logit_softcapping", "num_target_layers",
+}  # fmt: skip
+"""Keys of dflash_config that are read, and one that nothing needs."""
 
-def head_kind(config: Json) -> str | None:
-    """The kind of draft head that a config.json describes; None if it describes none."""
-    algorithm = str(config.get("speculators_model_type") or config.get("model_type"))
-    if config.get("speculators_model_type") or algorithm in _ALGORITHMS:
-        return _ALGORITHMS.get(algorithm, algorithm)
-    names = config.get("architectures")
-    first = names[0].lower() if isinstance(names, list) and names and isinstance(names[0], str) else ""
-    if "dflash_config" in config or "dflash" in first:
-        return "DFlash"
-    if "draft_vocab_size" in config or "eagle3" in first:
-        return "EAGLE-3"
-    if "medusa_num_heads" in config or "medusa" in first:
-        return "Medusa"
-    return "EAGLE" if "eagle" in first else None
 
-
-def refuse_draft_head(folder: Path) -> None:
-    """Goes on if a folder may hold a model.
+def read_eagle3(path: str | Path) -> Eagle3File:
+    """An EAGLE-3 head: a folder, a file in one, or a GGUF file.
 
     Raises:
-        UserError: it holds a draft head; the message says of which kind and for which target.
+        UserError: no such head, a damaged one, or an option that is not supported, which the message names.
     """
-    if not (folder / "config.json").is_file():
-        return
-    config = read_json(folder / "config.json")
+    path = Path(os.path.expanduser(path))
+    if os.path.isfile(path) and path.suffix in (".safetensors", ".bin", ".json"):
+        path = path.parent
+    if not os.path.isdir(path):
+        f = open_gguf(path)
+        if f.get("general.architecture", "str", "") == head.ARCHITECTURE:
+            raise UserError(f"{path}: {_EAGLE_1}: drafter=head drafter.head={path} drafts with it")
+        return eagle3.read_gguf(f)
+
+    checkpoint = Checkpoint(path)
+    where, config = path / "config.json", checkpoint.config
     kind = head_kind(config)
-    if kind is None:  # EAGLE 1 and 2 have the config of a Llama of one layer, and tensors of their own
-        names = _tensor_names(folder)
-        kind = "EAGLE" if "fc.weight" in names and not any(n.startswith("model.") for n in names) else None
-    if kind is None:
-        return
-    target: object = config
-    for key in ("speculators_config", "verifier", "name_or_path"):
-        target = target.get(key) if isinstance(target, Mapping) else None
-    target = (target if isinstance(target, str) else None) or config.get("base_model_name_or_path")
-    raise UserError(
-        f"{folder}: is a draft head ({kind}) {f'for {target}' if target else 'of a target'}, not a model: it "
-        "writes no text of its own and cannot be converted or run alone"
+    if kind != "EAGLE-3":
+        known = {"DFlash": "is a DFlash drafter: take drafter=dflash", "EAGLE": f"{_EAGLE_1} or EAGLE-2"}
+        found = f"a {kind} drafter" if kind else "no head of EAGLE-3: it has no draft_vocab_size"
+        raise UserError(f"{where}: {known.get(str(kind), f'is {found}; drafter=eagle3 reads EAGLE-3')}")
+    options, hf = HfConfig(where, config), _layer_config_of(where, config)
+    if hf.values is config:
+        _refuse_unknown(where, config, _WITHOUT_EFFECT | _EAGLE3_OPTIONS | _EAGLE3_LAYER)
+    else:
+        _refuse_unknown(where, config, _WITHOUT_EFFECT | _EAGLE3_OPTIONS | _LIBRARY)
+        _refuse_unknown(where, hf.values, _WITHOUT_EFFECT | _EAGLE3_LAYER)
+    _need(hf, hidden_act="silu")
+    slides = "sliding_attention" in hf.get("layer_types", list, [])
+    if slides or (hf.get("use_sliding_window", bool, False) and hf.values.get("sliding_window") is not None):
+        raise UserError(f"{where}: sliding_window is not supported in an EAGLE-3 head")
+
+    # eagle_config is SGLang's: ids that begin with 1 are of layers whose output is read, and other ids of layers
+    # whose input is read (github.com/sgl-project/sglang/pull/25454).
+    key = "eagle_aux_hidden_state_layer_ids"
+    inside = HfConfig(where, options.get("eagle_config", dict, {}))
+    _refuse_unknown(where, inside.values, {*_EAGLE_CONFIG, key})
+    _need(inside, **_EAGLE_CONFIG)
+    own = _layer_ids(options, key)
+    layers = own or _layer_ids(inside, key)
+    if not own and layers[:1] == (1,):
+        layers = tuple(i + 1 for i in layers)
+
+    names = _gguf_names(checkpoint, layers=1)
+    D, H = hf.size("hidden_size"), hf.size("num_attention_heads")
+    head_dim, target_width = hf.size("head_dim", max(D // H, 1)), options.size("target_hidden_size", D)
+    fields = _head_fields(checkpoint, names, hf, head_dim=head_dim, default_context=2048)
+    shape = HeadShape(
+        width=D,
+        heads=H,
+        kv_heads=hf.size("num_key_value_heads", H),
+        head_dim=head_dim,
+        d_ff=hf.size("intermediate_size"),
+        eps=hf.eps(1e-6),
+        features=eagle3.features_of(fields["tensors"].get("fc.weight"), target_width, path),
+        qk_norm="blk.0.attn_q_norm.weight" in names,
+        biases=tuple(name for name in PROJECTIONS if f"blk.0.{name}.bias" in names),
+        **{
+            flag: options.get(flag, bool, False)
+            for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        },
     )
+    return Eagle3File(**fields, shape=shape, target_width=target_width, layers=layers, vocab_size=hf.size("vocab_size"))
 
 
-def _tensor_names(folder: Path) -> set[str]:
-    """Names of tensors, of model.safetensors or of a torch file; empty if neither can be read."""
-    try:
-        if (folder / "model.safetensors").is_file():
-            with safe_open(folder / "model.safetensors", "np") as file:
-                return set(file.keys())
-        with zipfile.ZipFile(folder / "pytorch_model.bin") as archive:
-            pickle = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-            found = archive.read(pickle)
-        known = ("fc.weight", "model.embed_tokens.weight", "model.norm.weight", "model.layers.0.input_layernorm.weight")
-        return {name for name in known if b"\0" + name.encode() in found}
-    except (OSError, SafetensorError, zipfile.BadZipFile, StopIteration):
-        return set()
-
-
-def head_fields(
-    checkpoint: Checkpoint, names: Mapping[str, str], layer: HfConfig, *, about: Json, head_dim: int, context: int
-) -> Json:
-    """The fields of a `PublishedHead` that are read alike in every folder.
-
-    Args:
-        checkpoint: the folder.
-        names: its tensors by GGUF name.
-        layer: config of the layers.
-        about: speculators_config, {} without one.
-        head_dim: elements of a head.
-        context: positions the head was made for.
+def read_dflash(path: str | Path) -> DFlashFile:
+    """A DFlash drafter: a folder or a GGUF file.
 
     Raises:
-        UserError: a rotation that is not supported, or a d2t that is no row of numbers.
+        UserError: no such drafter, a damaged one, or an option that is not supported, which the message names.
     """
+    path = Path(os.path.expanduser(path))
+    if not os.path.isdir(path):
+        return dflash.read_gguf(open_gguf(path))
+    checkpoint = Checkpoint(path)
+    where, config = path / "config.json", checkpoint.config
+    hf = _layer_config_of(where, config)
+    if hf.values is not config:
+        given = HfConfig(where, config)
+        _need(given, speculators_model_type="dflash", projector_type="dflash", shift_label=False)
+        features = _layer_ids(given, "aux_hidden_state_layer_ids")
+        causal = False if given.get("sliding_window_non_causal", bool, False) else None
+        options = {"block_size": given.get("block_size", int), "mask_token": given.get("mask_token_id", int),
+                   "from_anchor": given.get("sample_from_anchor", bool, False)}  # fmt: skip
+    else:
+        names = config.get("architectures")
+        first = names[0] if isinstance(names, list) and names else None
+        if first != "DFlashDraftModel":
+            raise UserError(
+                f"{where}: architectures is {first!r}, not DFlashDraftModel: only DFlash itself is supported"
+            )
+        inside = HfConfig(where, config).get("dflash_config", dict, {})
+        _refuse_unknown(where, inside, _DFLASH_CONFIG)
+        given = HfConfig(where, {key: config.get(key) for key in _DFLASH_CONFIG} | inside)
+        features = tuple(i + 1 for i in _layer_ids(given, "target_layer_ids"))
+        causal = given.get("is_causal", bool, None)
+        options = {
+            "block_size": given.get("block_size", int, 16),
+            "mask_token": given.get("mask_token_id", int),
+            "from_anchor": False,
+            "embedding_scale": given.get("input_embedding_scale", float, 1.0),
+            "logit_scale": given.get("output_multiplier", float, 1.0),
+            "softcap": max(given.get("final_logit_softcapping", float, 0.0), 0.0),
+        }
+    _need(hf, model_type="qwen3", attention_bias=False, hidden_act="silu")
+
+    n_layers = hf.size("num_hidden_layers", most=1 << 10)
+    windowed = hf.values.get("sliding_window") is not None and hf.get("use_sliding_window", bool, False)
+    kinds = hf.get("layer_types", list, None)
+    if kinds is None:
+        after = hf.get("max_window_layers", int, 28) if windowed else n_layers
+        kinds = ["full_attention" if i < after else "sliding_attention" for i in range(n_layers)]
+    if len(kinds) != n_layers or any(kind not in ("sliding_attention", "full_attention") for kind in kinds):
+        raise UserError(
+            f"{where}: layer_types must name full_attention or sliding_attention for each of {n_layers} layers"
+        )
+    slides = tuple(kind == "sliding_attention" for kind in kinds)
+    given_window = windowed or (any(slides) and hf.values.get("sliding_window") is not None)
+    window = hf.size("sliding_window", most=MAX_CONTEXT) if given_window else None
+    head_dim, fc = hf.size("head_dim", 128), checkpoint.shapes.get("fc.weight", ())
+    names = _gguf_names(checkpoint, layers=n_layers)
+    shape = BlockShape(
+        width=hf.size("hidden_size"),
+        heads=hf.size("num_attention_heads"),
+        kv_heads=hf.size("num_key_value_heads"),
+        head_dim=head_dim,
+        d_ff=hf.size("intermediate_size"),
+        eps=hf.eps(1e-6),
+        features=features,
+        feature_width=(fc[-1] if fc else 0) // max(len(features), 1),
+        windows=tuple(window if slide else None for slide in slides),
+        causal=tuple(slide if causal is None else causal for slide in slides),  # by default layers that slide are
+    )
+    fields = _head_fields(checkpoint, names, hf, head_dim=head_dim, default_context=32768)
+    return DFlashFile(**fields, **options, shape=shape)
+
+
+def _layer_config_of(where: Path, config: Json) -> HfConfig:
+    """The config of the layers: inside the library's, or the authors' as it is."""
+    layer = config.get("transformer_layer_config") if "speculators_model_type" in config else config
+    if not isinstance(layer, dict):
+        raise UserError(f"{where}: has no transformer_layer_config")
+    return HfConfig(where, layer)
+
+
+def _refuse_unknown(where: Path, values: Json, known: set[str]) -> None:
+    unknown = sorted(key for key, value in values.items() if key not in known and value is not None)
+    if unknown:
+        raise UserError(f"{where}: the option {unknown[0]}={values[unknown[0]]!r:.40} is not supported")
+
+
+def _need(config: HfConfig, **only: str | bool) -> None:
+    """UserError if a key is there and has another value than the one that is supported."""
+    for key, value in only.items():
+        found = config.get(key, type(value), value)
+        if found != value and not (key == "hidden_act" and found == "swish"):
+            raise UserError(f"{config.where}: {key}={found} is not supported in a draft head: only {value} is")
+
+
+def _layer_ids(config: HfConfig, key: str) -> tuple[int, ...]:
+    ids = config.get(key, list, [])
+    if any(type(i) is not int or not 0 <= i < 1 << 14 for i in ids):
+        raise UserError(f"{config.where}: {key} must be a list of layers, not {ids!r:.60}")
+    return tuple(ids)
+
+
+def _gguf_names(checkpoint: Checkpoint, *, layers: int) -> dict[str, str]:
+    """The checkpoint's tensors by GGUF name; an unknown one keeps its name, and is refused with it later."""
+    names = {}
+    for theirs in checkpoint.shapes:
+        if theirs in _UNREAD or theirs.endswith("rotary_emb.inv_freq"):
+            continue
+        stem, _, kind = theirs.removeprefix("model.").rpartition(".")
+        ours, in_layer = theirs, _IN_LAYER.fullmatch(stem)
+        number = int(in_layer[1] or 0) if in_layer else 0
+        if kind == "weight" and stem in _TOP:
+            ours = f"{_TOP[stem]}.weight"
+        elif kind in ("weight", "bias") and in_layer and number < layers and in_layer[2] in _LAYER:
+            ours = f"blk.{number}.{_LAYER[in_layer[2]]}.{kind}"
+        if ours in names:
+            raise UserError(f"{checkpoint.folder}: tensors {names[ours]} and {theirs} are the same part of a head")
+        names[ours] = theirs
+    return names
+
+
+def _head_fields(
+    checkpoint: Checkpoint, names: Mapping[str, str], layer: HfConfig, *, head_dim: int, default_context: int
+) -> Json:
+    """The fields of a `PublishedHead` that both kinds read alike: `names` are the tensors by GGUF name, `layer` is the
+    config of the layers."""
+    context = layer.size("max_position_embeddings", default_context, most=MAX_CONTEXT)
     hf_rope = layer.rotation(layer.ropes, "llama", base=10000.0, dim=head_dim, context=context)
     keys, factors, _ = gguf_rope(hf_rope)
     scaling = {key.removeprefix("rope.scaling."): value for key, value in keys.items()}
@@ -127,10 +296,8 @@ def head_fields(
         freq_factors=factors is not None,
     )
     ids = None
-    if DRAFT_IDS in checkpoint.shapes:  # offsets from the rows they belong to
-        offsets = checkpoint.integers(DRAFT_IDS)
-        if offsets.ndim != 1 or not len(offsets):
-            raise UserError(f"{checkpoint.folder}: d2t has the shape {offsets.shape}, a row of ids is needed")
+    if DRAFT_IDS in checkpoint.shapes:  # offsets of the ids from their rows
+        offsets = checkpoint.integers(DRAFT_IDS).reshape(-1)
         ids = np.arange(len(offsets)) + offsets
 
     def load(name: str) -> TensorInfo:
@@ -139,6 +306,7 @@ def head_fields(
         raw = np.ascontiguousarray(values.astype(dtype)).view(np.uint8).reshape(*values.shape[:-1], -1)
         return TensorInfo(name, kind, values.shape, raw, str(checkpoint.folder))
 
+    about = HfConfig(layer.where, checkpoint.config).get("speculators_config", dict, {})
     verifier, methods = about.get("verifier"), about.get("proposal_methods")
     verifier = verifier if isinstance(verifier, Mapping) else {}
     target, classes = verifier.get("name_or_path"), verifier.get("architectures")
@@ -159,29 +327,234 @@ def head_fields(
     }
 
 
-def refuse_activation(hf: HfConfig, what: str) -> None:
-    """Goes on if the layers' activation is SiLU; `what` names the head in the message.
+def convert_head(
+    kind: HeadKind, source: str | Path, out: Path, *, form: str | None = None, target: GGUFFile | None = None,
+    verifier: str | None = None, quant: str = "F32",
+) -> HeadFile:  # fmt: skip
+    """Writes a head in another form.
+
+    Args:
+        kind: of the head.
+        source: as `read_eagle3` or `read_dflash` takes it.
+        out: a GGUF file (`*.gguf`), or a folder.
+        form: of a folder, as in `write_folder`; speculators if there is a verifier.
+        target: the target's GGUF file, whose tokenizer llama.cpp reads from the head's. An EAGLE-3 head that names no
+            layers reads the default ones of this target.
+        verifier: the target by name, which a speculators folder must have: owner/name of the Hub, or a folder with
+            config.json. By default the one that the source names.
+        quant: type of a GGUF file's matrices.
+
+    Returns:
+        The head that was written.
 
     Raises:
-        UserError: it is another.
+        UserError: no such head, one for another target, options that do not go together, or a head that the form
+            cannot say.
     """
-    act = hf.get("hidden_act", str, "silu")
-    if act not in ("silu", "swish"):
-        raise UserError(f"{hf.where}: hidden_act={act} is not supported in {what}: only silu is")
+    file: HeadFile = read_eagle3(source) if kind == "eagle3" else read_dflash(source)
+    if target is not None:
+        file = _for_target(file, target)
+    form, gguf = form or (None if verifier is None else "speculators"), out.suffix == ".gguf"
+    wrong = {
+        "--verifier names the target in a folder of --form speculators, and in no other form": verifier is not None
+        and (gguf or form != "speculators"),
+        "is a GGUF file, --form is for folders": gguf and form is not None,
+        f"is a folder, whose weights are F32; --outtype {quant} is for a GGUF file": not gguf
+        and quant.upper() != "F32",
+        "llama.cpp reads the target's tokenizer from the head's file: give --target MODEL.gguf": gguf
+        and target is None,
+    }
+    for text, holds in wrong.items():
+        if holds:
+            raise UserError(f"{out}: {text}")
+    if gguf and target is not None:
+        keys = {key: value for key, value in target.metadata.items() if key.startswith("tokenizer.ggml.")}
+        if isinstance(file, Eagle3File):
+            eagle3.write_eagle3_gguf(file, out, tokenizer=keys, quant=quant)
+        else:
+            dflash.write_dflash_gguf(file, out, tokenizer=keys, quant=quant)
+        return file
+    if verifier is not None:
+        folder = Path(os.path.expanduser(verifier))
+        local = folder.is_dir()
+        if not local and not re.fullmatch(r"[\w.-]+/[\w.-]+", verifier):
+            raise UserError(f"--verifier {verifier}: is no folder; the form is OWNER/NAME, a repository of the Hub")
+        where = folder / "config.json" if local else hub.download(f"{hub.SCHEME}{verifier}/config.json")
+        name = class_name(read_json(where))
+        if name is None:
+            raise UserError(f"{where}: names no class of transformers (architectures), and the head's config needs it")
+        file = replace(file, target=str(folder.resolve()) if local else verifier, target_classes=(name,))
+    write_folder(file, out, form=form)
+    return file
 
 
-def layer_config(file: PublishedHead, *, vocab_size: int, **own: object) -> Json:
+def _for_target(file: HeadFile, target: GGUFFile) -> HeadFile:
+    """The head, with layers, or UserError if it is for a target of another width, fewer ids or fewer layers."""
+    architecture, name = target.get("general.architecture", "str"), target.path.name
+    found, n_layers = (target.get(f"{architecture}.{key}", "int") for key in ("embedding_length", "block_count"))
+    if isinstance(file, Eagle3File):
+        width, highest = file.target_width, 0
+        file = file if file.layers else replace(file, layers=eagle3.default_layers(n_layers))
+    else:
+        width, highest = file.shape.feature_width, max(file.shape.features)
+    tokens, last = len(target.get_strings("tokenizer.ggml.tokens") or ()), 0 if file.ids is None else file.ids.max()
+    wrong = {
+        f"is for a target of width {width}, {name} has {found}": found != width,
+        f"drafts id {last}, {name} has {tokens} ids": 0 < tokens <= last,
+        f"reads the target's features at layer {highest}, {name} has {n_layers} layers": highest > n_layers,
+    }
+    for text, holds in wrong.items():
+        if holds:
+            raise UserError(f"{file.path}: {text}")
+    return file
+
+
+def write_folder(file: HeadFile, folder: Path, *, form: str | None = None) -> Path:
+    """Writes config.json and model.safetensors (float32), which vLLM and SGLang read.
+
+    Args:
+        file: the head, in whatever form it was read.
+        folder: made if need be; files of these names in it are replaced.
+        form: "speculators", or the authors' own: "original" of EAGLE-3 (`LlamaForCausalLMEagle3`), "authors" of DFlash
+            (`DFlashDraftModel` with dflash_config). By default the authors' if it can say what the head is.
+
+    Raises:
+        UserError: the form cannot say what the head is; the message names what.
+    """
+    config, prefix, vocab_size = (
+        _eagle3_config(file, form) if isinstance(file, Eagle3File) else _dflash_config(file, form)
+    )
+    feature_norm = "input_norm" if isinstance(file, Eagle3File) else "hidden_norm"
+    top = {ours: theirs for theirs, ours in _TOP.items()} | {"enc.output_norm": feature_norm}
+    in_layer = {ours: theirs for theirs, ours in _LAYER.items()}
+    arrays = {}
+    for name in file.tensors:
+        stem, _, kind = name.rpartition(".")
+        theirs = top.get(stem)
+        if theirs is None:
+            _, number, rest = stem.split(".", 2)
+            theirs = prefix.format(number) + in_layer[rest]
+        arrays[f"{theirs}.{kind}"] = file.values(name)
+    if file.ids is not None:
+        arrays[DRAFT_IDS] = file.ids.astype(np.int64) - np.arange(len(file.ids))
+        arrays["t2d"] = np.isin(np.arange(vocab_size), file.ids)
+    with atomically(folder / "model.safetensors") as out:
+        out.write(save(arrays, metadata={"format": "pt"}))
+    write_atomically(folder / "config.json", to_json(config, indent=2) + "\n")
+    return folder
+
+
+def _eagle3_config(file: Eagle3File, form: str | None) -> tuple[Json, str, int]:
+    """config.json, what the names of a layer's tensors begin with, and the target's ids."""
+    s, attention, ffn = file.shape, PROJECTIONS[:4], PROJECTIONS[4:]
+    alone = {*s.biases} not in ({*()}, {*attention}, {*ffn}, {*PROJECTIONS})
+    layer = _layer_config(
+        file,
+        f"biases of {', '.join(s.biases)} alone" if alone else None,
+        vocab_size=file.vocab_size,
+        model_type="qwen3" if s.qk_norm else "llama",
+        num_hidden_layers=1,
+        attention_bias="attn_q" in s.biases,
+        mlp_bias="ffn_gate" in s.biases,
+    )
+    config: Json = {
+        "draft_vocab_size": file.tensors.get(OUTPUT, (file.vocab_size,))[0] if file.ids is None else len(file.ids),
+        "target_hidden_size": file.target_width,
+        "eagle_aux_hidden_state_layer_ids": list(file.layers) or None,
+        "norm_before_residual": s.norm_before_residual,
+        "norm_before_fc": s.norm_before_fc,
+        "fc_norm": s.fc_norm,
+        "norm_output": s.norm_output,
+    }
+    if form == "speculators":
+        about = _library_config(file, algorithm="eagle3", kind="Eagle3Speculator", tokens=3, layer=layer)
+        return about | config, "layers.{}.", file.vocab_size
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "float32", **layer, **config}
+    if file.layers and file.layers[0] != 1:  # 1 would mean 2 there
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(file.layers), **_EAGLE_CONFIG}
+    return config, "midlayer.", file.vocab_size
+
+
+def _dflash_config(file: DFlashFile, form: str | None) -> tuple[Json, str, int]:
+    """As `_eagle3_config`; the target's ids as far as the drafter knows."""
+    s, slides = file.shape, tuple(window is not None for window in file.shape.windows)
+    own = file.ids is not None or OUTPUT in file.tensors or EMBEDDING in file.tensors
+    by_layer = s.causal != slides
+    scales = {"input_embedding_scale": (file.embedding_scale, 1.0), "output_multiplier": (file.logit_scale, 1.0),
+              "final_logit_softcapping": (file.softcap, 0.0)}  # fmt: skip
+    scaled = {key: value for key, (value, default) in scales.items() if value != default}
+    reasons = {
+        "authors": {
+            "an embedding, output matrix or vocabulary of its own": own,
+            "sample_from_anchor": file.from_anchor,
+            "the embedding as a feature": 0 in s.features,
+            "causality by layer": by_layer and len(set(s.causal)) > 1,
+        },
+        "speculators": {
+            f"a scale ({', '.join(scaled)})": bool(scaled),
+            "full attention that is causal inside the block": by_layer and any(s.causal),
+        },
+    }
+    able = (name for name, why in reasons.items() if not any(why.values()))
+    chosen = form or next(able, "speculators")
+    windows = sorted({window for window in s.windows if window is not None})
+    reason = next((why for why, holds in reasons[chosen].items() if holds), None)
+    if reason is None and len(windows) > 1:
+        reason = f"layers with windows of {windows}"
+    rows = [file.tensors[name][0] for name in (EMBEDDING, OUTPUT) if name in file.tensors]
+    vocab_size = max([*rows, file.mask_token + 1, *([] if file.ids is None else [int(file.ids.max()) + 1])])
+    layer = _layer_config(
+        file,
+        reason,
+        vocab_size=vocab_size,
+        model_type="qwen3",
+        num_hidden_layers=s.layers,
+        attention_bias=False,
+        layer_types=["sliding_attention" if slide else "full_attention" for slide in slides],
+        use_sliding_window=bool(windows),
+        sliding_window=next(iter(windows), None),
+    )
+    if chosen == "authors":
+        config = {
+            "architectures": ["DFlashDraftModel"],
+            "dtype": "float32",
+            "block_size": file.block_size,
+            **layer,
+            **({"is_causal": s.causal[0]} if by_layer else {}),
+            "dflash_config": {
+                "block_size": file.block_size,
+                "mask_token_id": file.mask_token,
+                "target_layer_ids": [layer - 1 for layer in s.features],
+                **scaled,
+            },
+        }
+    else:
+        config = {
+            **_library_config(file, algorithm="dflash", kind="DFlashDraftModel", tokens=file.drafts, layer=layer),
+            "aux_hidden_state_layer_ids": list(s.features),
+            "block_size": file.block_size,
+            "mask_token_id": file.mask_token,
+            "draft_vocab_size": len(file.ids) if file.ids is not None else vocab_size,
+            "sample_from_anchor": file.from_anchor,
+            "sliding_window_non_causal": any(slides) and not any(s.causal),
+            "target_hidden_size": None if s.feature_width == s.width else s.feature_width,
+        }
+    return config, "layers.{}.", vocab_size
+
+
+def _layer_config(file: HeadFile, reason: str | None, *, vocab_size: int, **own: object) -> Json:
     """The layers as config.json has them; `own` are keys that only one kind of head has.
 
     Raises:
-        UserError: config.json cannot say how the head rotates.
+        UserError: config.json cannot say what the head is: for `reason`, or for its rotation.
     """
     s, rope, scaling = file.shape, file.rope, file.rope_scaling
-    if scaling is None:
-        if file.rope_factors is not None or rope.attn_factor != 1.0:
-            raise UserError(f"{file.path}: a rotation with frequency factors has no place in a config.json: write GGUF")
-        if rope.scaling != "none":
-            scaling = {"rope_type": rope.scaling, "factor": rope.factor}
+    if scaling is None and (file.rope_factors is not None or rope.attn_factor != 1.0):
+        reason = reason or "a rotation with frequency factors"
+    if reason:
+        raise UserError(f"{file.path}: {reason} has no place in this form of config.json: write GGUF or another form")
+    if scaling is None and rope.scaling != "none":
+        scaling = {"rope_type": rope.scaling, "factor": rope.factor}
         if rope.scaling == "yarn":
             scaling |= {
                 "original_max_position_embeddings": rope.original_context,
@@ -205,11 +578,11 @@ def layer_config(file: PublishedHead, *, vocab_size: int, **own: object) -> Json
     }
 
 
-def library_config(file: PublishedHead, *, algorithm: str, kind: str, tokens: int, layer: Json) -> Json:
-    """config.json of the speculators library but for the options: `tokens` are drafted at once for the target.
+def _library_config(file: HeadFile, *, algorithm: str, kind: str, tokens: int, layer: Json) -> Json:
+    """config.json of the speculators library without the head's options; `tokens` are drafted at once.
 
     Raises:
-        UserError: the head names no target: the library loads the target's matrices with the head, by its name.
+        UserError: the head names no target. The library loads the target's matrices with the head, by its name.
     """
     if not file.target:
         raise UserError(
@@ -231,113 +604,28 @@ def library_config(file: PublishedHead, *, algorithm: str, kind: str, tokens: in
     }
 
 
-def write_head(file: PublishedHead, folder: Path, config: Json, names: Mapping[str, str], *, vocab_size: int) -> Path:
-    """Writes config.json and model.safetensors (float32), which vLLM and SGLang read.
-
-    Args:
-        file: the head.
-        folder: made if need be; files of these names in it are replaced.
-        config: config.json.
-        names: of the folder's tensors, by GGUF name.
-        vocab_size: ids of the target.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
-    arrays = {names[name]: file.values(name) for name in file.tensors}
-    if file.ids is not None:
-        arrays[DRAFT_IDS] = file.ids.astype(np.int64) - np.arange(len(file.ids))
-        arrays["t2d"] = np.isin(np.arange(vocab_size), file.ids)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be made: {error.strerror}") from None
-    with atomically(folder / "model.safetensors") as out:
-        out.write(save(arrays, metadata={"format": "pt"}))
-    write_atomically(folder / "config.json", to_json(config, indent=2) + "\n")
-    return folder
-
-
-def target_layers(target: GGUFFile, head: Path, *, width: int, ids: np.ndarray | None) -> int:
-    """The number of the target's layers, once a head is found to be for a target like it.
-
-    Args:
-        target: its GGUF file.
-        head: named in messages.
-        width: of the target that the head is for.
-        ids: that it drafts; None for all.
-
-    Raises:
-        UserError: the target has another width, or fewer ids.
-    """
-    architecture = target.get("general.architecture", "str")
-    found, n_layers = (target.get(f"{architecture}.{key}", "int") for key in ("embedding_length", "block_count"))
-    if found != width:
-        raise UserError(f"{head}: is for a target of width {width}, {target.path.name} has {found}")
-    tokens = len(target.get_strings("tokenizer.ggml.tokens") or ())
-    if ids is not None and tokens and ids.max() >= tokens:
-        raise UserError(f"{head}: drafts id {ids.max()}, {target.path.name} has {tokens} ids")
-    return n_layers
-
-
-def convert_head(
-    file: AnyHead, out: Path, *, form: str | None, target: GGUFFile | None, verifier: str | None, quant: str,
-    to_gguf: Callable[..., Path], to_folder: Callable[..., Path],
-) -> AnyHead:  # fmt: skip
-    """Writes a head into a GGUF file (`*.gguf`) or a folder.
-
-    Args:
-        file: the head.
-        out: a GGUF file or a folder.
-        form: of a folder; None for speculators with a verifier, else for the one that `to_folder` chooses.
-        target: the target's GGUF file, whose tokenizer llama.cpp reads from the head's.
-        verifier: the target's name in a speculators folder: owner/name of the Hub, or a folder with config.json.
-        quant: type of a GGUF file's matrices.
-        to_gguf: (file, out, *, tokenizer, quant) writes the GGUF file.
-        to_folder: (file, out, *, form) writes the folder.
-
-    Returns:
-        The head that was written.
-
-    Raises:
-        UserError: options that do not go together, no target for a GGUF file, or a verifier that is not there or
-            names no class of transformers.
-    """
-    form, gguf = form or (None if verifier is None else "speculators"), out.suffix == ".gguf"
-    if verifier is not None and (gguf or form != "speculators"):
-        raise UserError(f"{out}: --verifier names the target in a folder of --form speculators, and in no other form")
-    if gguf and form is not None:
-        raise UserError(f"{out}: is a GGUF file, --form is for folders")
-    if not gguf and quant.upper() != "F32":
-        raise UserError(f"{out}: is a folder, whose weights are F32; --outtype {quant} is for a GGUF file")
-    if gguf:
-        if target is None:
-            raise UserError(
-                f"{out}: llama.cpp reads the target's tokenizer from the head's file: give --target MODEL.gguf"
-            )
-        keys = {key: value for key, value in target.metadata.items() if key.startswith("tokenizer.ggml.")}
-        to_gguf(file, out, tokenizer=keys, quant=quant)
-        return file
-    if verifier is not None:
-        folder = Path(os.path.expanduser(verifier))
-        local = folder.is_dir()
-        if not local and not re.fullmatch(r"[\w.-]+/[\w.-]+", verifier):
-            raise UserError(f"--verifier {verifier}: is no folder; the form is OWNER/NAME, a repository of the Hub")
-        try:
-            where = folder / "config.json" if local else hub.download(f"{hub.SCHEME}{verifier}/config.json")
-        except hub.UnreachableError as error:
-            raise UserError(f"{error}; --verifier takes the target's folder too") from None
-        name = class_name(read_json(where))
-        if name is None:
-            raise UserError(f"{where}: names no class of transformers (architectures), and the head's config needs it")
-        file = replace(file, target=str(folder.resolve()) if local else verifier, target_classes=(name,))
-    to_folder(file, out, form=form)
-    return file
-
-
-def head_facts(file: Eagle3File | DFlashFile) -> dict[str, str]:
-    """The shape of an EAGLE-3 head or a DFlash drafter and what it is for, a line each."""
-    facts, options = _eagle3_facts(file) if isinstance(file, Eagle3File) else _dflash_facts(file)
+def head_facts(file: HeadFile) -> dict[str, str]:
+    """The shape of a head, what it is for, and its options, a line each."""
+    s, rows = file.shape, file.tensors.get(OUTPUT, (None,))[0] if file.ids is None else len(file.ids)
+    sizes = f"FFN {s.d_ff}, {s.heads} heads of {s.head_dim}, {s.kv_heads} for keys"
+    if isinstance(file, Eagle3File):
+        facts = {
+            "head": f"EAGLE-3, width {s.width}, {sizes}",
+            "target": f"{file.target or 'not named'}, width {file.target_width}, {file.vocab_size} ids",
+            "features": f"what enters layers {', '.join(map(str, file.layers)) or '2, L/2 and L - 3 of the target'}",
+            "scores": f"{rows or file.vocab_size} ids",
+        }
+        flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
+        options: Sequence[str] = [flag for flag in flags if getattr(file.shape, flag)]
+    else:
+        facts = {
+            "head": f"DFlash, {file.shape.layers} layers of width {s.width}, {sizes}",
+            "target": f"{file.target or 'not named'}, width {file.shape.feature_width}",
+            "features": f"what enters layers {', '.join(map(str, file.shape.features))}",
+            "block": f"{file.block_size} rows, {file.drafts} tokens drafted, mask token {file.mask_token}",
+            "scores": "all ids of the target" if rows is None else f"{rows} ids",
+        }
+        options = _dflash_options(file)
     own = [what for name, what in ((EMBEDDING, "embedding"), (OUTPUT, "output matrix")) if name in file.tensors]
     facts["of its own"] = " and ".join(own) or "neither embedding nor output matrix: the target's"
     facts["options"] = ", ".join(options) or "none"
@@ -347,32 +635,8 @@ def head_facts(file: Eagle3File | DFlashFile) -> dict[str, str]:
     return facts
 
 
-def _eagle3_facts(file: Eagle3File) -> tuple[dict[str, str], list[str]]:
-    """Facts of the head alone, and the options that are set."""
-    s = file.shape
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
-    facts = {
-        "head": f"EAGLE-3, width {s.width}, FFN {s.d_ff}, {s.heads} heads of {s.head_dim}, {s.kv_heads} for keys",
-        "target": f"{file.target or 'not named'}, width {file.target_width}, {file.vocab_size} ids",
-        "features": f"what enters layers {', '.join(map(str, file.layers)) or '2, L/2 and L - 3 of the target'}",
-        "scores": f"{file.vocab_size if file.ids is None else len(file.ids)} ids",
-    }
-    return facts, [flag for flag in flags if getattr(s, flag)]
-
-
-def _dflash_facts(file: DFlashFile) -> tuple[dict[str, str], list[str]]:
-    s = file.shape
-    rows = file.tensors[OUTPUT][0] if OUTPUT in file.tensors else None
-    scored = rows if file.ids is None else len(file.ids)
-    facts = {
-        "head": f"DFlash, {s.layers} layers of width {s.width}, FFN {s.d_ff}, {s.heads} heads of {s.head_dim}, "
-        f"{s.kv_heads} for keys",
-        "target": f"{file.target or 'not named'}, width {s.feature_width}",
-        "features": f"what enters layers {', '.join(map(str, s.features))}",
-        "block": f"{file.block_size} rows, {file.drafts} tokens drafted, mask token {file.mask_token}",
-        "scores": "all ids of the target" if scored is None else f"{scored} ids",
-    }
-    windows = [window for window in s.windows if window is not None]
+def _dflash_options(file: DFlashFile) -> list[str]:
+    s, windows = file.shape, [window for window in file.shape.windows if window is not None]
     options = {
         f"a window of {' and '.join(map(str, sorted({*windows})))} on {len(windows)} of {s.layers}": windows,
         f"causal inside the block on {sum(s.causal)} of {s.layers}": any(s.causal),
@@ -381,4 +645,4 @@ def _dflash_facts(file: DFlashFile) -> tuple[dict[str, str], list[str]]:
         f"logit_scale={file.logit_scale:g}": file.logit_scale != 1.0,
         f"softcap={file.softcap:g}": file.softcap > 0,
     }
-    return facts, [text for text, there in options.items() if there]
+    return [text for text, holds in options.items() if holds]

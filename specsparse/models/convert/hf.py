@@ -1,22 +1,41 @@
-"""A checkpoint of transformers -> a GGUF file."""
+"""A checkpoint of transformers (config.json, weights in safetensors or PyTorch's form, tokenizer) -> a GGUF file."""
 
+import copy
 import os
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
+from specsparse.engine.architectures import DRAFT_HEADS
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.rope import interleaved
 from specsparse.errors import UserError
 from specsparse.models import hub
-from specsparse.models.convert.checkpoint import LAYER, QK_NORMS, Checkpoint
-from specsparse.models.convert.heads import refuse_draft_head
-from specsparse.models.convert.hf_config import TEXT_PARTS, HfConfig, class_name, gguf_rope, metadata, notes
-from specsparse.models.convert.tokenizer import tokenizer_keys
+from specsparse.models.convert.hf_config import TEXT_PARTS, HfConfig, class_name, gguf_rope, metadata, notes, read_json
+from specsparse.models.convert.hf_tokenizer import tokenizer_keys
 from specsparse.models.convert.write import Progress, Source, out_type, write_model
+from specsparse.powerinfer.torch_zip import read_torch
+from specsparse.support.files import Json
 
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""A layer's tensors in transformers and in a GGUF file."""
+QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 _POST_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -28,6 +47,178 @@ _ABOVE = ("_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "tie_
 """Keys of config.json that hold for its text part, if that does not say otherwise."""
 _TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
 """Beginnings of a text part's tensors in files of newer releases of transformers and in those on the Hub."""
+_FORMS = (("model.safetensors.index.json", "model.safetensors"), ("pytorch_model.bin.index.json", "pytorch_model.bin"))
+"""Index of several files, and the name of a single one; safetensors are taken if there are both."""
+_KINDS = {
+    np.dtype(np.float64): "F64", np.dtype(np.float32): "F32", np.dtype(np.float16): "F16",
+    np.dtype(ml_dtypes.bfloat16): "BF16",
+}  # fmt: skip
+_ALGORITHMS = {**DRAFT_HEADS, "eagle": "EAGLE", "medusa": "Medusa", "mlp_speculator": "MLP speculator"}
+
+
+class Checkpoint:
+    """A folder of a model, its tensors read one at a time.
+
+    Attributes:
+        folder: where it is.
+        config: config.json.
+        shapes: shape of each tensor, by name.
+    """
+
+    def __init__(self, folder: str | Path):
+        """Opens a folder.
+
+        Raises:
+            UserError: no config, no tensors, a file missing or damaged.
+        """
+        self.folder = Path(folder)
+        self.config: Json = read_json(self.folder / "config.json")
+        files = [self._open(name) for name in self._file_names()]
+        self._home = {tensor: (file, tensor) for file in files for tensor in file.keys()}  # noqa: SIM118
+        self.shapes = {name: tuple(self._slice(name).get_shape()) for name in self._home}
+
+    def part(self, config: Json, names: Mapping[str, str]) -> "Checkpoint":
+        """A part of it, with a config of its own; `names` are of its tensors, by their names in this checkpoint."""
+        found = copy.copy(self)
+        found.config = config
+        found._home = {name: self._home[tensor] for tensor, name in names.items()}
+        found.shapes = {name: self.shapes[tensor] for tensor, name in names.items()}
+        return found
+
+    def _file_names(self) -> list[str]:
+        for index, single in _FORMS:
+            if (self.folder / index).is_file():
+                parts = read_json(self.folder / index).get("weight_map")
+                if not isinstance(parts, dict) or not parts:
+                    raise UserError(f"{self.folder / index}: has no weight_map")
+                return sorted(set(map(str, parts.values())))
+            if (self.folder / single).is_file():
+                return [single]
+        others = sorted(p.name for p in self.folder.glob("*.bin")) + sorted(p.name for p in self.folder.glob("*.pth"))
+        also = f" ({others[0]} is of PyTorch: save the model again with safe_serialization=True)" if others else ""
+        names = " and no ".join(name for form in _FORMS for name in reversed(form))
+        raise UserError(f"{self.folder}: has no {names}{also}")
+
+    def _open(self, name: str) -> "safe_open | _TorchFile":
+        path = self.folder / name
+        if not name.endswith(".safetensors"):
+            return _TorchFile(path)
+        try:
+            return safe_open(path, "np")
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path}: cannot be read as safetensors: {str(error).splitlines()[0]}") from None
+
+    def load(self, name: str) -> np.ndarray:
+        """A tensor as float32.
+
+        Raises:
+            UserError: it is of another type than F64, F32, F16 or BF16 (a quantised checkpoint), or not finite.
+        """
+        kind, floats = self.kind(name), tuple(_KINDS.values())
+        if kind not in floats:
+            raise UserError(f"{self.folder}: tensor {name} is of type {kind}; only {', '.join(floats)} are supported")
+        values = self._values(name).astype(np.float32)
+        if not np.isfinite(values).all():
+            raise UserError(f"{self.folder}: tensor {name} holds values that are not finite; the file is damaged")
+        return values
+
+    def kind(self, name: str) -> str:
+        """The type that a tensor is stored in, as safetensors calls it."""
+        return self._slice(name).get_dtype()
+
+    def integers(self, name: str) -> np.ndarray:
+        """A tensor of whole numbers as int64; UserError if it is of another type."""
+        values = self._values(name)
+        if values.dtype.kind not in "iu":
+            raise UserError(f"{self.folder}: tensor {name} is of type {self.kind(name)}; whole numbers are needed")
+        return values.astype(np.int64)
+
+    def _slice(self, name: str) -> "_TorchSlice":
+        file, stored = self._home[name]
+        return file.get_slice(stored)
+
+    def _values(self, name: str) -> np.ndarray:
+        file, stored = self._home[name]
+        return file.get_tensor(stored)
+
+
+class _TorchSlice(NamedTuple):
+    array: np.ndarray
+
+    def get_shape(self) -> list[int]:
+        return list(self.array.shape)
+
+    def get_dtype(self) -> str:
+        return _KINDS.get(self.array.dtype, str(self.array.dtype))
+
+
+class _TorchFile:
+    """A file of `torch.save` that answers as an open safetensors file does; all of it is in memory."""
+
+    def __init__(self, path: Path):
+        found = read_torch(path)
+        if not isinstance(found, dict) or not all(isinstance(v, np.ndarray) for v in found.values()):
+            raise UserError(f"{path}: holds no tensors by name")
+        self._arrays = {str(name): array for name, array in found.items()}
+
+    def keys(self) -> list[str]:
+        return list(self._arrays)
+
+    def get_slice(self, name: str) -> _TorchSlice:
+        return _TorchSlice(self._arrays[name])
+
+    def get_tensor(self, name: str) -> np.ndarray:
+        return self._arrays[name]
+
+
+def head_kind(config: Json) -> str | None:
+    """The kind of draft head that a config.json describes, or None."""
+    algorithm = str(config.get("speculators_model_type") or config.get("model_type"))
+    if config.get("speculators_model_type") or algorithm in _ALGORITHMS:
+        return _ALGORITHMS.get(algorithm, algorithm)
+    names = config.get("architectures")
+    first = names[0].lower() if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    if "dflash_config" in config or "dflash" in first:
+        return "DFlash"
+    if "draft_vocab_size" in config or "eagle3" in first:
+        return "EAGLE-3"
+    if "medusa_num_heads" in config or "medusa" in first:
+        return "Medusa"
+    return "EAGLE" if "eagle" in first else None
+
+
+def refuse_draft_head(folder: Path) -> None:
+    """Raises a UserError if a folder holds a draft head, with its kind and its target.
+
+    EAGLE 1 and 2 have the config of a Llama of one layer; they are known by their tensors, which are read from
+    model.safetensors or from the pickle of a torch file.
+    """
+    config = read_json(folder / "config.json", optional=True)
+    kind, names = head_kind(config), set()
+    if kind is None:
+        known = ("fc.weight", "model.embed_tokens.weight", "model.norm.weight", "model.layers.0.input_layernorm.weight")
+        try:
+            if (folder / "model.safetensors").is_file():
+                with safe_open(folder / "model.safetensors", "np") as file:
+                    names = set(file.keys())
+            else:
+                with zipfile.ZipFile(folder / "pytorch_model.bin") as archive:
+                    pickle = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+                    content = archive.read(pickle)
+                names = {name for name in known if b"\0" + name.encode() in content}
+        except (OSError, SafetensorError, zipfile.BadZipFile, StopIteration):
+            pass  # whoever reads the tensors says what is wrong with them
+        kind = "EAGLE" if "fc.weight" in names and not any(n.startswith("model.") for n in names) else None
+    if kind is None:
+        return
+    target: object = config
+    for key in ("speculators_config", "verifier", "name_or_path"):
+        target = target.get(key) if isinstance(target, Mapping) else None
+    target = (target if isinstance(target, str) else None) or config.get("base_model_name_or_path")
+    raise UserError(
+        f"{folder}: is a draft head ({kind}) {f'for {target}' if target else 'of a target'}, not a model: it "
+        "writes no text of its own and cannot be converted or run alone"
+    )
 
 
 def convert_hf(
@@ -42,7 +233,7 @@ def convert_hf(
     """Converts a folder, or a repository of the Hub; of a model that sees images too (`TEXT_PARTS`), its text part.
 
     Args:
-        source: a folder with config.json, safetensors and a tokenizer; or owner/repo, hf://owner/repo[@revision].
+        source: a folder with config.json, weights and a tokenizer; or owner/repo, hf://owner/repo[@revision].
         path: of the new file.
         type_name: of `write.OUT_TYPES`.
         pre: pre-tokenizer of a byte-level BPE, if it cannot be told.
@@ -66,14 +257,11 @@ def convert_hf(
     name = checkpoint.config.get("_name_or_path") or (named if named not in ("", ".", "..") else folder.resolve().name)
     keys = metadata(config, name=str(name))
     tensors = list(_sources(checkpoint, config))
-    rows = {target: shape[0] for target, shape, _ in tensors}.get("token_embd.weight")
-    if rows is None:
-        raise UserError(f"{folder}: has no tensor model.embed_tokens.weight")
+    rows = next((shape[0] for target, shape, _ in tensors if target == "token_embd.weight"), 0)
     keys |= tokenizer_keys(folder, checkpoint.config, vocab_size=rows, pre=pre)
     keys[f"{config.architecture}.vocab_size"] = rows
     made = write_model(path, keys, tensors, kind, progress=progress)
-    left_out = len(whole.shapes) - len(checkpoint.shapes)
-    if left_out:
+    if left_out := len(whole.shapes) - len(checkpoint.shapes):
         note(f"only the text part is converted; {left_out} tensors of other parts are left out: images cannot be read")
     for line in notes(config, made.biases):
         note(line)
@@ -93,9 +281,7 @@ def text_part(checkpoint: Checkpoint) -> Checkpoint:
     part = TEXT_PARTS.get(class_name(checkpoint.config) or "")
     if part is None:
         return checkpoint
-    own = checkpoint.config.get("text_config")
-    if not isinstance(own, dict):
-        raise UserError(f"{checkpoint.folder / 'config.json'}: text_config is {own!r:.60}, not a table")
+    own = HfConfig(checkpoint.folder / "config.json", checkpoint.config).get("text_config", dict)
     said = {key: value for key, value in own.items() if value is not None}
     above = {key: value for key, value in checkpoint.config.items() if key in _ABOVE}
     kept = {}
@@ -112,8 +298,7 @@ def _sources(checkpoint: Checkpoint, config: HfConfig) -> Iterator[Source]:
     Norms and the rows of queries and keys are as GGUF has them.
 
     Raises:
-        UserError: a tensor that its architecture does not have (it would be lost), or heads that do not divide the
-            rows.
+        UserError: a tensor that its architecture does not have; it would be lost.
     """
     hf_class, named = config.hf_class, {}
     family = hf_class.family
@@ -147,16 +332,13 @@ def _sources(checkpoint: Checkpoint, config: HfConfig) -> Iterator[Source]:
 
     heads = {"attn_q": config.n_heads, "attn_k": config.n_kv_heads}
     for target in sorted(named, key=place):
-        name = named[target]
-        shape, count = checkpoint.shapes[name], heads.get(target.split(".")[-2])
+        name, count = named[target], heads.get(target.split(".")[-2])
         load: Callable[[], np.ndarray] = partial(checkpoint.load, name)
         if hf_class.norms_from_one and target.endswith("norm.weight"):
             load = lambda load=load: load() + np.float32(1)  # noqa: E731
         elif count is not None and family.pairing == "norm":
-            if count < 1 or shape[0] % (2 * count):
-                raise UserError(f"{checkpoint.folder}: tensor {name} has {shape[0]} rows for {count} heads")
             load = lambda load=load, count=count: interleaved(load(), count)  # noqa: E731
-        yield target, shape, load
+        yield target, checkpoint.shapes[name], load
     factors = gguf_rope(config.rope).factors
     if factors is not None:
         yield "rope_freqs.weight", factors.shape, lambda: factors

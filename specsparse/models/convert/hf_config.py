@@ -1,5 +1,6 @@
 """config.json of a checkpoint of transformers -> GGUF metadata: classes, sizes, windows, the rotary embedding."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -92,6 +93,23 @@ TEXT_PARTS: Mapping[str, TextPart] = {
 _OF_MODEL_TYPE = {known.model_type: name for name, known in [*CLASSES.items(), *TEXT_PARTS.items()]}
 
 
+def read_json(path: Path, *, optional: bool = False) -> Json:
+    """A JSON object; {} for a file that is not there and need not be.
+
+    Raises:
+        UserError: it is missing, or no JSON object.
+    """
+    if optional and not path.exists():
+        return {}
+    try:
+        found, why = json.loads(path.read_text(encoding="utf-8")), "holds no JSON object"
+    except (OSError, ValueError, RecursionError) as error:
+        found, why = None, f"cannot be read: {getattr(error, 'strerror', None) or str(error).splitlines()[0]}"
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: {why}")
+    return found
+
+
 def class_name(config: Json) -> str | None:
     """The class of transformers that a config.json is of, known here or not; None if it names none."""
     names, model_type = config.get("architectures"), config.get("model_type")
@@ -109,196 +127,13 @@ _ROPE_KEYS = {
     "partial_rotary_factor", "finetuned",
 }  # fmt: skip
 """Keys of the scaling that transformers reads for one kind or another, and one that changes nothing."""
-_MAX_LAYERS = 1 << 14
 _MAX = 1e12
 _MISSING: Any = object()
-_LAYER_TYPES = {False: "sliding_attention", True: "full_attention"}
-
-
-@dataclass(frozen=True)
-class HfRope:
-    """A rotary embedding as transformers computes it.
-
-    Attributes:
-        where: the config file, for messages.
-        architecture: of the GGUF file. llama.cpp reads frequency factors in "llama" files only, and in no file of
-            these architectures the bounds of YaRN's ramp (src/llama-model.cpp of July 2026).
-        values: of rope_parameters or rope_scaling.
-        base: theta.
-        dim: elements of a head.
-        context: max_position_embeddings.
-        pretrained: original_max_position_embeddings outside the scaling, which comes first; None without one.
-    """
-
-    where: Path
-    architecture: str
-    values: Json
-    base: float
-    dim: int
-    context: int
-    pretrained: int | None = None
-
-    @property
-    def kind(self) -> str:
-        """One of ROPES.
-
-        Raises:
-            UserError: another kind, or a key that no kind has.
-        """
-        kind = self.values.get("rope_type", self.values.get("type", "default"))
-        if kind not in ROPES:
-            raise UserError(f"{self.where}: rope scaling {kind!r} is not supported; there are {', '.join(ROPES)}")
-        unknown = sorted(key for key, value in self.values.items() if key not in _ROPE_KEYS and value is not None)
-        if unknown:
-            raise UserError(f"{self.where}: rope scaling {kind!r} with {unknown[0]} is not supported")
-        if self.number("partial_rotary_factor", 1.0) != 1.0:
-            raise UserError(f"{self.where}: partial_rotary_factor is not supported: every element of a head must turn")
-        return kind
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A positive number of the scaling; null counts as missing.
-
-        Raises:
-            UserError: it is missing and has no default, or no angle can be made of it.
-        """
-        least, most = 1e-6, 1e9  # no real number of a scaling comes near
-        value = self.values.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            bounds = f"a positive number is needed, {least:g} to {most:g}"
-            raise UserError(f"{self.where}: rope scaling has {key}={value!r:.40}, {bounds}")
-        return float(value)
-
-    @property
-    def original(self) -> int:
-        """Trained positions; UserError if there are none, or more than any model has."""
-        key = "original_max_position_embeddings"
-        positions = self.pretrained or int(self.number(key, float(self.context)))
-        if not 1 <= positions <= MAX_CONTEXT:
-            raise UserError(f"{self.where}: {key} is {positions!r:.40}, 1 to {MAX_CONTEXT} is allowed")
-        return positions
-
-    @property
-    def plain(self) -> np.ndarray:
-        """Radians per position without a scaling, float64[dim / 2]."""
-        return self.base ** (-2.0 * np.arange(self.dim // 2) / self.dim)
-
-
-class GgufRope(NamedTuple):
-    """A rotary embedding in a GGUF file.
-
-    Attributes:
-        keys: without the architecture before them.
-        factors: `rope_freqs.weight`, the divisors of the pairs' angles, float32[dim / 2]; None if there are none.
-        note: a line on what another program does not read of it; None if all read the same.
-    """
-
-    keys: Json
-    factors: np.ndarray | None = None
-    note: str | None = None
-
-
-def gguf_rope(rope: HfRope) -> GgufRope:
-    """Keys and factors of a rotary embedding.
-
-    Raises:
-        UserError: a number is missing or out of range, or GGUF cannot say it.
-    """
-    match rope.kind:
-        case "linear":
-            return GgufRope({"rope.scaling.type": "linear", "rope.scaling.factor": rope.number("factor")})
-        case "llama3":
-            return GgufRope({}, _llama3_factors(rope))
-        case "yarn":
-            return _yarn(rope)
-    return GgufRope({})
-
-
-def _llama3_factors(rope: HfRope) -> np.ndarray:
-    """Llama 3.1's divisors of the pairs' angles, float32[dim / 2].
-
-    Pairs that turn more than high_freq_factor times over the original context keep their angle, those that turn less
-    than low_freq_factor times are divided by the factor, and those between mix both (Llama 3 report, arXiv:2407.21783;
-    `rope_freqs.weight` of llama.cpp).
-    """
-    factor, low, high = (rope.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    if rope.pretrained is None:
-        rope.number("original_max_position_embeddings")
-    if low >= high:
-        raise UserError(f"{rope.where}: rope scaling has low_freq_factor={low:g} and high_freq_factor={high:g}: the "
-                        "first must be the smaller one")  # fmt: skip
-    smooth = np.clip((rope.original * rope.plain / (2 * np.pi) - low) / (high - low), 0.0, 1.0)
-    return (1.0 / ((1.0 - smooth) / factor + smooth)).astype(np.float32)
-
-
-def _yarn_angles(rope: HfRope, factor: float) -> np.ndarray:
-    """Radians per position of each pair by YaRN (arXiv:2309.00071, eq. 13 and 14) as transformers has it,
-    float64[dim / 2]."""
-    truncate = rope.values.get("truncate", True)
-    if not isinstance(truncate, bool):
-        raise UserError(f"{rope.where}: rope scaling has truncate={truncate!r:.40}, true or false is needed")
-    turns = np.array([rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)])
-    low, high = rope.dim * np.log(rope.original / (turns * 2 * np.pi)) / (2 * np.log(rope.base))
-    if truncate:
-        low, high = np.floor(low), np.ceil(high)
-    low, high = max(low, 0.0), min(high, rope.dim - 1.0)
-    ramp = np.clip((np.arange(rope.dim // 2) - low) / (high - low if high != low else 0.001), 0.0, 1.0)
-    return rope.plain / factor * ramp + rope.plain * (1.0 - ramp)
-
-
-def _yarn_magnitude(rope: HfRope, factor: float) -> float:
-    """The factor of cos and sin: attention_factor, else the ratio of the two mscales, else 1 + 0.1 ln(factor)."""
-
-    def grown(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
-
-    if rope.values.get("attention_factor") is not None:
-        return rope.number("attention_factor")
-    if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
-        return grown(rope.number("mscale")) / grown(rope.number("mscale_all_dim"))
-    return grown(1.0)
-
-
-def _yarn(rope: HfRope) -> GgufRope:
-    """YaRN's keys if their readers compute the same angles, else the same angles as frequency factors.
-
-    llama.cpp takes `attn_factor` beside its own 1 + 0.1 ln(factor), rounds the ramp's bounds, and has 32 and 1 turns
-    for them whatever a file of these architectures says.
-    """
-    factor = rope.number("factor", rope.context / rope.original)
-    if factor < 1.0:
-        raise UserError(f"{rope.where}: rope scaling has factor={factor:g}, YaRN needs at least 1")
-    wanted, magnitude = _yarn_angles(rope, factor), _yarn_magnitude(rope, factor)
-
-    def says(config: RopeConfig) -> bool:
-        return np.allclose(angles(config)[0], wanted, rtol=1e-6, atol=0.0)
-
-    plain = RopeConfig(rope.base, rope.dim, "neox", "yarn", factor, rope.original)
-    own, attention = 1.0 + 0.1 * math.log(factor), "rope.scaling.attn_factor"
-    keys = {
-        "rope.scaling.type": "yarn",
-        "rope.scaling.factor": factor,
-        "rope.scaling.original_context_length": rope.original,
-        **({} if math.isclose(magnitude, own, rel_tol=1e-6) else {attention: magnitude / own}),
-    }
-    if says(plain):
-        return GgufRope(keys)
-    if rope.architecture == "llama":
-        return GgufRope({attention: magnitude}, (rope.plain / wanted).astype(np.float32))
-    fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
-    if says(replace(plain, beta_fast=fast, beta_slow=slow)):
-        return GgufRope(
-            keys | {"rope.scaling.yarn_beta_fast": fast, "rope.scaling.yarn_beta_slow": slow},
-            note=f"llama.cpp reads no beta_fast={fast:g}, beta_slow={slow:g} in {rope.architecture} files and runs 32 "
-            "and 1; specsparse runs what the file says",
-        )
-    what = "truncate=false" if rope.values.get("truncate") is False else f"beta_fast={fast:g}, beta_slow={slow:g}"
-    raise UserError(f"{rope.where}: rope scaling 'yarn' with {what} has no place in a {rope.architecture} GGUF file")
 
 
 @dataclass(frozen=True)
 class HfConfig:
-    """config.json as this converter reads it.
+    """config.json, or a table of it, as this converter reads it.
 
     Attributes:
         where: the file, for messages.
@@ -315,53 +150,44 @@ class HfConfig:
             UserError: it is missing and has no default, is of another type, or is a number that is not finite.
         """
         value = self.values.get(key)
-        if value is None:
-            if default is _MISSING:
-                raise UserError(f"{self.where}: has no {key}")
+        if value is None and default is not _MISSING:
             return default
         if kind is float and type(value) is int and abs(value) < _MAX:
             value = float(value)
-        if type(value) is not kind:
-            raise UserError(f"{self.where}: {key} is {value!r:.60}, not of type {kind.__name__}")
-        if kind is float and not math.isfinite(value):
-            raise UserError(f"{self.where}: {key} is {value}, a finite number is needed")
-        return value
+        if type(value) is kind and not (kind is float and not math.isfinite(value)):
+            return value
+        wrong = f"{key} is {value!r:.60}, not of type {kind.__name__}"
+        if value is None:
+            wrong = f"has no {key}"
+        elif type(value) is kind:
+            wrong = f"{key} is {value}, a finite number is needed"
+        raise UserError(f"{self.where}: {wrong}")
 
     def size(self, key: str, default: Any = _MISSING, most: int = 1 << 24) -> int:
-        """A whole number in 1..most.
-
-        Raises:
-            UserError: as `get`, or it is out of range.
-        """
+        """A whole number in 1..most; UserError as in `get`, or if it is out of range."""
         value = self.get(key, int, default)
         if not 1 <= value <= most:
             raise UserError(f"{self.where}: {key} is {value!r:.60}, 1 to {most} is allowed")
         return value
 
-    def eps(self, default: Any = _MISSING) -> float:
-        """The epsilon of RMS norms, above 0 and up to 1.
-
-        Raises:
-            UserError: as `get`, or it is out of range.
-        """
-        value = self.get("rms_norm_eps", float, default)
-        if not 0 < value <= 1:
-            raise UserError(f"{self.where}: rms_norm_eps is {value:g}, a number above 0 and up to 1 is needed")
+    def number(self, key: str, default: Any = _MISSING, *, low: float, most: float) -> float:
+        """A number above `low` and up to `most`; UserError as in `get`, or if it is out of range."""
+        value = self.get(key, float, default)
+        if not low < value <= most:
+            raise UserError(f"{self.where}: {key} is {value:g}, a number above {low:g} and up to {most:g} is needed")
         return value
 
+    def eps(self, default: Any = _MISSING) -> float:
+        """The epsilon of RMS norms; UserError as in `number`."""
+        return self.number("rms_norm_eps", default, low=0.0, most=1.0)
+
     def theta(self, table: Json, key: str, default: float) -> float:
-        """The base of a rotary embedding: `rope_theta` of its table, else `key` beside it.
+        """The base of a rotary embedding: `rope_theta` of its table, else `key` beside it; UserError as in `number`."""
+        if table.get("rope_theta") is not None:
+            return HfConfig(self.where, table).number("rope_theta", low=1.0, most=_MAX)
+        return self.number(key, default, low=1.0, most=_MAX)
 
-        Raises:
-            UserError: it is no number above 1.
-        """
-        base = HfConfig(self.where, table).get("rope_theta", float, None)
-        base = self.get(key, float, default) if base is None else base
-        if not 1 < base <= _MAX:
-            raise UserError(f"{self.where}: rope_theta is {base:g}, a number above 1 and up to {_MAX:g} is needed")
-        return base
-
-    def rotation(self, table: Json, architecture: str, *, base: float, dim: int, context: int) -> HfRope:
+    def rotation(self, table: Json, architecture: str, *, base: float, dim: int, context: int) -> "HfRope":
         """The rotary embedding of a table of this config; `base` is theta if neither says it.
 
         Raises:
@@ -370,7 +196,7 @@ class HfConfig:
         partial = {"partial_rotary_factor": self.get("partial_rotary_factor", float, None)}
         base = self.theta(table, "rope_theta", base)
         pretrained = self.get("original_max_position_embeddings", int, None)
-        return HfRope(self.where, architecture, partial | table, base, dim, context, pretrained)
+        return HfRope(HfConfig(self.where, partial | table), architecture, base, dim, context, pretrained)
 
     @property
     def ropes(self) -> Json:
@@ -384,16 +210,19 @@ class HfConfig:
         name, keys = class_name(self.values), self.values.keys()
         if name in CLASSES:
             return CLASSES[name]
-        found = ["experts"] if keys & {"num_experts", "num_local_experts", "n_routed_experts"} else []
         recurrent = any(key.startswith(("ssm_", "mamba_", "linear_", "conv_L")) for key in keys) or "state_size" in keys
-        found += ["recurrent layers"] if recurrent else []
-        found += ["a vision or audio part"] if keys & {"vision_config", "audio_config"} else []
-        odd = f" (a model with {' and '.join(found)})" if found else ""
+        parts = {
+            "experts": keys & {"num_experts", "num_local_experts", "n_routed_experts"},
+            "recurrent layers": recurrent,
+            "a vision or audio part": keys & {"vision_config", "audio_config"},
+        }
+        found = " and ".join(part for part, there in parts.items() if there)
+        odd = f" (a model with {found})" if found else ""
         raise UserError(f"{self.where}: architecture {name}{odd} is not supported; there are {', '.join(CLASSES)}")
 
     @property
     def architecture(self) -> str:
-        """The architecture's name in GGUF; UserError if it is not supported."""
+        """The architecture's name in GGUF."""
         return self.hf_class.architecture
 
     @property
@@ -418,13 +247,172 @@ class HfConfig:
         return self.get("tie_word_embeddings", bool, self.hf_class.tied)
 
     @property
-    def rope(self) -> HfRope:
+    def rope(self) -> "HfRope":
         """The rotary embedding of layers that see all tokens."""
-        found = self.ropes.get("full_attention", self.ropes)
-        if not isinstance(found, dict):
-            raise UserError(f"{self.where}: rope_parameters.full_attention is {found!r:.60}, not a table")
+        table = HfConfig(self.where, self.ropes).get("full_attention", dict, self.ropes)
         context = self.get("max_position_embeddings", int)
-        return self.rotation(found, self.architecture, base=self.hf_class.rope_base, dim=self.head_dim, context=context)
+        return self.rotation(table, self.architecture, base=self.hf_class.rope_base, dim=self.head_dim, context=context)
+
+
+@dataclass(frozen=True)
+class HfRope:
+    """A rotary embedding as transformers computes it.
+
+    Attributes:
+        table: rope_parameters or rope_scaling.
+        architecture: of the GGUF file. llama.cpp reads frequency factors in "llama" files only, and in no file of
+            these architectures the bounds of YaRN's ramp (src/llama-model.cpp of July 2026).
+        base: theta.
+        dim: elements of a head.
+        context: max_position_embeddings.
+        pretrained: original_max_position_embeddings outside the table, which comes first; None without one.
+    """
+
+    table: HfConfig
+    architecture: str
+    base: float
+    dim: int
+    context: int
+    pretrained: int | None = None
+
+    def number(self, key: str, default: Any = _MISSING, *, low: float = 1e-6) -> float:
+        """A number of the table; no real one comes near the bounds."""
+        return self.table.number(key, default, low=low, most=1e9)
+
+    @property
+    def original(self) -> int:
+        """Trained positions; UserError if there are none, or more than any model has."""
+        key = "original_max_position_embeddings"
+        positions = self.pretrained or int(self.number(key, float(self.context)))
+        if not 1 <= positions <= MAX_CONTEXT:
+            raise UserError(f"{self.table.where}: {key} is {positions!r:.40}, 1 to {MAX_CONTEXT} is allowed")
+        return positions
+
+    @property
+    def plain(self) -> np.ndarray:
+        """Radians per position without a scaling, float64[dim / 2]."""
+        return self.base ** (-2.0 * np.arange(self.dim // 2) / self.dim)
+
+
+class GgufRope(NamedTuple):
+    """A rotary embedding in a GGUF file.
+
+    Attributes:
+        keys: without the architecture before them.
+        factors: `rope_freqs.weight`, the divisors of the pairs' angles, float32[dim / 2], or None.
+        note: a line on what another program does not read of it; None if all read the same.
+    """
+
+    keys: Json
+    factors: np.ndarray | None = None
+    note: str | None = None
+
+
+def gguf_rope(rope: HfRope) -> GgufRope:
+    """Keys and factors of a rotary embedding.
+
+    Raises:
+        UserError: an unknown kind or key, a number that is missing or out of range, or GGUF cannot say it.
+    """
+    table = rope.table.values
+    kind = table.get("rope_type", table.get("type", "default"))
+    unknown = sorted(key for key, value in table.items() if key not in _ROPE_KEYS and value is not None)
+    if kind not in ROPES or unknown:
+        what = f" with {unknown[0]}" if unknown else ""
+        raise UserError(
+            f"{rope.table.where}: rope scaling {kind!r}{what} is not supported; there are {', '.join(ROPES)}"
+        )
+    _need_values(rope.table, partial_rotary_factor=1.0)
+    match kind:
+        case "linear":
+            return GgufRope({"rope.scaling.type": "linear", "rope.scaling.factor": rope.number("factor")})
+        case "llama3":
+            return GgufRope({}, _llama3_factors(rope))
+        case "yarn":
+            return _yarn(rope)
+    return GgufRope({})
+
+
+def _llama3_factors(rope: HfRope) -> np.ndarray:
+    """Llama 3.1's divisors of the pairs' angles, float32[dim / 2].
+
+    Pairs that turn more than high_freq_factor times over the original context keep their angle, those that turn less
+    than low_freq_factor times are divided by the factor, and those between mix both (Llama 3 report, arXiv:2407.21783;
+    `rope_freqs.weight` of llama.cpp).
+    """
+    factor, low, high = (rope.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    if rope.pretrained is None:
+        rope.number("original_max_position_embeddings")
+    if low >= high:
+        raise UserError(f"{rope.table.where}: low_freq_factor={low:g} must be below high_freq_factor={high:g}")
+    smooth = np.clip((rope.original * rope.plain / (2 * np.pi) - low) / (high - low), 0.0, 1.0)
+    return (1.0 / ((1.0 - smooth) / factor + smooth)).astype(np.float32)
+
+
+def _yarn(rope: HfRope) -> GgufRope:
+    """YaRN (arXiv:2309.00071, eq. 13 and 14) as transformers computes it: its keys if their readers compute the same
+    angles, else the same angles as frequency factors.
+
+    llama.cpp takes `attn_factor` beside its own 1 + 0.1 ln(factor), rounds the ramp's bounds, and has 32 and 1 turns
+    for them whatever a file of these architectures says.
+    """
+    factor = rope.number("factor", rope.context / rope.original, low=0.999999)
+    fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
+
+    # Angles float64[dim / 2]: a ramp between those without a scaling and those divided by the factor.
+    truncate = rope.table.get("truncate", bool, True)
+    turns = np.array([fast, slow])
+    low, high = rope.dim * np.log(rope.original / (turns * 2 * np.pi)) / (2 * np.log(rope.base))
+    if truncate:
+        low, high = np.floor(low), np.ceil(high)
+    low, high = max(low, 0.0), min(high, rope.dim - 1.0)
+    ramp = np.clip((np.arange(rope.dim // 2) - low) / (high - low if high != low else 0.001), 0.0, 1.0)
+    wanted = rope.plain / factor * ramp + rope.plain * (1.0 - ramp)
+
+    def grown(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    # The factor of cos and sin.
+    magnitude = grown(1.0)
+    if rope.table.values.get("attention_factor") is not None:
+        magnitude = rope.number("attention_factor")
+    elif rope.table.values.get("mscale") and rope.table.values.get("mscale_all_dim"):
+        magnitude = grown(rope.number("mscale")) / grown(rope.number("mscale_all_dim"))
+
+    def same_angles(config: RopeConfig) -> bool:
+        return np.allclose(angles(config)[0], wanted, rtol=1e-6, atol=0.0)
+
+    plain = RopeConfig(rope.base, rope.dim, "neox", "yarn", factor, rope.original)
+    attention = "rope.scaling.attn_factor"
+    keys = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": factor,
+        "rope.scaling.original_context_length": rope.original,
+        **({} if math.isclose(magnitude, grown(1.0), rel_tol=1e-6) else {attention: magnitude / grown(1.0)}),
+    }
+    if same_angles(plain):
+        return GgufRope(keys)
+    if rope.architecture == "llama":
+        return GgufRope({attention: magnitude}, (rope.plain / wanted).astype(np.float32))
+    if same_angles(replace(plain, beta_fast=fast, beta_slow=slow)):
+        return GgufRope(
+            keys | {"rope.scaling.yarn_beta_fast": fast, "rope.scaling.yarn_beta_slow": slow},
+            note=f"llama.cpp reads no beta_fast={fast:g}, beta_slow={slow:g} in {rope.architecture} files and runs 32 "
+            "and 1; specsparse runs what the file says",
+        )
+    what = f"beta_fast={fast:g}, beta_slow={slow:g}" if truncate else "truncate=false"
+    raise UserError(
+        f"{rope.table.where}: rope scaling 'yarn' with {what} has no place in a {rope.architecture} GGUF file"
+    )
+
+
+def _need_values(config: HfConfig, **only: object) -> None:
+    """UserError if a key is there with another value than the one that is supported; None: with any."""
+    for key, value in only.items():
+        found = config.values.get(key)
+        if found is not None and (value is None or found != value):
+            needed = "" if value is None else f": {value} is needed"
+            raise UserError(f"{config.where}: {key} is not supported{needed}")
 
 
 def metadata(config: HfConfig, *, name: str) -> Json:
@@ -432,10 +420,10 @@ def metadata(config: HfConfig, *, name: str) -> Json:
 
     Raises:
         UserError: a key is missing or of another type, or asks for what is not supported: another architecture,
-            activation, rotary embedding or sliding window.
+            activation, rotary embedding, sliding window, or layers that a GGUF file of this architecture cannot say.
     """
-    a, head_dim, rope = config.architecture, config.head_dim, config.rope
-    width = config.get("hidden_size", int)
+    a, family, head_dim, rope = config.architecture, config.hf_class.family, config.head_dim, config.rope
+    width, n_layers = config.get("hidden_size", int), config.size("num_hidden_layers", most=1 << 14)
     keys: Json = {
         "general.architecture": a,
         "general.type": "model",
@@ -443,7 +431,7 @@ def metadata(config: HfConfig, *, name: str) -> Json:
         f"{a}.vocab_size": config.get("vocab_size", int),
         f"{a}.context_length": rope.context,
         f"{a}.embedding_length": width,
-        f"{a}.block_count": config.get("num_hidden_layers", int),
+        f"{a}.block_count": n_layers,
         f"{a}.feed_forward_length": config.get("intermediate_size", int),
         f"{a}.attention.head_count": config.n_heads,
         f"{a}.attention.head_count_kv": config.n_kv_heads,
@@ -451,37 +439,26 @@ def metadata(config: HfConfig, *, name: str) -> Json:
         f"{a}.rope.freq_base": rope.base,
         f"{a}.rope.dimension_count": head_dim,
     }
-    _check_layers(config)
+    if every := family.unrotated_every:
+        usual = [int((i + 1) % every != 0) for i in range(n_layers)]
+        interval = config.get("no_rope_layer_interval", int, every)
+        if config.get("no_rope_layers", list, usual if interval == every else []) != usual:
+            raise UserError(f"{config.where}: only every {every}th layer without RoPE is supported (no_rope_layers)")
+    by_width = n_layers == family.width_scaled_layers
+    scalar = width / max(config.n_heads, 1) if by_width else head_dim
+    _need_values(
+        config, attn_logit_softcapping=None, final_logit_softcapping=None, use_bidirectional_attention=False,
+        query_pre_attn_scalar=scalar,
+    )  # fmt: skip
     if head_dim * config.n_heads != width:
         keys |= {f"{a}.attention.key_length": head_dim, f"{a}.attention.value_length": head_dim}
     own = {**gguf_rope(rope).keys, **_window_keys(config)}
     return keys | {f"{a}.{key}": value for key, value in own.items()} | _activation(config)
 
 
-def _check_layers(config: HfConfig) -> None:
-    """Refuses layers that a GGUF file of this architecture cannot say."""
-    n_layers, family, where = config.get("num_hidden_layers", int), config.hf_class.family, config.where
-    if not 1 <= n_layers <= _MAX_LAYERS:
-        raise UserError(f"{where}: num_hidden_layers is {n_layers}; 1 to {_MAX_LAYERS} is allowed")
-    if every := family.unrotated_every:
-        usual = [int((i + 1) % every != 0) for i in range(n_layers)]
-        interval = config.get("no_rope_layer_interval", int, every)
-        if config.get("no_rope_layers", list, usual if interval == every else []) != usual:
-            raise UserError(f"{where}: only every {every}th layer without RoPE is supported (no_rope_layers)")
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if config.values.get(key) is not None:
-            raise UserError(f"{where}: {key} is not supported")
-    if config.get("use_bidirectional_attention", bool, False):
-        raise UserError(f"{where}: use_bidirectional_attention is not supported: only causal models are")
-    by_width = n_layers == family.width_scaled_layers
-    scalar = config.get("hidden_size", int) / max(config.n_heads, 1) if by_width else config.head_dim
-    if config.get("query_pre_attn_scalar", float, float(scalar)) != scalar:
-        raise UserError(f"{where}: query_pre_attn_scalar is not supported: {scalar:g} is needed at this size")
-
-
 def _window_keys(config: HfConfig) -> Json:
-    """Keys of a sliding window, the usual ones of an architecture left out; none if all layers see all tokens."""
-    hf_class, family, where, get = config.hf_class, config.hf_class.family, config.where, config.get
+    """Keys of a sliding window but for the usual ones of an architecture; {} if all layers see all tokens."""
+    hf_class, family, get = config.hf_class, config.hf_class.family, config.get
     window = get("sliding_window", int, None)
     if family.window == "must":
         window = get("sliding_window", int)
@@ -491,32 +468,34 @@ def _window_keys(config: HfConfig) -> Json:
         or window >= get("max_position_embeddings", int)
     ):
         return {}
-    elif family.window == "never" or not hf_class.windowed:
-        raise UserError(f"{where}: sliding_window={window} is not supported for {config.architecture}")
 
-    # Every n-th layer sees all tokens; 0: none does.
+    # Every n-th layer sees all tokens; 0: no layer does.
     n_layers, kinds = get("num_hidden_layers", int), get("layer_types", list, None)
     every = get("sliding_window_pattern", int, get("_sliding_window_pattern", int, family.full_every))
+    told = True
     if kinds is not None:
-        full = _LAYER_TYPES[True]
-        every = kinds.index(full) + 1 if full in kinds else every if every > n_layers else 0
-        if kinds != [_LAYER_TYPES[every > 0 and (i + 1) % every == 0] for i in range(n_layers)]:
-            raise UserError(f"{where}: layer_types are not supported: every n-th layer may see all tokens")
-
-    base = family.local_rope_base
-    if base is not None:
-        own = config.ropes.get("sliding_attention", {})
-        table = own if isinstance(own, dict) else {"rope_type": own}
-        if table.get("rope_type", "default") != "default":
-            raise UserError(f"{where}: RoPE of the layers with a window is {own!r:.60}: only a base is supported")
-        base = config.theta(table, "rope_local_base_freq", base)
-
+        every = kinds.index("full_attention") + 1 if "full_attention" in kinds else every if every > n_layers else 0
+        full = [every > 0 and (i + 1) % every == 0 for i in range(n_layers)]
+        told = kinds == ["full_attention" if sees_all else "sliding_attention" for sees_all in full]
+    base, own = family.local_rope_base, config.ropes.get("sliding_attention", {})
+    table = own if isinstance(own, dict) else {"rope_type": own}
+    wrong = {
+        f"sliding_window={window} is not supported for {config.architecture}": family.window == "never"
+        or not hf_class.windowed,
+        "layer_types are not supported: every n-th layer may see all tokens": not told
+        or (every != family.full_every and 0 in (every, family.full_every)),
+        f"RoPE of the layers with a window is {own!r:.60}: only a base is supported": base is not None
+        and table.get("rope_type", "default") != "default",
+    }
+    for text, holds in wrong.items():
+        if holds:
+            raise UserError(f"{config.where}: {text}")
     keys: Json = {"attention.sliding_window": window}
     if every != family.full_every:
-        if every == 0 or family.full_every == 0:
-            raise UserError(f"{where}: layer_types are not supported for {config.architecture}")
         keys["attention.sliding_window_pattern"] = every
-    return keys | ({"rope.freq_base_swa": base} if base != family.local_rope_base else {})
+    if base is not None and (local := config.theta(table, "rope_local_base_freq", base)) != base:
+        keys["rope.freq_base_swa"] = local
+    return keys
 
 
 def _activation(config: HfConfig) -> dict[str, str]:

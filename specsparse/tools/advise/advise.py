@@ -14,8 +14,7 @@ from specsparse.measure.costs import acceptance, measuring
 from specsparse.measure.costs.acceptance import AcceptedRates
 from specsparse.measure.costs.forecast import LENGTHS, Candidate, Clocks, Forecast, candidates, device_of, forecast
 from specsparse.measure.costs.measuring import Bar, silent
-from specsparse.measure.costs.outlines import ModelOutline, another_vocabulary, outline
-from specsparse.measure.costs.roofline import get_device
+from specsparse.measure.costs.roofline import ModelOutline, another_vocabulary, get_device, outline
 from specsparse.models import catalogue
 from specsparse.runtime import timing_cache
 from specsparse.runtime.load import load

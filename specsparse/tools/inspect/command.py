@@ -54,15 +54,15 @@ def main(args: argparse.Namespace) -> int:
 def _look_at(name: str) -> Any:
     """A model file or a head, inspected; a folder of transformers gets a line that says what it is."""
     from specsparse.engine.gguf.reader import open_gguf
-    from specsparse.models import catalogue, hub, obtain
-    from specsparse.models.convert import dflash, eagle3
-    from specsparse.models.convert.checkpoint import read_json
-    from specsparse.models.convert.heads import head_facts, head_kind, refuse_draft_head
+    from specsparse.models import catalogue, hub
+    from specsparse.models.convert.heads import head_facts, read_dflash, read_eagle3
+    from specsparse.models.convert.hf import head_kind, refuse_draft_head
+    from specsparse.models.convert.hf_config import read_json
     from specsparse.tools.inspect.inspection import Inspected
 
-    path = obtain.published(name, "no") if name.startswith(hub.SCHEME) else catalogue.resolve(name)
+    path = catalogue.published(name, "no") if name.startswith(hub.SCHEME) else catalogue.resolve(name)
     if (path / "config.json").is_file():
-        readers = {"EAGLE-3": eagle3.read_folder, "DFlash": dflash.read_folder}
+        readers = {"EAGLE-3": read_eagle3, "DFlash": read_dflash}
         kind = head_kind(read_json(path / "config.json"))
         if kind in readers:
             return head_facts(readers[kind](path))

@@ -13,7 +13,7 @@ from specsparse.measure.costs.forecast import (
     tree_break_even,
     tree_for,
 )
-from specsparse.measure.costs.outlines import outline
+from specsparse.measure.costs.roofline import outline
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees.static import GUESSED_ACCEPTANCE
 

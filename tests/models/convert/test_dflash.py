@@ -11,7 +11,7 @@ import specsparse
 from specsparse.cli import main as cli
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
-from specsparse.models.convert.dflash import convert_dflash, read_dflash, write_folder
+from specsparse.models.convert.heads import convert_head, read_dflash, write_folder
 from specsparse.speculative.drafters import get_drafter
 from specsparse.support import registry
 from specsparse.testing import write_tiny_gguf
@@ -64,18 +64,18 @@ def test_options_are_shown(tmp_path, capsys):
 def test_what_cannot_be_converted(tmp_path):
     model = write_tiny_gguf(tmp_path / "m.gguf")
     with pytest.raises(UserError, match="is for a target of width 32"):
-        convert_dflash(ORACLE, tmp_path / "x.gguf", target=open_gguf(model))
+        convert_head("dflash", ORACLE, tmp_path / "x.gguf", target=open_gguf(model))
     shallow = write_tiny_gguf(tmp_path / "s.gguf", d_model=32, n_layers=2, vocab_size=512)
-    with pytest.raises(UserError, match=r"features at layer 4, s\.gguf has 2 layers"):
-        convert_dflash(ORACLE, tmp_path / "x.gguf", target=open_gguf(shallow))
+    with pytest.raises(UserError, match=r"features at layer 6, s\.gguf has 2 layers"):
+        convert_head("dflash", ORACLE, tmp_path / "x.gguf", target=open_gguf(shallow))
     with pytest.raises(UserError, match="give --target MODEL"):
-        convert_dflash(ORACLE, tmp_path / "x.gguf")
+        convert_head("dflash", ORACLE, tmp_path / "x.gguf")
     with pytest.raises(UserError, match="--outtype q8_0 is for a GGUF file"):
-        convert_dflash(ORACLE, tmp_path / "x", quant="q8_0")
+        convert_head("dflash", ORACLE, tmp_path / "x", quant="q8_0")
     with pytest.raises(UserError, match="is a GGUF file, --form is for folders"):
-        convert_dflash(ORACLE, tmp_path / "x.gguf", form="authors")
+        convert_head("dflash", ORACLE, tmp_path / "x.gguf", form="authors")
     with pytest.raises(UserError, match="is no DFlash drafter: its architecture is 'llama'"):
-        convert_dflash(TARGET, tmp_path / "x")
+        convert_head("dflash", TARGET, tmp_path / "x")
     assert not (tmp_path / "x").exists() and not (tmp_path / "x.gguf").exists()
 
 
@@ -103,14 +103,14 @@ def test_frequency_factors_go_through_gguf(tmp_path):
     config["transformer_layer_config"]["rope_parameters"] = scaling
     (folder / "config.json").write_text(json.dumps(config))
     first = read_dflash(folder)
-    convert_dflash(folder, tmp_path / "d.gguf", target=open_gguf(TARGET))
+    convert_head("dflash", folder, tmp_path / "d.gguf", target=open_gguf(TARGET))
     second = read_dflash(tmp_path / "d.gguf")
     assert first.rope_factors is not None and (first.rope_factors != 1).any()
-    convert_dflash(folder, tmp_path / "again")  # config.json keeps what config.json said
+    convert_head("dflash", folder, tmp_path / "again")  # config.json keeps what config.json said
     np.testing.assert_array_equal(read_dflash(tmp_path / "again").rope_factors, first.rope_factors)
     np.testing.assert_array_equal(second.rope_factors, first.rope_factors.astype(np.float32))
     with pytest.raises(UserError, match="write GGUF"):
-        convert_dflash(tmp_path / "d.gguf", tmp_path / "back")
+        convert_head("dflash", tmp_path / "d.gguf", tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
 

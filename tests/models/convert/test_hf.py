@@ -15,10 +15,9 @@ from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.kernels.native import cpu
-from specsparse.models.convert.checkpoint import Checkpoint
-from specsparse.models.convert.hf import convert_hf, text_part
+from specsparse.models.convert.hf import Checkpoint, convert_hf, text_part
 from specsparse.models.convert.hf_config import HfConfig, metadata
-from specsparse.models.convert.tokenizer import PROBE
+from specsparse.models.convert.hf_tokenizer import PROBE
 from specsparse.powerinfer.torch_zip import write_torch
 from tests.cells import cells
 from tests.models.convert import checkpoints
@@ -334,7 +333,7 @@ CHANGES = {
         "num_experts": 512,
         "linear_num_key_heads": 16,
     },
-    "text_config is None, not a table": {"architectures": ["Gemma3ForConditionalGeneration"]},
+    "has no text_config": {"architectures": ["Gemma3ForConditionalGeneration"]},
     "LlavaForConditionalGeneration (a model with a vision or audio part) is not": {
         "architectures": ["LlavaForConditionalGeneration"],
         "vision_config": {},
@@ -375,12 +374,12 @@ CHANGES = {
         "rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}},
     },
     "rope scaling 'longrope' is not supported": {"rope_scaling": {"type": "longrope"}},
-    "factor='x', a positive number is needed": {"rope_scaling": {"type": "linear", "factor": "x"}},
-    "low_freq_factor=1 and high_freq_factor=1: the first": {"rope_scaling": {**LLAMA3_ROPE, "high_freq_factor": 1.0}},
-    "low_freq_factor=8 and high_freq_factor=4: the first": {"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 8.0}},
+    "factor is 'x', not of type float": {"rope_scaling": {"type": "linear", "factor": "x"}},
+    "low_freq_factor=1 must be below high_freq_factor=1": {"rope_scaling": {**LLAMA3_ROPE, "high_freq_factor": 1.0}},
+    "low_freq_factor=8 must be below high_freq_factor=4": {"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 8.0}},
     "tensor 'blk.0.ffn_gate.weight' has shape (96, 64), its metadata asks for (95, 64)": {"intermediate_size": 95},
     "tensor 'blk.2.attn_norm.weight' of shape (64,) is missing": {"num_hidden_layers": 3},
-    "for 48 heads": {"num_attention_heads": 48},
+    "an even head dimension": {"num_attention_heads": 48},
 }
 
 
@@ -411,7 +410,7 @@ def test_folders_that_are_refused(tmp_path):
     checkpoints.save(folder, CONFIG, {**w, "model.norm.weight": np.ones(64, np.int8)})
     assert "model.norm.weight is of type I8" in refused(tmp_path, folder)
     (folder / "model.safetensors").write_bytes(b"not safetensors")
-    assert "is no safetensors file" in refused(tmp_path, folder)
+    assert "cannot be read as safetensors" in refused(tmp_path, folder)
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").touch()
     assert "pytorch_model.bin: is not a readable torch file" in refused(tmp_path, folder)

@@ -13,10 +13,9 @@ import pytest
 
 import specsparse
 from specsparse.engine.gguf.reader import open_gguf
-from specsparse.models.convert.dflash import convert_dflash
-from specsparse.models.convert.eagle3 import convert_eagle3
+from specsparse.models.convert.heads import convert_head
 from specsparse.models.convert.hf import convert_hf
-from specsparse.models.convert.tokenizer import PROBE
+from specsparse.models.convert.hf_tokenizer import PROBE
 from tests.models.convert import checkpoints
 from tests.models.convert.test_hf import FORMS
 from tests.tolerances import PEER_GELU_NMSE, PEER_NMSE, nmse
@@ -72,11 +71,11 @@ def test_speculators_loads_the_folders_that_are_written(tmp_path, peer):
     target, w = tmp_path / "target", checkpoints.weights(config)
     checkpoints.save(target, config, w)
     cases = []
-    for name, convert in (("eagle3", convert_eagle3), ("dflash", convert_dflash)):
+    for name in ("eagle3", "dflash"):
         source = DATA / "eagle3" / "default" if name == "eagle3" else DATA / name
         gguf, out = tmp_path / f"{name}.gguf", tmp_path / name
-        convert(source, gguf, target=open_gguf(DATA / "eagle3" / "target.gguf"))  # which names no target
-        cases.append((convert(gguf, out, verifier=str(target)), out))
+        convert_head(name, source, gguf, target=open_gguf(DATA / "eagle3" / "target.gguf"))  # which names no target
+        cases.append((convert_head(name, gguf, out, verifier=str(target)), out))
     peer("speculators", SPECULATORS, *(str(out) for _, out in cases))
     for file, out in cases:
         state = np.load(f"{out}.npz")

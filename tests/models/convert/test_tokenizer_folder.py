@@ -12,7 +12,7 @@ from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.models import catalogue
-from specsparse.models.convert.tokenizer import tokenizer_keys, write_tokenizer
+from specsparse.models.convert.hf_tokenizer import tokenizer_keys, write_tokenizer
 from specsparse.testing import CHATML, write_tiny_gguf
 
 TEXTS = (

@@ -8,7 +8,7 @@ from specsparse.data.devices import Device
 from specsparse.errors import UserError
 from specsparse.measure.costs.acceptance import Accepted, AcceptedRates, swept
 from specsparse.measure.costs.forecast import Clocks, candidates, forecast
-from specsparse.measure.costs.outlines import ModelOutline, another_vocabulary, outline
+from specsparse.measure.costs.roofline import ModelOutline, another_vocabulary, outline
 from specsparse.models import catalogue
 from specsparse.runtime.metrics import Counters
 from specsparse.speculative import expected

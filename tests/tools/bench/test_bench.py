@@ -254,7 +254,7 @@ def test_every_timing_does_the_same_work(tiny):
     for _ in range(2):
         for test in reversed(plan.tests()):
             assert test.run(side) > 0
-    session = side._sessions[5]
+    session = side._loops[5].session
     first = session.tokens()[0].copy()
     side.prompt(16), side.decode(5)
     assert len(first) == 5

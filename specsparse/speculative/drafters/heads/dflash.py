@@ -628,7 +628,7 @@ class DFlash(PublishedSpec):
     """
 
     block_size: Annotated[int, Range(1, MAX_GAMMA)] | None = None
-    reader = "specsparse.models.convert.dflash:read_dflash"
+    reader = "specsparse.models.convert.heads:read_dflash"
 
     def build(self, target: Model, load: Load) -> LoadedDrafter:
         file = self.head_file(load)

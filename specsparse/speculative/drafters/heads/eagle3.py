@@ -458,7 +458,7 @@ class Eagle3(PublishedSpec):
     """One layer on the features of three of the target's layers, as other projects publish it (EAGLE-3,
     arXiv:2503.01840), with the target's embedding and output matrix where its file has none."""
 
-    reader = "specsparse.models.convert.eagle3:read_eagle3"
+    reader = "specsparse.models.convert.heads:read_eagle3"
 
     def build(self, target: Model, load: Load) -> LoadedDrafter:
         file = self.head_file(load)

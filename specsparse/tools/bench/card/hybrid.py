@@ -17,7 +17,7 @@ from specsparse.engine.weights import Params
 from specsparse.kernels import QTensor, pack_neurons
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.kernels.packing.random_blocks import random_quantised
-from specsparse.measure.costs.outlines import config_from_shape
+from specsparse.measure.costs.roofline import config_from_shape
 from specsparse.powerinfer.hot_cold import (
     DevicePair,
     HotCold,

@@ -25,7 +25,7 @@ from specsparse.kernels.gpu.weights import Kept, plain
 from specsparse.kernels.packing.dequant import pack_float
 from specsparse.kernels.packing.pack import layout_of
 from specsparse.kernels.qtensor import BLOCK, ROWS, Layout
-from specsparse.measure.costs.outlines import config_from_shape
+from specsparse.measure.costs.roofline import config_from_shape
 from specsparse.models import catalogue
 from specsparse.models.catalogue import Shape
 

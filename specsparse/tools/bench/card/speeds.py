@@ -17,8 +17,7 @@ from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.measure.costs.forecast import Paper
-from specsparse.measure.costs.outlines import ModelOutline
-from specsparse.measure.costs.roofline import kv_bytes
+from specsparse.measure.costs.roofline import ModelOutline, kv_bytes
 from specsparse.measure.trials import Ours, token_ids
 from specsparse.runtime import manifest
 from specsparse.runtime.method import Method, MethodSpec, resolve

@@ -13,7 +13,7 @@ from specsparse.engine.text.spm import SPACE
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.engine.text.vocabulary import TokenType
 from specsparse.errors import UserError
-from specsparse.models.convert.checkpoint import read_json
+from specsparse.models.convert.hf_config import read_json
 from specsparse.support.files import Json, to_json, write_atomically
 
 PROBE = (
@@ -141,7 +141,10 @@ def _from_sentencepiece(path: Path) -> tuple[Json, list[int]]:
 
 
 def _from_json(folder: Path, fast: tokenizers.Tokenizer, pre: str | None) -> tuple[Json, list[int]]:
-    """Keys of tokenizer.json, and its ids of the probe."""
+    """Keys of tokenizer.json, and its ids of the probe.
+
+    Without `pre` it takes the name of the pre-tokenizer that cuts the probe as this tokenizer does.
+    """
     model = read_json(folder / "tokenizer.json").get("model", {})
     if model.get("type") != "BPE":
         raise UserError(f"{folder}: tokenizer.json is of type {model.get('type')}; only BPE is supported")
@@ -164,28 +167,22 @@ def _from_json(folder: Path, fast: tokenizers.Tokenizer, pre: str | None) -> tup
         scores = [-float(ranks.get(token, len(ranks) + i)) for i, token in enumerate(tokens)]
         keys |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default", "tokenizer.ggml.scores": scores}
         return keys | {"tokenizer.ggml.add_space_prefix": prefix}, reference
-    pre = pre or _pre_tokenizer(folder, fast, ignore_merges=bool(model.get("ignore_merges")))
+    if pre is None:
+
+        def pieces(known: PreTokenizer) -> list[str]:
+            splits = [pre_tokenizers.Split(tokenizers.Regex(regex), "isolated") for regex in known.regexes]
+            steps = [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+            return [piece for piece, _ in pre_tokenizers.Sequence(steps).pre_tokenize_str(PROBE)]
+
+        theirs = fast.pre_tokenizer.pre_tokenize_str(PROBE) if fast.pre_tokenizer is not None else []
+        wanted, ignores = [piece for piece, _ in theirs], bool(model.get("ignore_merges"))
+        alike = [name for name in (*_LIKELY, *PRE_TOKENIZERS) if pieces(PRE_TOKENIZERS[name]) == wanted]
+        if not alike:
+            known = ", ".join(PRE_TOKENIZERS)
+            raise UserError(f"{folder}: its pre-tokenizer is none that is known; name one with --pre, of {known}")
+        pre = next((name for name in alike if PRE_TOKENIZERS[name].ignore_merges == ignores), alike[0])
     keys |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre}
     return keys | {"tokenizer.ggml.merges": list(map(" ".join, merges))}, reference
-
-
-def _pre_tokenizer(folder: Path, fast: tokenizers.Tokenizer, *, ignore_merges: bool) -> str:
-    """The name of the pre-tokenizer that cuts the probe as this tokenizer does."""
-
-    def pieces(pre: PreTokenizer) -> list[str]:
-        splits = [pre_tokenizers.Split(tokenizers.Regex(regex), "isolated") for regex in pre.regexes]
-        steps = [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-        return [piece for piece, _ in pre_tokenizers.Sequence(steps).pre_tokenize_str(PROBE)]
-
-    if fast.pre_tokenizer is None:
-        raise UserError(f"{folder}: tokenizer.json has no pre-tokenizer; name one with --pre")
-    wanted = [piece for piece, _ in fast.pre_tokenizer.pre_tokenize_str(PROBE)]
-    alike = [name for name in (*_LIKELY, *PRE_TOKENIZERS) if pieces(PRE_TOKENIZERS[name]) == wanted]
-    exact = [name for name in alike if PRE_TOKENIZERS[name].ignore_merges == ignore_merges]
-    if not alike:
-        known = ", ".join(PRE_TOKENIZERS)
-        raise UserError(f"{folder}: its pre-tokenizer is none that is known; name one with --pre, of {known}")
-    return (exact or alike)[0]
 
 
 def write_tokenizer(file: GGUFFile, folder: Path) -> Path:
