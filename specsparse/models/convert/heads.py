@@ -171,7 +171,7 @@ def read_dflash(path: str | Path) -> DFlashFile:
     if hf.values is not config:
         given = HfConfig(where, config)
         _need(given, speculators_model_type="dflash", projector_type="dflash", shift_label=False)
-        features = _layer_ids(given, "aux_hidden_state_layer_ids")
+        features = _layer_ids(given, "aux_hidden_state_layer_ids", least=1)
         causal = False if given.get("sliding_window_non_causal", bool, False) else None
         options = {"block_size": given.get("block_size", int), "mask_token": given.get("mask_token_id", int),
                    "from_anchor": given.get("sample_from_anchor", bool, False)}  # fmt: skip
@@ -185,7 +185,7 @@ def read_dflash(path: str | Path) -> DFlashFile:
         inside = HfConfig(where, config).get("dflash_config", dict, {})
         _refuse_unknown(where, inside, _DFLASH_CONFIG)
         given = HfConfig(where, {key: config.get(key) for key in _DFLASH_CONFIG} | inside)
-        features = tuple(i + 1 for i in _layer_ids(given, "target_layer_ids"))
+        features = tuple(i + 1 for i in _layer_ids(given, "target_layer_ids", least=1))
         causal = given.get("is_causal", bool, None)
         options = {
             "block_size": given.get("block_size", int, 16),
@@ -220,7 +220,7 @@ def read_dflash(path: str | Path) -> DFlashFile:
         d_ff=hf.size("intermediate_size"),
         eps=hf.eps(1e-6),
         features=features,
-        feature_width=(fc[-1] if fc else 0) // max(len(features), 1),
+        feature_width=(fc[-1] if fc else 0) // len(features),
         windows=tuple(window if slide else None for slide in slides),
         causal=tuple(slide if causal is None else causal for slide in slides),  # by default layers that slide are
     )
@@ -250,9 +250,9 @@ def _need(config: HfConfig, **only: str | bool) -> None:
             raise UserError(f"{config.where}: {key}={found} is not supported in a draft head: only {value} is")
 
 
-def _layer_ids(config: HfConfig, key: str) -> tuple[int, ...]:
+def _layer_ids(config: HfConfig, key: str, *, least: int = 0) -> tuple[int, ...]:
     ids = config.get(key, list, [])
-    if any(type(i) is not int or not 0 <= i < 1 << 14 for i in ids):
+    if len(ids) < least or any(type(i) is not int or not 0 <= i < 1 << 14 for i in ids):
         raise UserError(f"{config.where}: {key} must be a list of layers, not {ids!r:.60}")
     return tuple(ids)
 
