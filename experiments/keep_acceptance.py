@@ -19,7 +19,7 @@ from pathlib import Path
 import specsparse
 from specsparse.data import prompts
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.experiments.methods import decoding
+from specsparse.experiments import decoding
 from specsparse.measure.costs import acceptance
 from specsparse.measure.costs.acceptance import KEPT, Accepted
 from specsparse.runtime.method import MethodSpec, drafts_trees, resolve

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specsparse.errors import UserError, fail, not_installed
-from specsparse.experiments.compose.parts import help_text
-from specsparse.experiments.compose.shorthand import flags_first, refuse, shorthand
+from specsparse.experiments.command_line import flags_first, help_text, offer, refuse, shorthand
 from specsparse.support.files import conf_dir, package_line
 from specsparse.support.terminal import FULL, until_the_reader_leaves
 
@@ -55,7 +54,7 @@ class CheckBeforeStart:
 
 def _check(config: Any) -> tuple[Any, Any]:
     """The run of a composed config, and what `runner.check` finds of it."""
-    from specsparse.experiments.compose.config import from_omegaconf
+    from specsparse.experiments.settings import from_omegaconf
 
     run = from_omegaconf(config)  # without jax: what it finds wrong is said at once
     from specsparse.experiments import runner
@@ -86,7 +85,7 @@ def _cell(cfg: Any, checked: Any, directory: Path) -> float | None:
     """Runs one cell of a sweep, or takes its result over if it has finished before."""
     from specsparse.experiments import sweeps
 
-    cell = sweeps.Cell.of(cfg)
+    cell = sweeps.Cell.from_config(cfg)
     done = cell.finished(directory.parent) if cfg.reuse else None
     if done is not None:
         print(f"finished before, taken from {done} (reuse=false runs it again)")
@@ -142,8 +141,6 @@ def _main(argv: list[str]) -> int:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from specsparse.experiments.compose.offered import offer
-
     OmegaConf.register_new_resolver("options_of", help_text, replace=True)  # in the template of --help
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, and the lines below say it better
     _checked.clear()
@@ -166,7 +163,7 @@ def _main(argv: list[str]) -> int:
     except (HydraException, OmegaConfBaseException) as error:
         if debug:
             raise
-        from specsparse.experiments.compose.hydra_errors import explain
+        from specsparse.experiments.command_line import explain
 
         return fail(str(explain(error, conf)))
     except OSError as error:

@@ -61,7 +61,7 @@ def _settings_come_back():
 @pytest.fixture(autouse=True, scope="session")
 def _names_of_models():
     """What `specsparse.run` does before it composes a config."""
-    from specsparse.experiments.compose.offered import offer
+    from specsparse.experiments.command_line import offer
 
     offer()
 

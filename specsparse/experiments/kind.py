@@ -1,4 +1,4 @@
-"""A kind of experiment: it checks a config, runs it, and hands back what it found; `runner` writes that down.
+"""A kind of experiment: it checks a config, runs it and returns a result, which `runner` writes down.
 
 Each built-in kind is a module of `experiments.kinds`. One's own is named `kind=my_package.mine:MyKind`, or comes with
 a package that has entry points `specsparse.kinds`.
@@ -6,7 +6,8 @@ a package that has entry points `specsparse.kinds`.
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,22 +15,23 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_args
 
 from rich.console import Console, RenderableType
 
+from specsparse.engine.config import OVERRIDES, ModelConfig
+from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.engine.model import Model
 from specsparse.experiments.settings import DecodingSettings, ModelSpec
 from specsparse.experiments.trackers import Tracker
+from specsparse.models import catalogue
 from specsparse.runtime.results import Generation
 from specsparse.support import terminal
 from specsparse.support.registry import Registry
 
 
 class Engine(Protocol):
-    """What a run needs of `specsparse.api`; tests give a scripted one."""
+    """The part of `specsparse.api` that a run needs; tests give a scripted one."""
 
-    def load(self, spec: str, **overrides: Any) -> Model:
-        """A model."""
+    def load(self, spec: str, **overrides: Any) -> Model: ...
 
-    def generate(self, model: Model, prompt: Any, **options: Any) -> Generation:
-        """A `Generation`."""
+    def generate(self, model: Model, prompt: Any, **options: Any) -> Generation: ...
 
     def stream(self, model: Model, prompt: Any, **options: Any) -> Any:
         """An iterator of text pieces with `.generation` at its end."""
@@ -42,7 +44,7 @@ class RunContext:
     Attributes:
         directory: of the run's files; it is there from the first use of `tracker` on.
         engine: loads models and decodes.
-        console: for progress; what a kind found is printed by the runner.
+        console: for progress; the runner prints the result.
     """
 
     directory: Path
@@ -54,10 +56,32 @@ class RunContext:
         """Takes rows while the run goes on; what an earlier run left in the directory is removed."""
         return Tracker(self.directory)
 
-    def load(self, model: ModelSpec, **more: Any) -> Model:
-        """A model, with a bar; `more` beside what its group of the config overrides."""
-        with terminal.loading(self.console, f"loading {model.path}") as progress:
-            return self.engine.load(model.path, progress=progress, **more, **model.overrides())
+    def load(self, model: ModelSpec, *, title: str = "", **more: Any) -> Model:
+        """A model, with a bar; `more` takes the place of what its group of the config overrides."""
+        with terminal.loading(self.console, f"loading {title or model.path}") as progress:
+            return self.engine.load(model.path, progress=progress, **{**model.overrides(), **more})
+
+    @contextmanager
+    def counting(self, what: str, total: int) -> Iterator[Callable[..., None]]:
+        """A bar over `total` steps; yields `step()`, or `step(done)` with how many are done, and `what` is now done."""
+        with terminal.counting(self.console, what, total) as bar:
+            (task,) = bar.task_ids
+
+            def step(done: int | None = None, what: str | None = None) -> None:
+                bar.update(task, advance=1 if done is None else None, completed=done, description=what)
+
+            yield step
+
+
+def header_of(model: ModelSpec) -> tuple[GGUFFile, ModelConfig]:
+    """A model's file and its config, without its weights.
+
+    Raises:
+        UserError: there is no such file, or a mistake in it.
+    """
+    file = open_gguf(catalogue.resolve(model.path))
+    overrides = {key: value for key, value in model.overrides().items() if key in OVERRIDES}
+    return file, ModelConfig.from_gguf(file, overrides=overrides)
 
 
 class Artifact(Protocol):
@@ -67,20 +91,19 @@ class Artifact(Protocol):
     def files(self) -> tuple[str, ...]:
         """Names of the files."""
 
-    def write(self, directory: Path) -> None:
-        """Write them."""
+    def write(self, directory: Path) -> None: ...
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run found.
+    """The result of a run.
 
     Attributes:
         summary: the numbers, for the record.
         result: the same as an object of the kind's own, for callers in Python.
-        shown: what is printed, in this order.
-        figures: what becomes CSV, and PNG where it is drawn.
-        files: names of what the kind itself wrote into the directory.
+        shown: printed in this order; a text is a line.
+        figures: become CSV, and PNG if they are drawn.
+        files: names of files that the kind itself wrote into the directory.
         definitions: of the numbers, for the record.
         more: further keys of the record.
         as_promised: False makes the command exit with code 1.
@@ -98,7 +121,7 @@ class RunResult:
     objective: float | None = None
 
     def _repr_html_(self) -> str | None:
-        """For notebooks: the result's own table, where it has one."""
+        """For notebooks: the result's own table, if it has one."""
         shown = getattr(self.result, "_repr_html_", None)
         return None if shown is None else shown()
 
@@ -133,7 +156,7 @@ class Kind(abc.ABC, Generic[S]):
 
     @abc.abstractmethod
     def check(self, cfg: S) -> None:
-        """What can be found wrong before anything is loaded or written; name and tracker are checked by the runner.
+        """Finds mistakes before anything is loaded or written; name and tracker are checked by the runner.
 
         Raises:
             UserError: whatever is wrong.

@@ -1,15 +1,35 @@
-"""The groups of the config that every run has, as frozen dataclasses; those of one kind stand with that kind."""
+"""A config as frozen dataclasses, and how one is read from what Hydra composed; nothing below sees OmegaConf.
+
+The groups that every run has stand here, those of one kind with that kind. Every mistake becomes a `UserError` that
+names the key and, for an unknown one, the nearest valid name.
+"""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from specsparse.data.prompts import Prompt, load
 from specsparse.engine.sampling.params import SamplingParams
+from specsparse.errors import UserError
+from specsparse.experiments.command_line import PARTS, completed
 from specsparse.models.catalogue import Download
+from specsparse.speculative.drafters import draw_temperature
 from specsparse.speculative.gamma import DEFAULT_GAMMA
-from specsparse.support.options import Count, Internal, Read, Rest, Seed, Share, Size
+from specsparse.support.files import conf_dir
+from specsparse.support.options import Count, Internal, Read, Rest, Seed, Share, Size, options_of, read
 from specsparse.support.registry import Choice
+
+if TYPE_CHECKING:
+    from specsparse.runtime.method import MethodSpec
+
+S = TypeVar("S")
+
+KEPT = "kept"
+"""Value of `policy.v` that asks for the times that were kept on this machine."""
 
 
 def _download(value: object) -> Download:
@@ -18,10 +38,6 @@ def _download(value: object) -> Download:
     if spelled not in get_args(Download):
         raise ValueError(value)
     return spelled  # type: ignore[return-value]
-
-
-OfChoice = Annotated[dict[str, Any], Rest()]
-"""Options of a choice, which checks them when it is made."""
 
 
 NO_PREDICTOR, CHAINS = Choice("none"), Choice("chain")
@@ -56,15 +72,6 @@ class ModelSpec:
 
 
 @dataclass(frozen=True)
-class PolicySpec:
-    """How many tokens to propose in a round; gamma >= 1."""
-
-    name: str
-    gamma: Count = DEFAULT_GAMMA
-    options: OfChoice = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class DataSpec:
     """Which prompts; `chat` wraps each in the model's template as a user's turn; `turns` of conversations;
     `path` where the files of a source lie that has no place of its own; `split` what is one prompt of a .txt file."""
@@ -78,11 +85,7 @@ class DataSpec:
     split: Literal["blank", "lines"] = "blank"
 
     def prompts(self, *, turns: str = "first") -> list[Prompt]:
-        """Those of the first turns, or of both.
-
-        Raises:
-            UserError: a file that cannot be read, or an unknown task.
-        """
+        """Those of the first turns, or of both. UserError: a file that cannot be read, or an unknown task."""
         given = {"path": self.path, "tasks": self.tasks, "limit_per_task": self.limit_per_task, "split": self.split}
         return load(self.source, turns=turns, **given)
 
@@ -151,7 +154,7 @@ class MethodSettings:
 
     drafter: Choice
     verifier: Choice
-    policy: PolicySpec
+    policy: Choice
     tree: Choice = CHAINS
     sampling: dict[str, Any] = field(default_factory=dict)
     max_tokens: Count = 128
@@ -165,6 +168,28 @@ class MethodSettings:
         """
         given = {k: v for k, v in self.sampling.items() if v is not None}
         return SamplingParams.from_dict({"max_tokens": self.max_tokens, **given})
+
+    @property
+    def gamma(self) -> int:
+        """Most tokens to draft in a round, as `policy.gamma` has it."""
+        return self.policy.options.get("gamma", DEFAULT_GAMMA)
+
+    @property
+    def times_are_left_out(self) -> bool:
+        """Whether the policy weighs times that the config leaves to this machine; see `configured.filled`."""
+        return "v" in self.policy.options and self.policy.options["v"] in (None, KEPT)
+
+    @property
+    def spec(self) -> "MethodSpec":
+        """The method, with placeholders for times that are left out."""
+        from specsparse.runtime.method import NO_DRAFTER, MethodSpec  # a mistake in a config is said without jax
+
+        if self.drafter.name == NO_DRAFTER:
+            return MethodSpec()
+        options = {key: value for key, value in self.policy.options.items() if value not in (None, KEPT)}
+        if self.times_are_left_out:
+            options["v"] = [1.0] * (self.gamma + 1)
+        return MethodSpec(self.drafter, self.verifier, Choice(self.policy.name, options), self.tree, self.params)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,3 +239,71 @@ class RunConfig(DecodingSettings):
     download: Annotated[Download, Read(_download, "yes, no or ask")] = "ask"
     own: Annotated[dict[str, Any], Rest()] = field(default_factory=dict)
     composed: Annotated[dict[str, Any], Internal()] = field(default_factory=dict, repr=False)
+
+
+def from_omegaconf(cfg: DictConfig | Mapping[str, object]) -> RunConfig:
+    """A validated `RunConfig` from Hydra's composed config, but for the keys of its kind; `of_kind` reads those.
+
+    Raises:
+        UserError: a missing or mistyped value, a value out of range, a broken interpolation.
+    """
+    items = cfg.items_ex(resolve=False) if isinstance(cfg, DictConfig) else cfg.items()
+    tree = OmegaConf.create({key: value for key, value in items if key != "hydra"})
+    for group, registry in PARTS.items():  # a `???` of a choice's file, if the option has another name here
+        part = tree.get(group)
+        missing = [key for key in part if OmegaConf.is_missing(part, key)] if isinstance(part, DictConfig) else []
+        for key in missing:
+            option = registry.options(part.name).get(str(key)) if registry.is_builtin(part.name) else None
+            if option is not None and any(alias in part for alias in option.aliases):
+                del part[key]
+    try:
+        plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "config"
+        missing = isinstance(error, MissingMandatoryValue)
+        raise UserError(f"{key}: {'a value is needed' if missing else str(error).splitlines()[0]}") from error
+    assert isinstance(plain, dict)
+    read(RunConfig, plain, group="", null=True)  # what is wrong here needs no class of a part, which may import jax
+    plain |= {group: completed(group, plain[group]) for group in PARTS if isinstance(plain.get(group), dict)}
+    run = read(RunConfig, plain, group="", internal={"composed": plain}, null=True)
+    # `drafter.temperature=null`: verifiers that weigh q want drafts that are drawn from it. `params` fails here, not
+    # after the model is loaded.
+    options, drawn_at = run.drafter.options, draw_temperature(run.verifier.name, run.params.temperature)
+    if options.get("temperature", 0.0) is not None or drawn_at is None:
+        return run
+    return replace(run, drafter=replace(run.drafter, options={**options, "temperature": drawn_at}))
+
+
+def of_kind(run: RunConfig, owner: type[S]) -> S:
+    """What a kind reads of a run: the groups that its class of settings names.
+
+    Raises:
+        UserError: a key of the run that is nobody's, or a value that is not the kind's.
+    """
+    wanted, common = options_of(owner), options_of(RunConfig)
+    given = {**{key: getattr(run, key) for key in wanted if key in common}, **run.own}
+    return read(owner, given, group="", name=f"kind={run.kind}", null=True)
+
+
+def refuse(rules: Mapping[str, object]) -> None:
+    """Raises a UserError of the first message whose condition holds."""
+    if message := next((message for message, broken in rules.items() if broken), None):
+        raise UserError(message)
+
+
+def choice_from_file(group: str, name: str) -> Choice:
+    """A choice with the options of its YAML file and its class; without a file it has none."""
+    path = conf_dir() / group / f"{name}.yaml"
+    given = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
+    assert isinstance(given, dict)
+    given = completed(group, given) if group in PARTS else given
+    return Choice(name, {str(key): value for key, value in given.items() if key != "name"})
+
+
+def valid_keys() -> list[str]:
+    """Every dotted key that all runs have (options of drafters and the like are checked by their owners)."""
+    keys = ["policy.gamma", *(f"sampling.{name}" for name in options_of(SamplingParams))]
+    for name, option in options_of(RunConfig).items():
+        inner = options_of(option.hint) if dataclasses.is_dataclass(option.hint) else ()
+        keys += [name, *(f"{name}.{sub}" for sub in inner)]
+    return keys

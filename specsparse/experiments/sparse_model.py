@@ -1,56 +1,159 @@
-"""The model that a config asks for, with the FFN that it asks for; what gates a sparse one is `methods.gating`."""
+"""The model that a config asks for, with the FFN that it asks for: which predictors can gate it, and what fits them."""
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+
+from specsparse import kernels
+from specsparse.data import prompts
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments.kind import RunContext
-from specsparse.experiments.settings import ModelSettings
+from specsparse.experiments.settings import ModelSettings, refuse
+from specsparse.models import catalogue
 from specsparse.powerinfer import zero_skip
+from specsparse.powerinfer.fewer import gated
 from specsparse.powerinfer.modes import PREDICTED
+from specsparse.predictors import FFN, Needs, Predictor, get_predictor
+from specsparse.predictors.collect import collect, windows
+from specsparse.predictors.evaluate import fit_layers
+from specsparse.predictors.scored import Mlp, settled
+from specsparse.support import terminal
+
+WINDOW = 128
+"""Tokens of a piece of text that is read at once."""
+_NOT_MASKS = {
+    "teal": "leaves out inputs and not neurons, which no kernel skips",
+    "sequence": "chooses its neurons anew for each prompt",
+}
 
 
 def check(cfg: ModelSettings, *, union_cap: bool = False) -> None:
     """The `ffn` and `predictor` groups, before anything is loaded; `union_cap`: whether the kind can use one.
 
     Raises:
-        UserError: options that contradict each other, or a predictor that cannot gate an FFN.
+        UserError: options that contradict each other, or a predictor that cannot gate an FFN or has no file.
     """
-    name, given = cfg.ffn.name, cfg.predictor.name
-    if cfg.ffn.union_cap is not None and not union_cap:
-        raise UserError("ffn.union_cap is judged beside the uncapped run: give +experiment=spec_sparse")
-    if name != PREDICTED:
-        if given != "none":
-            raise UserError(f"predictor={given} does nothing with ffn={name or 'null'}: give ffn=predicted")
+    ffn, given = cfg.ffn, cfg.predictor.name
+    predicted, named = ffn.name == PREDICTED, given != "none"
+    refuse({
+        "ffn.union_cap is judged beside the uncapped run: give +experiment=spec_sparse":
+            ffn.union_cap is not None and not union_cap,
+        f"predictor={given} does nothing with ffn={ffn.name or 'null'}: give ffn=predicted": named and not predicted,
+        "ffn=predicted needs a predictor: give predictor=gate_threshold (SiLU) or predictor=signbit (ReLU)":
+            predicted and not named,
+        "ffn.faithful_f16 and ffn.threshold belong to ffn=powerinfer":
+            predicted and (ffn.faithful_f16 or ffn.threshold is not None),
+    })  # fmt: skip
+    if not predicted:
         return
-    if given == "none":
-        raise UserError(
-            "ffn=predicted needs a predictor: give predictor=gate_threshold (SiLU) or predictor=signbit (ReLU)"
-        )
-    if cfg.ffn.faithful_f16 or cfg.ffn.threshold is not None:
-        raise UserError("ffn.faithful_f16 and ffn.threshold belong to ffn=powerinfer")
-    from specsparse.experiments.methods import gating  # predictors are read by the runs that have one
-
-    gating.check(cfg)
+    predictor = get_predictor(given, FFN(kernels.get(), 1e-5), **cfg.predictor.options)
+    trained, why = predictor.needs is Needs.TRAINING, _NOT_MASKS.get(predictor.name)
+    refuse({
+        f"predictor={given} {why}: judge it with +experiment=train_predictors": why,
+        f"predictor={given} is trained: give ffn.weights=predictors/<model>/predictors.safetensors":
+            trained and weights_file(cfg) is None,
+        f"ffn.weights={ffn.weights}: predictor={given} reads no file": ffn.weights is not None and not trained,
+        f"ffn.weights={ffn.weights}: there is no such file":
+            ffn.weights is not None and not Path(ffn.weights).is_file(),
+    })  # fmt: skip
 
 
 def load(cfg: ModelSettings, ctx: RunContext) -> Model:
-    """The model, its predictor fitted where the config asks for one.
+    """The model, its predictor fitted if the config asks for one.
 
     Raises:
         UserError: a mistake in the model file, or predictors that do not fit it.
     """
     model = ctx.load(cfg.model, **cfg.ffn.overrides())
-    if cfg.ffn.name != PREDICTED:
-        return model
-    from specsparse.experiments.methods import gating
-
-    return gating.sparse_of(cfg, ctx, model).model
+    return model if cfg.ffn.name != PREDICTED else sparse_of(cfg, ctx, model).model
 
 
 def label(model: Model) -> dict[str, str]:
-    """What a record says of the FFN and of its promise against the dense model; nothing for a dense one."""
+    """The FFN and its promise against the dense model, as a record has them; nothing for a dense one."""
     if model.ffn == "dense":
         return {}
     promise = "as the dense model" if model.ffn == "oracle" else "lossy against the dense model"
     if zero_skip.skips(model.params):
         promise = "bit for bit the dense model"
     return {"ffn": f"{model.ffn}: {model.rule}" if model.rule else model.ffn, "ffn_label": promise}
+
+
+class GatedModel(NamedTuple):
+    """A sparse model, the predictor that gates it, and the predictor's weights by layer."""
+
+    model: Model
+    predictor: Predictor
+    weights: Sequence[Any]
+
+
+def sparse_of(cfg: ModelSettings, ctx: RunContext, dense: Model, *, rows: np.ndarray | None = None) -> GatedModel:
+    """The config's sparse model beside a dense one of the same file.
+
+    Args:
+        cfg: with an `ffn` that is not dense.
+        ctx: loads a PowerInfer file once more, with its predictors.
+        dense: the model with its dense matrices.
+        rows: `residuals` if they have been read before.
+    """
+    ffn = FFN.from_config(dense.config, dense.kernels)
+    if cfg.ffn.name == "powerinfer":
+        own = ctx.load(cfg.model, **cfg.ffn.overrides())
+        return GatedModel(own, Mlp(ffn), [layer.sparse.predictor for layer in own.params.layers])
+    if cfg.ffn.name == "oracle":
+        predictor = get_predictor("oracle", ffn)
+    else:
+        predictor = get_predictor(cfg.predictor.name, ffn, **cfg.predictor.options)
+    if predictor.needs is Needs.TRAINING:
+        predictor, codes = settled(predictor, dense.params.layers[0])
+        from specsparse.predictors.fit_mlp import load_predictors  # optax takes a second
+
+        path = weights_file(cfg)
+        assert path is not None  # check()
+        weights = load_predictors(path, codes=codes)
+        want = (dense.config.n_layers, dense.config.d_model, dense.config.d_ff)
+        have = (len(weights), weights[0].fc1.shape[1], weights[0].fc2.shape[0]) if weights else (0, 0, 0)
+        if have != want:
+            shapes = "{} layers of {} x {}".format
+            raise UserError(f"{path} is for {shapes(*have)}, and {cfg.model.path} has {shapes(*want)}")
+    else:
+        needed = predictor.needs is Needs.TEXT
+        rows = residuals(cfg, dense, ctx.console) if needed and rows is None else rows
+        weights = fit_layers(predictor, dense.params.layers, rows if needed else None)
+    return GatedModel(gated(dense, predictor, weights), predictor, weights)
+
+
+def residuals(cfg: ModelSettings, model: Model, console: Console) -> np.ndarray:
+    """f32[L, N, D] residuals before `ffn_norm` on calibration text."""
+    return collected(model, calibration_text(cfg, model), console, what="reading calibration text")
+
+
+def collected(model: Model, text_Wn: np.ndarray, console: Console, *, what: str = "reading text", **more: Any) -> Any:
+    """`predictors.collect.collect` with a bar."""
+    with terminal.counting(console, what, len(text_Wn)) as bar:
+        return collect(model, text_Wn, progress=lambda done: bar.update(bar.task_ids[0], completed=done), **more)
+
+
+def calibration_text(cfg: ModelSettings, model: Model) -> np.ndarray:
+    """int32[W, n]: about `ffn.tokens` tokens of built-in prompts that the run does not decode, a few of each task."""
+    decoded = {p.text for p in cfg.data.prompts()}
+    free = [p.text for p in prompts.load() if p.text not in decoded] or [p.text for p in prompts.load()]
+    order = np.random.default_rng(cfg.seed).permutation(len(free))
+    ids = (model.tokenizer.encode(free[i], add_special=True) for i in order)
+    length = min(WINDOW, model.config.context_length, cfg.ffn.tokens)
+    return windows(ids, length)[: max(1, cfg.ffn.tokens // length)]
+
+
+def shuffled_text(cfg: ModelSettings, tokenizer: Any) -> list[list[int]]:
+    """Token ids of each prompt of the run, in an order drawn once."""
+    source = cfg.data.prompts()
+    order = np.random.default_rng(cfg.seed).permutation(len(source))
+    return [tokenizer.encode(source[i].text, add_special=True) for i in order]
+
+
+def weights_file(cfg: ModelSettings) -> Path | None:
+    """The trained predictors: `ffn.weights`, or those that travel with the model."""
+    return catalogue.companion(cfg.model.path, "predictors") if cfg.ffn.weights is None else Path(cfg.ffn.weights)

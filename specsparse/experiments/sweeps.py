@@ -21,7 +21,6 @@ from rich.text import Text
 from specsparse import kernels
 from specsparse.errors import UserError
 from specsparse.experiments.kinds import placement, sparsity
-from specsparse.experiments.methods import configured
 from specsparse.experiments.settings import RunConfig
 from specsparse.kernels.processor import cpu_info
 from specsparse.measure import conditions
@@ -29,6 +28,7 @@ from specsparse.measure.conditions import Rank
 from specsparse.measure.intervals import LEAST_PROMPTS, Interval
 from specsparse.models import catalogue
 from specsparse.report import methods, runs
+from specsparse.report.methods import Setting
 from specsparse.report.record import PLAIN, RECORD_FILE, SPECULATIVE, STOPPED
 from specsparse.report.runs import CELL_FILE, measurement, record_hash
 from specsparse.runtime import metrics
@@ -38,14 +38,13 @@ from specsparse.support import tables
 from specsparse.support.files import kept, to_json, write_atomically
 from specsparse.support.registry import source_of
 
-SPARSITY = "sparsity"
 _RESULTS = (
     "rank", "speed-up", "95 % interval", "tok/s", "plain tok/s", "read GB/s", "tokens/pass", "accept. length",
     "differing",
 )  # fmt: skip
 
-# Keys that change no result: what a run is called, and what is shown while it runs.
 _NO_MATTER = frozenset({"name", "stream", "debug", "reuse", "download"})
+"""Keys that change no result: what a run is called, and what is shown while it runs."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +60,10 @@ class Cell:
     name: str
 
     @classmethod
-    def of(cls, cfg: RunConfig) -> "Cell":
+    def from_config(cls, cfg: RunConfig) -> "Cell":
         """The cell of a config that has been checked."""
-        config = {k: v for k, v in cfg.composed.items() if k not in _NO_MATTER}
         depends = {
-            "config": config,
+            "config": {k: v for k, v in cfg.composed.items() if k not in _NO_MATTER},
             "files": sorted(_files(cfg)),
             "code": source_hash(),
             "cpu": cpu_info(),
@@ -74,7 +72,7 @@ class Cell:
         return cls(hashlib.sha256(to_json(depends, sort_keys=True).encode()).hexdigest(), cfg.name)
 
     def finished(self, sweep: Path) -> Path | None:
-        """Where it has finished: in the sweep's directory, or in a sweep of the same name beside it."""
+        """The directory in which it has finished: of the sweep, or of a sweep of the same name beside it."""
         sweeps = [sweep]
         if sweep.parent.name == self.name:
             sweeps += sorted((d for d in sweep.parent.iterdir() if d.is_dir() and d != sweep), reverse=True)
@@ -85,13 +83,13 @@ class Cell:
         return None
 
     def mark(self, directory: Path, objective: float | None) -> None:
-        """Say that it has finished; the last thing that is written."""
+        """Marks it as finished; the last thing that is written."""
         mark = {"key": self.key, "objective": objective, "record": record_hash(directory)}
         write_atomically(directory / CELL_FILE, to_json(mark) + "\n")
 
 
 def reuse(done: Path, directory: Path) -> float | None:
-    """Make `directory` hold what `done` holds, the mark last; returns the objective."""
+    """Copies a finished cell into `directory`, the mark last; returns the objective."""
     if done.resolve() != directory.resolve():
         files = [f for f in done.iterdir() if f.is_file() and f.name not in (RECORD_FILE, CELL_FILE)]
         for file in files:
@@ -116,7 +114,7 @@ def _files(cfg: RunConfig) -> Iterator[str]:
     named = [Path(text).expanduser() for text in _texts(cfg.composed) if "/" in text or "." in text]
     with contextlib.suppress(UserError):  # a kind that needs no model; the others have been checked
         named.append(catalogue.resolve(cfg.model.path))
-        named += map(catalogue.resolve, resolve(configured.spec_of(cfg)).files.values())
+        named += map(catalogue.resolve, resolve(cfg.spec).files.values())
     for part in (cfg.drafter, cfg.verifier, cfg.tree, cfg.policy, cfg.predictor):
         named += source_of(part.name)
     yield from (sha256_of(path) for path in named if path.is_file())
@@ -137,71 +135,79 @@ def records(directory: Path) -> list[dict[str, Any]]:
     return [record for record in found if record.get("state") != STOPPED]
 
 
+def swept(found: list[dict[str, Any]]) -> list[Setting]:
+    return methods.differing_settings([r["config"] for r in found])
+
+
 def table(found: list[dict[str, Any]]) -> Table:
-    """A row a run: what was swept, then what came of it; the best speed-up, and what ties with it, is bold."""
-    swept = methods.differing_settings([r["config"] for r in found])
-    note = metrics.lengths_note(per_pass="tokens/pass", length="accept. length")
-    out = tables.new(*(Text(setting.name) for setting in swept), *_RESULTS, left=(), close=True, note=note)
+    """A row a run: what was swept, then the results; the best speed-up, and what ties with it, is bold."""
+    settings, note = swept(found), metrics.lengths_note(per_pass="tokens/pass", length="accept. length")
+    out = tables.new(*(Text(setting.name) for setting in settings), *_RESULTS, left=(), close=True, note=note)
     for i, (r, rank) in enumerate(zip(found, ranks(found), strict=True)):
-        summary = r["summary"]
-        plain, method = ((summary.get(side) or {}).get("rates", {}) for side in (PLAIN, SPECULATIVE))
-        faster, identity = _speedup(r), summary.get("identity")
-        read, interval = conditions.from_record(r).conditions.read_bandwidth, _interval(faster)
-        cells = [str(rank or "-"), _cell(faster, "ratio_of_totals", ".2f"), interval.ends() if interval else "-"]
-        cells += [_cell(method, "tokens_per_second", ".1f"), _cell(plain, "tokens_per_second", ".1f")]
-        cells += [f"{read / 1e9:.1f}" if read else "-"]
-        cells += [_cell(method, key, ".2f") for key in ("tokens_per_target_pass", "mean_acceptance_length")]
-        cells += [str(identity["differing"]) if identity else "-"]
-        names = [Text(setting.values[i]) for setting in swept]
-        out.add_row(*names, *cells, style="bold" if rank and rank.place == 1 else None)
+        plain, method = (_rates(r, side) for side in (PLAIN, SPECULATIVE))
+        interval, identity = _interval(r), r["summary"].get("identity")
+        rate = "tokens_per_second"
+        out.add_row(
+            *(Text(setting.values[i]) for setting in settings),
+            str(rank or "-"),
+            tables.cell(interval and interval.value, ".2f"),
+            interval.ends() if interval else "-",
+            *(tables.cell(rates.get(rate), ".1f") for rates in (method, plain)),
+            tables.cell(conditions.from_record(r).conditions.read_bandwidth, ".1f", 1e-9),
+            *(tables.cell(method.get(key), ".2f") for key in ("tokens_per_target_pass", "mean_acceptance_length")),
+            str(identity["differing"]) if identity else "-",
+            style="bold" if rank and rank.place == 1 else None,
+        )
     return out
 
 
 def ranks(found: list[dict[str, Any]]) -> list[Rank | None]:
-    """Of the records, by their speed-up."""
-    return conditions.ranks([_interval(_speedup(r)) for r in found])
+    return conditions.ranks([_interval(r) for r in found])
 
 
 def lines(found: list[dict[str, Any]]) -> list[str]:
-    """What a reader must know of the table: what ties mean, and what makes the ranking doubtful."""
-    measured = [_interval(_speedup(r)) for r in found]
-    out = conditions.rank_lines(measured)
-    out += apart(found)
-    swept = methods.differing_settings([r["config"] for r in found])
-    names = [", ".join(f"{setting.name} {setting.values[i]}" for setting in swept) for i in range(len(found))]
-    bounds = []
-    for name, r in zip(names, found, strict=True):
-        rates = (r["summary"].get(SPECULATIVE) or {}).get("rates", {})
-        bounds.append((name, (_speedup(r) or {}).get("ratio_of_totals"), rates.get("tokens_per_target_pass")))
+    """Notes on the table: the meaning of ties, and doubts of the ranking."""
+    measured, settings = [_interval(r) for r in found], swept(found)
+    names = [", ".join(f"{setting.name} {setting.values[i]}" for setting in settings) for i in range(len(found))]
+    bounds = [
+        (name, faster and faster.value, _rates(r, SPECULATIVE).get("tokens_per_target_pass"))
+        for name, r, faster in zip(names, found, measured, strict=True)
+    ]
     taken = [conditions.from_record(r).conditions for r in found]
-    out += conditions.all_busy(zip(names, taken, strict=True)) + conditions.all_impossible(bounds)
-    return out + conditions.all_skewed(zip(names, measured, strict=True))
+    return [
+        *conditions.rank_lines(measured),
+        *apart(found),
+        *conditions.all_busy(zip(names, taken, strict=True)),
+        *conditions.all_impossible(bounds),
+        *conditions.all_skewed(zip(names, measured, strict=True)),
+    ]
 
 
 def apart(found: list[dict[str, Any]]) -> list[str]:
-    """One line where the records were taken under conditions too far apart, else none."""
+    """One line if the records were taken under conditions too far apart, else empty."""
     line = conditions.differ([conditions.from_record(r) for r in found])
     return [line] if line else []
 
 
 def show(directory: Path, out: Console) -> None:
-    """Print the table of a sweep's directory; nothing for fewer than two runs of a kind that has one."""
+    """Prints the table of a sweep's directory; nothing for fewer than two runs of a kind that has one."""
     everything = records(directory)
-    points = [r for r in everything if r.get("kind") == SPARSITY]
-    if len(points) > 1:
-        swept = methods.differing_settings([r["config"] for r in points])
-        tables.show(out, sparsity.sweep_table(points, swept), names=len(swept))
-        _say(apart(points), out)
-        _say_where(directory, out)
+    points = [r for r in everything if r.get("kind") == "sparsity"]
     placed = [r for r in everything if r.get("kind") == "placement"]
+    timed = [r for r in everything if "summary" in r and PLAIN in r["summary"]]
+    if len(points) > 1:
+        _show(out, sparsity.sweep_table(points, swept(points)), points, apart(points), directory)
     if len(placed) > 1:
         placement.show_sweep(directory, placed, out)
         _say(apart(placed), out)
-    found = [r for r in everything if "summary" in r and PLAIN in r["summary"]]
-    if len(found) > 1:
-        tables.show(out, table(found), names=len(methods.differing_settings([r["config"] for r in found])))
-        _say(lines(found), out)
-        _say_where(directory, out)
+    if len(timed) > 1:
+        _show(out, table(timed), timed, lines(timed), directory)
+
+
+def _show(out: Console, table: Table, found: list[dict[str, Any]], lines: list[str], directory: Path) -> None:
+    tables.show(out, table, names=len(swept(found)))
+    _say(lines, out)
+    out.print(Text(f"records: {directory}", style="dim"), soft_wrap=True)
 
 
 def _say(lines: list[str], out: Console) -> None:
@@ -209,23 +215,15 @@ def _say(lines: list[str], out: Console) -> None:
         out.print(Text(line, style="yellow"), soft_wrap=True)
 
 
-def _say_where(directory: Path, out: Console) -> None:
-    out.print(Text(f"records: {directory}", style="dim"), soft_wrap=True)
+def _rates(record: Mapping[str, Any], side: str) -> Mapping[str, Any]:
+    return (record["summary"].get(side) or {}).get("rates", {})
 
 
-def _speedup(record: Mapping[str, Any]) -> dict[str, Any] | None:
-    return record["summary"].get("speedup")
-
-
-def _interval(faster: Mapping[str, Any] | None) -> Interval | None:
-    """Of a record; older ones hold ends for one or two prompts too, and do not say how many prompts there were."""
+def _interval(record: Mapping[str, Any]) -> Interval | None:
+    """The speed-up; older records hold ends for one or two prompts too, and do not say how many prompts there were."""
+    faster = record["summary"].get("speedup")
     if faster is None:
         return None
     prompts = faster.get("prompts", 0)
     ends = (None, None) if 0 < prompts < LEAST_PROMPTS else (faster["low"], faster["high"])
     return Interval(faster["ratio_of_totals"], *ends, prompts, faster.get("skewed", False))
-
-
-def _cell(values: Mapping[str, Any] | None, key: str, spec: str) -> str:
-    value = (values or {}).get(key)
-    return "-" if value is None else format(value, spec)

@@ -1,6 +1,6 @@
 """Two runs side by side: the settings that differ, the results, and whether the results differ for sure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +10,11 @@ from specsparse.errors import UserError
 from specsparse.measure import intervals
 from specsparse.measure.intervals import Interval
 from specsparse.report import methods, pages
-from specsparse.report.methods import ReportedMethod, Sample
+from specsparse.report.methods import MEASURES, ReportedMethod
 from specsparse.report.record import PLAIN
 from specsparse.report.runs import Run, conditions_apart, disagreements
 from specsparse.support.files import Json, write_atomically
-from specsparse.support.tables import new
-
-_NO_CONFIG = ("name",)
+from specsparse.support.tables import cell, new
 
 
 @dataclass(frozen=True)
@@ -49,22 +47,23 @@ class Difference:
 
 
 def diff(a: Run, b: Run) -> Difference:
-    """Compare two runs of kind `speed`.
-
-    Raises:
-        UserError: a run without passes of a method, or no prompt in common.
-    """
+    """Compare two runs of kind `speed`. UserError: a run without passes of a method, or no prompt in common."""
     ours, theirs = _only_method(a), _only_method(b)
     here, there = ({s.prompt: s for s in m.samples} for m in (ours, theirs))
     common = [name for name in here if name in there]
     if not common:
         raise UserError(f"{a.directory} and {b.directory} have no prompt in common")
-    lines = [_line(name, ours, theirs, common, top, bottom) for name, (top, bottom) in _MEASURES.items()]
+
+    def line(label: str, prompts: Sequence[str], measure: str) -> Line:
+        top, bottom = MEASURES[measure]
+        both = ours.on(prompts), theirs.on(prompts)
+        one, other = ([(top(s), bottom(s)) for s in m.samples] for m in both)
+        return Line(label, *(m.measured(measure) for m in both), intervals.ratio_of_ratios(other, one))
+
+    lines = [line(name, common, name) for name in MEASURES]
     tasks = list(dict.fromkeys(here[name].task for name in common))
-    tasks = tasks if len(tasks) > 1 else []
-    for task in tasks:
-        own = [name for name in common if here[name].task == task]
-        lines.append(_line(f"speed-up, {task}", ours, theirs, own, *_MEASURES["speed-up"]))
+    for task in tasks if len(tasks) > 1 else []:
+        lines.append(line(f"speed-up, {task}", [name for name in common if here[name].task == task], "speed-up"))
     texts = {"plain": _texts(a, b, PLAIN, PLAIN), "method": _texts(a, b, ours.side, theirs.side)}
     apart = conditions_apart([a, b])
     shared = [f"not one {line}: compare ratios, not seconds" for line in disagreements([a, b])]
@@ -72,26 +71,6 @@ def diff(a: Run, b: Run) -> Difference:
         names=_names(a, b), settings=tuple(_settings(a, b)), lines=tuple(lines), texts=texts, common=len(common),
         warnings=(*shared, *([apart] if apart else [])),
     )  # fmt: skip
-
-
-Term = Callable[[Sample], float]
-
-_MEASURES: dict[str, tuple[Term, Term]] = {
-    "speed-up": (lambda s: s.plain_s, lambda s: s.method_s),
-    "tokens per second": (lambda s: s.method.num_emitted_tokens, lambda s: s.method.times.total),
-    "plain tokens per second": (lambda s: s.plain.num_emitted_tokens, lambda s: s.plain.times.total),
-    "tokens per target pass": (lambda s: s.method.num_emitted_tokens, lambda s: s.method.num_rounds),
-    "draft acceptance rate": (lambda s: s.method.num_accepted_tokens, lambda s: s.method.num_draft_tokens),
-    "drafted tokens a round": (lambda s: s.method.num_draft_tokens, lambda s: s.method.num_rounds),
-}
-_SHARES = frozenset({"draft acceptance rate"})
-
-
-def _line(name: str, a: ReportedMethod, b: ReportedMethod, prompts: Sequence[str], top: Term, bottom: Term) -> Line:
-    of_both = a.on(prompts), b.on(prompts)
-    one, other = ([(top(s), bottom(s)) for s in m.samples] for m in of_both)
-    mine, yours = (m.share(top, bottom) if name in _SHARES else m.ratio(top, bottom) for m in of_both)
-    return Line(name, mine, yours, intervals.ratio_of_ratios(other, one))
 
 
 def _only_method(run: Run) -> ReportedMethod:
@@ -115,7 +94,7 @@ def _names(a: Run, b: Run) -> tuple[str, str]:
 def _settings(a: Run, b: Run) -> list[tuple[str, str, str]]:
     """The config's keys that differ, then commit, machine, kernels and packages."""
     flat = [dict(methods.flat(run.config)) for run in (a, b)]
-    keys = [key for key in dict.fromkeys([*flat[0], *flat[1]]) if key not in _NO_CONFIG]
+    keys = [key for key in dict.fromkeys([*flat[0], *flat[1]]) if key != "name"]
     found = [(key, *(str(f.get(key, "-")) for f in flat)) for key in keys if flat[0].get(key) != flat[1].get(key)]
     for part in ("git", "cpu", "kernels", "model", "packages"):
         sides = [dict(methods.flat(run.manifest.get(part) or {})) for run in (a, b)]
@@ -142,7 +121,7 @@ def tables(found: Difference) -> list[Table]:
         settings.add_row(*(cell if len(cell) < 60 else f"{cell[:56]} ..." for cell in row))
     out = new("", f"A: {a}", f"B: {b}", "B / A", "95 % interval", "", left=(0, 5))
     for line in found.lines:
-        values = ["-" if one is None else f"{one.value:.3g}" for one in (line.a, line.b, line.ratio)]
+        values = [cell(one and one.value, ".3g") for one in (line.a, line.b, line.ratio)]
         out.add_row(line.name, *values, "-" if line.ratio is None else line.ratio.ends(), verdict(line))
     return [settings, out] if found.settings else [out]
 

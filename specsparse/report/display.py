@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 
 from rich.console import Console, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from specsparse.measure import conditions, intervals
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.intervals import Interval
 from specsparse.measure.speedups import Repeats, Speedup
-from specsparse.report.record import PLAIN, SPECULATIVE, Group, RunRecord, SidePasses
+from specsparse.report.record import SPECULATIVE, RunRecord, rows
 from specsparse.runtime import metrics
 from specsparse.support import tables
 
@@ -33,82 +32,30 @@ def show_prompt(out: Console, index: int, count: int, task: str, text: str) -> N
 
 
 def report(record: RunRecord) -> list[RenderableType]:
-    """The table, the verdict on the text, and the timing lines."""
-    method, title = record.method, f"{record.name}: plain decoding"
+    """The tables, the verdict on the text, and the timing lines.
+
+    Measures are rows and tasks columns; many tasks have a table of their own, as its rows.
+    """
+    method, title, note = record.method, f"{record.name}: plain decoding", None
     if SPECULATIVE in record.groups["all"].sides:
         how = f"{method['drafter']} x {method['verifier']} ({method['label']})"
-        title = f"{record.name}: {how}, gamma {method['gamma']}"
-    ffn = [Text(f"ffn {method['ffn']}; {method['ffn_label']}")] if "ffn" in method else []
-    lines = (*verdict_lines(record), *map(Text, record.notes), *timing_lines(record))
-    return [Text(title, style="bold"), *ffn, *_tables(record), *lines]
-
-
-def _tables(record: RunRecord) -> list[Table]:
-    """Measures as rows, tasks as columns; many tasks have a table of their own, as its rows."""
+        title, note = f"{record.name}: {how}, gamma {method['gamma']}", metrics.lengths_note()
+    shown: list[RenderableType] = [Text(title, style="bold")]
+    if "ffn" in method:
+        shown.append(Text(f"ffn {method['ffn']}; {method['ffn_label']}"))
     names = [name for name in record.groups if name != "all"]
     few = names if 1 < len(names) <= _MAX_TASK_COLUMNS else []
-    note = metrics.lengths_note() if SPECULATIVE in record.groups["all"].sides else None
-    out = tables.new("", *few, "all", note=note)
+    table = tables.new("", *few, "all", note=note)
     for label, cells in rows([record.groups[name] for name in (*few, "all")]):
-        out.add_row(label, *cells)
-    if len(names) <= _MAX_TASK_COLUMNS:
-        return [out]
-    chief = [(label, cells) for label, cells in rows([record.groups[n] for n in names]) if label in _BY_TASK]
-    by_task = tables.new("task", *(_BY_TASK[label] for label, _ in chief))
-    for i, name in enumerate(names):
-        by_task.add_row(name, *(cells[i] for _, cells in chief))
-    return [out, by_task]
-
-
-def rows(groups: list[Group]) -> list[tuple[str, list[str]]]:
-    """The table's rows: (label, a cell per group)."""
-    plain = [g.sides.get(PLAIN) for g in groups]
-    method = [g.sides.get(SPECULATIVE) for g in groups]
-    out = [("plain, tok/s", [_rate(s, "tokens_per_second", ".1f") for s in plain])]
-    if any(method):
-        out += _method_rows(groups, method)
-    for name, sides in (("plain", plain), ("speculative", method)):
-        if any(sides):
-            out.append((f"{name}, GB/s", [_number(s and s.bytes_per_second, 1e-9, ".1f") for s in sides]))
-            out.append(("  of read bandwidth", [_number(s and s.bandwidth_share, 100, ".0f", " %") for s in sides]))
-    for name in ("draft", "verify", "sample", "commit"):
-        cells = [_rate(s, f"share_{name}", ".0%") for s in method]
-        if any(c != "-" for c in cells):
-            out.append((f"time in {name}", cells))
-    return out
-
-
-def _method_rows(groups: list[Group], method: list[SidePasses | None]) -> list[tuple[str, list[str]]]:
-    faster = [g.speedup for g in groups]
-    per_pos = [s.rates["acceptance_per_position"] if s else [] for s in method]
-    out = [
-        ("speculative, tok/s", [_rate(s, "tokens_per_second", ".1f") for s in method]),
-        ("speed-up", [f"{s.ratio_of_totals:.2f}" if s else "-" for s in faster]),
-        ("  95 % interval", [s.interval.ends() if s else "-" for s in faster]),
-        ("tokens per target pass", [_rate(s, "tokens_per_target_pass", ".2f") for s in method]),
-        ("mean acceptance length", [_rate(s, "mean_acceptance_length", ".2f") for s in method]),
-    ]
-    if any(s and s.rates["alpha"] is not None for s in method):
-        out += [
-            ("alpha", [_rate(s, "alpha", ".3f") for s in method]),
-            ("  realised", [_rate(s, "realised_alpha", ".3f") for s in method]),
-            ("  z", [_rate(s, "alpha_z", "+.1f") for s in method]),
-        ]
-    # A tree has more nodes than levels: positions beyond the deepest accepted one are left out.
-    deepest = max((i + 1 for p in per_pos for i, share in enumerate(p) if share), default=0)
-    for i in range(deepest):
-        cells = [_number(p[i] if i < len(p) else None, 100, ".0f", " %") for p in per_pos]
-        out.append((f"  accepted at position {i + 1}", cells))
-    return out
-
-
-def _rate(side: SidePasses | None, name: str, spec: str) -> str:
-    value = side.rates[name] if side else None
-    return "-" if value is None else format(value, spec)
-
-
-def _number(value: float | None, scale: float, spec: str, unit: str = "") -> str:
-    return "-" if value is None else f"{value * scale:{spec}}{unit}"
+        table.add_row(label, *cells)
+    shown.append(table)
+    if len(names) > _MAX_TASK_COLUMNS:
+        chief = [(label, cells) for label, cells in rows([record.groups[n] for n in names]) if label in _BY_TASK]
+        by_task = tables.new("task", *(_BY_TASK[label] for label, _ in chief))
+        for i, name in enumerate(names):
+            by_task.add_row(name, *(cells[i] for _, cells in chief))
+        shown.append(by_task)
+    return [*shown, *verdict_lines(record), *map(Text, record.notes), *timing_lines(record)]
 
 
 def verdict_lines(record: RunRecord) -> list[Text]:
@@ -131,8 +78,7 @@ def verdict_lines(record: RunRecord) -> list[Text]:
     faster = record.groups["all"].speedup
     if faster is not None:
         lines += [Text(line) for line in _speedup_lines(faster)]
-        split = record.groups["all"].sides[SPECULATIVE].rates["share_draft"]
-        if split is None:
+        if record.groups["all"].sides[SPECULATIVE].rates["share_draft"] is None:
             lines.append(Text("time in draft, verify, sample and commit: not measured in this run"))
     return lines + condition_lines(record.conditions, record.repeats, record.warnings)
 
@@ -172,23 +118,24 @@ def _speedup_lines(faster: Speedup) -> list[str]:
 
 def timing_lines(record: RunRecord) -> list[Text]:
     """As llama.cpp prints them, for each side."""
-    lines = [Text(_time_line("load time", record.load_s))]
+
+    def line(label: str, seconds: float, tokens: int | None = None) -> Text:
+        text = f"{label:>18} = {1e3 * seconds:10.2f} ms"
+        if tokens:
+            rate = f"{tokens / seconds:9.2f}" if seconds else "        -"
+            each = f"{1e3 * seconds / tokens:8.2f} ms per token"
+            text = f"{text} / {tokens:6d} tokens ({each}, {rate} tokens per second)"
+        return Text(text)
+
+    lines = [line("load time", record.load_s)]
     if record.compile_s:
-        lines.append(Text(_time_line("compile time", record.compile_s)))
+        lines.append(line("compile time", record.compile_s))
     for name, side in record.groups["all"].sides.items():
         c = side.counters
         lines.append(Text(name, style="bold"))
-        lines.append(Text(_time_line("prompt eval time", side.prefill_s, side.prefill_tokens)))
-        lines.append(Text(_time_line("eval time", side.decode_s, c.num_emitted_tokens)))
+        lines.append(line("prompt eval time", side.prefill_s, side.prefill_tokens))
+        lines.append(line("eval time", side.decode_s, c.num_emitted_tokens))
         if c.times.sample:
-            lines.append(Text(_time_line("sample time", c.times.sample, c.num_emitted_tokens)))
-        lines.append(Text(_time_line("total time", side.prefill_s + side.decode_s)))
+            lines.append(line("sample time", c.times.sample, c.num_emitted_tokens))
+        lines.append(line("total time", side.prefill_s + side.decode_s))
     return lines
-
-
-def _time_line(label: str, seconds: float, tokens: int | None = None) -> str:
-    line = f"{label:>18} = {1e3 * seconds:10.2f} ms"
-    if not tokens:
-        return line
-    rate = f"{tokens / seconds:9.2f}" if seconds else "        -"
-    return f"{line} / {tokens:6d} tokens ({1e3 * seconds / tokens:8.2f} ms per token, {rate} tokens per second)"

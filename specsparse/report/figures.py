@@ -14,13 +14,12 @@ from specsparse.measure import intervals, speedups
 from specsparse.measure.intervals import Interval
 from specsparse.report import plots
 from specsparse.report.methods import GAMMA, TEMPERATURE, ReportedMethod, fastest, grouped, ranked
-from specsparse.report.plots import COLOURS, FAINT, INK, MOST, Figure, Missing, Row
+from specsparse.report.plots import COLOURS, FAINT, INK, MOST, Draw, Figure, Missing, Row
 from specsparse.report.record import SPECULATIVE
 from specsparse.report.runs import Run
 from specsparse.runtime import metrics
 from specsparse.support.files import Json
 
-_X = {GAMMA: "tokens drafted in a round", TEMPERATURE: "temperature of the target"}
 _NO_METHOD = "no run decoded plainly and with a method, prompt by prompt"
 _NO_DRAFT = "no run drafted a token"
 _STAGES = ("draft", "verify", "sample", "commit")
@@ -32,20 +31,27 @@ _MOST_NAMES = 12
 """Names beside the points of a panel; more would lie on each other."""
 
 
+class Drawing(NamedTuple):
+    """A figure but for its name and title; see `plots.Figure`."""
+
+    caption: str
+    rows: Sequence[Row]
+    draw: Draw
+    size: tuple[float, float] = (8.0, 4.0)
+
+
 class _Measure(NamedTuple):
     """A measure that is drawn by task and against a setting.
 
     Attributes:
-        of: its value for a method, or None.
+        value: of a method, or None.
         label: of the axis.
         definition: for the caption.
         finish: what the axes get beside bars or lines.
         whole: whether the bars by task begin with those of all prompts.
     """
 
-    name: str
-    title: str
-    of: Callable[[ReportedMethod], Interval | None]
+    value: Callable[[ReportedMethod], Interval | None]
     label: str
     definition: str
     finish: Callable[[Axes], None]
@@ -53,66 +59,59 @@ class _Measure(NamedTuple):
 
 
 _SPEEDUP = _Measure(
-    "speedup", "Speed-up", ReportedMethod.speedup, "speed-up",
+    ReportedMethod.speedup, "speed-up",
     "Speed-up: sum of plain decode times over sum of the method's, same prompts and token counts, interleaved, prompt "
     f"processing excluded. {intervals.WHISKERS}",
     plots.par, whole=True,
 )  # fmt: skip
 _ACCEPTANCE = _Measure(
-    "acceptance", "Acceptance", ReportedMethod.acceptance, "accepted / drafted",
+    lambda method: method.measured("draft acceptance rate"), "accepted / drafted",
     f"Draft acceptance rate: {metrics.DEFINITIONS['draft_acceptance_rate']}. {intervals.WHISKERS}",
     plots.share, whole=False,
 )  # fmt: skip
 
 
-def by_task(runs: Sequence[Run], methods: Sequence[ReportedMethod], *, measure: _Measure) -> Figure | Missing:
+def by_task(runs: Sequence[Run], methods: Sequence[ReportedMethod], *, measure: _Measure) -> Drawing | str:
     """Bars: a group a task, a colour a method."""
-    name, title, rows = f"{measure.name}_by_task", f"{measure.title} by task", []
+    rows = []
     for method in fastest(methods, MOST):
         parts = {task: method.of_task(task) for task in method.tasks}
         if measure.whole:
             parts = {"all": method, **(parts if len(parts) > 1 else {})}
         for task, part in parts.items():
-            found = measure.of(part)
-            if found is not None:
+            if (found := measure.value(part)) is not None:
                 rows.append({"method": method.label, "task": task, **found.cells()})
     if not rows:
-        return Missing(name, title, _NO_DRAFT if methods else _NO_METHOD)
+        return _NO_DRAFT if methods else _NO_METHOD
     draw = plots.bars("task", "method", ylabel=measure.label, finish=measure.finish)
-    return Figure(name, title, measure.definition + _cut(methods), tuple(rows), draw, size=(8.6, 4.4))
+    return Drawing(measure.definition + _cut(methods), rows, draw, (8.6, 4.4))
 
 
 def against(
-    runs: Sequence[Run], methods: Sequence[ReportedMethod], *, key: str, measure: _Measure, setting: str
-) -> Figure | Missing:
+    runs: Sequence[Run], methods: Sequence[ReportedMethod], *, key: str, measure: _Measure, xlabel: str
+) -> Drawing | str:
     """A line a method over one key of the config; methods with one value of it are no line."""
-    name = f"{measure.name}_by_{key.rpartition('.')[2]}"
-    title = f"{measure.title} against {setting}"
     if not methods:
-        return Missing(name, title, _NO_METHOD)
+        return _NO_METHOD
     values: dict[str, set[float]] = {}
     for method in methods:
         values.setdefault(method.without(key), set()).add(method.run.setting(key))
-    several = {line for line, found in values.items() if len(found) > 1}
-    on_a_line = [m for m in methods if m.without(key) in several]
+    on_a_line = [m for m in methods if len(values[m.without(key)]) > 1]
     if not on_a_line:
-        return Missing(name, title, f"no two runs differ in {key} alone; sweep it: -m {key}=A,B,C")
-    lines, x = list(dict.fromkeys(m.without(key) for m in ranked(on_a_line))), _X[key]
+        return f"no two runs differ in {key} alone; sweep it: -m {key}=A,B,C"
+    lines = list(dict.fromkeys(m.without(key) for m in ranked(on_a_line)))
     kept, rows = lines[:MOST], []
     for method in on_a_line:
-        found = measure.of(method)
+        found = measure.value(method)
         if found is not None and method.without(key) in kept:
-            rows.append({"method": method.without(key), x: method.run.setting(key), **found.cells()})
+            rows.append({"method": method.without(key), xlabel: method.run.setting(key), **found.cells()})
     if not rows:
-        return Missing(name, title, _NO_DRAFT)
+        return _NO_DRAFT
     cut = f" {len(lines) - len(kept)} slower lines are left out." if len(kept) < len(lines) else ""
-    draw = _lines_of_methods(x, measure.label, measure.finish)
-    return Figure(name, title, measure.definition + cut, tuple(rows), draw)
+    return Drawing(measure.definition + cut, rows, _lines_of_methods(xlabel, measure.label, measure.finish))
 
 
-def acceptance_by_position(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figure | Missing:
-    """Lines over the position in the draft."""
-    name, title, x = "acceptance_by_position", "Acceptance by position in the draft", "position in the draft"
+def acceptance_by_position(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawing | str:
     rows = [
         {"method": method.label, "position": position + 1, **found.cells()}
         for method in fastest(methods, MOST)
@@ -120,13 +119,14 @@ def acceptance_by_position(runs: Sequence[Run], methods: Sequence[ReportedMethod
         if (found := method.accepted_at(position)) is not None
     ]
     if not rows:
-        return Missing(name, title, _NO_DRAFT if methods else _NO_METHOD)
+        return _NO_DRAFT if methods else _NO_METHOD
     definition = metrics.DEFINITIONS["acceptance_per_position"].capitalize()
     caption = f"{definition}: unconditional, so that a line falls. {intervals.WHISKERS}{_cut(methods)}"
-    return Figure(name, title, caption, tuple(rows), _lines_of_methods("position", "accepted", plots.share, xlabel=x))
+    x = "position in the draft"
+    return Drawing(caption, rows, _lines_of_methods("position", "accepted", plots.share, xlabel=x))
 
 
-def _lines_of_methods(x: str, ylabel: str, finish: Callable[[Axes], None], *, xlabel: str = "") -> plots.Draw:
+def _lines_of_methods(x: str, ylabel: str, finish: Callable[[Axes], None], *, xlabel: str = "") -> Draw:
     def draw(canvas: Canvas, rows: Sequence[Row]) -> None:
         axes = canvas.subplots()
         plots.lines(axes, rows, x=x, series="method")
@@ -138,9 +138,9 @@ def _lines_of_methods(x: str, ylabel: str, finish: Callable[[Axes], None], *, xl
     return draw
 
 
-def accepted_in_a_round(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figure | Missing:
+def accepted_in_a_round(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawing | str:
     """Bars: the share of rounds in which 0, 1, 2 .. drafted tokens stayed."""
-    name, title, rows = "accepted_in_a_round", "Drafted tokens that stay in a round", []
+    rows = []
 
     def reached(counters: metrics.Counters, k: int) -> int:
         """Rounds in which at least k drafted tokens stayed."""
@@ -149,29 +149,26 @@ def accepted_in_a_round(runs: Sequence[Run], methods: Sequence[ReportedMethod]) 
 
     for method in fastest(methods, MOST):
         for k in range(method.positions() + 1):
-            found = method.share(
-                lambda s, k=k: reached(s.method, k) - reached(s.method, k + 1), lambda s: s.method.num_drafts
-            )
-            if found is not None:
+            exactly = lambda s, k=k: reached(s.method, k) - reached(s.method, k + 1)  # noqa: E731
+            if (found := method.share(exactly, lambda s: s.method.num_drafts)) is not None:
                 rows.append({"method": method.label, "tokens": k, **found.cells()})
     if not rows:
-        return Missing(name, title, _NO_DRAFT if methods else _NO_METHOD)
+        return _NO_DRAFT if methods else _NO_METHOD
     caption = (
         "Share of the rounds with a draft in which exactly so many drafted tokens stayed; the token that the target "
         f"adds to each is not counted. {intervals.WHISKERS}{_cut(methods)}"
     )
     xlabel, ylabel = "drafted tokens that stayed", "rounds with a draft"
     draw = plots.bars("tokens", "method", ylabel=ylabel, finish=plots.share, xlabel=xlabel)
-    return Figure(name, title, caption, tuple(rows), draw, size=(8.6, 4.0))
+    return Drawing(caption, rows, draw, (8.6, 4.0))
 
 
 def _cut(methods: Sequence[ReportedMethod]) -> str:
     return f" The {MOST} fastest of {len(methods)} methods." if len(methods) > MOST else ""
 
 
-def predicted_and_measured(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figure | Missing:
-    """A point a run: what acceptance, draft length and costs foretell, and what came."""
-    name, title = "predicted_and_measured", "Predicted against measured speed-up"
+def predicted_and_measured(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawing | str:
+    """A point a run: the prediction by acceptance, draft length and costs, and the measurement."""
     points = [(m, found, measured) for m in methods
               if (found := m.run.summary.get("explanation")) and (measured := m.speedup()) is not None]  # fmt: skip
     groups, rows = grouped([m for m, _, _ in points], MOST), []
@@ -180,8 +177,7 @@ def predicted_and_measured(runs: Sequence[Run], methods: Sequence[ReportedMethod
         names = {"method": method.label, "group": group}
         rows.append({**names, "predicted": found["predicted"], **measured.cells(), **terms})
     if not rows:
-        why = "no record holds a prediction: +experiment=roofline measures this model's costs, later runs then predict"
-        return Missing(name, title, why)
+        return "no record holds a prediction: +experiment=roofline measures this model's costs, later runs then predict"
     caption = (
         "Predicted: expected tokens of a round at the run's acceptance and full draft length, over the cost of "
         "verifying, drafting and the round itself as measured on this machine; rounds that found nothing to draft are "
@@ -190,36 +186,35 @@ def predicted_and_measured(runs: Sequence[Run], methods: Sequence[ReportedMethod
     )
     if len(rows) > len(set(groups)):
         caption += " A colour is a group of runs; the table names each point."
-    return Figure(name, title, caption, tuple(rows), _draw_prediction, size=(6.4, 5.2))
+
+    def draw(canvas: Canvas, rows: Sequence[Row]) -> None:
+        axes = canvas.subplots()
+        for i, group in enumerate(plots.distinct(rows, "group")):
+            own = [row for row in rows if row["group"] == group]
+            x, y = ([row[key] for row in own] for key in ("predicted", "value"))
+            spread = list(zip(*map(plots.whiskers, own)))
+            axes.errorbar(x, y, spread, fmt="o", capsize=2.5, elinewidth=1, color=COLOURS[i], label=group)
+        most = 1.08 * max(max(r["predicted"], r.get("high") or r["value"]) for r in rows)
+        axes.plot([0, most], [0, most], color=INK, linewidth=1, linestyle=(0, (4, 3)))
+        axes.set(
+            xlabel="predicted speed-up", ylabel="measured speed-up", xlim=(0, most), ylim=(0, most), aspect="equal"
+        )
+        plots.legend_below(axes)
+
+    return Drawing(caption, rows, draw, (6.4, 5.2))
 
 
-def _draw_prediction(canvas: Canvas, rows: Sequence[Row]) -> None:
-    axes = canvas.subplots()
-    for i, group in enumerate(plots.distinct(rows, "group")):
-        own = [row for row in rows if row["group"] == group]
-        spread = list(zip(*map(plots.whiskers, own)))
-        axes.errorbar([r["predicted"] for r in own], [r["value"] for r in own], spread, fmt="o", capsize=2.5,
-                      elinewidth=1, color=COLOURS[i], label=group)  # fmt: skip
-    most = 1.08 * max(max(r["predicted"], r.get("high") or r["value"]) for r in rows)
-    axes.plot([0, most], [0, most], color=INK, linewidth=1, linestyle=(0, (4, 3)))
-    axes.set(xlabel="predicted speed-up", ylabel="measured speed-up", xlim=(0, most), ylim=(0, most), aspect="equal")
-    plots.legend_below(axes)
-
-
-def time_split(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figure | Missing:
+def time_split(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawing | str:
     """A bar a method, its stages one after the other."""
-    name, title = "time_split", "Where the time of a round goes"
-    timed = [m for m in methods if _stage_times(m)]
+    timed = {m.label: (m, found) for m in methods if (found := _stage_times(m))}
     if not timed:
-        return Missing(name, title, "no record holds stage times; run with time_split=32 or more")
-    shown = fastest(timed, _MOST_BARS)
-    rows = []
+        return "no record holds stage times; run with time_split=32 or more"
+    shown, rows = fastest([m for m, _ in timed.values()], _MOST_BARS), []
     for method in shown:
-        tasks = _stage_times(method)
+        tasks = timed[method.label][1]
         totals = [sum(t.values()) for t in tasks]
         for stage in _STAGES:
-            found = intervals.share([t[stage] for t in tasks], totals)
-            if found is not None:
+            if (found := intervals.share([t[stage] for t in tasks], totals)) is not None:
                 cells = found.cells()
                 cells["tasks"] = cells.pop("prompts")
                 rows.append({"method": method.label, "stage": stage, **cells})
@@ -228,7 +223,7 @@ def time_split(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figure
         "Shares of the decode time, stepped stage by stage from the host on the first prompt of each task, weighted by "
         "the tasks' timed passes. Whiskers: 95 % interval of each share over the tasks; none for one task." + cut
     )
-    return Figure(name, title, caption, tuple(rows), _draw_stages, size=(8.6, 1.5 + 0.42 * len(shown)))
+    return Drawing(caption, rows, _draw_stages, (8.6, 1.5 + 0.42 * len(shown)))
 
 
 def _stage_times(method: ReportedMethod) -> list[dict[str, float]]:
@@ -242,8 +237,7 @@ def _stage_times(method: ReportedMethod) -> list[dict[str, float]]:
 
 
 def _draw_stages(canvas: Canvas, rows: Sequence[Row]) -> None:
-    axes = canvas.subplots()
-    labels = plots.distinct(rows, "method")
+    axes, labels = canvas.subplots(), plots.distinct(rows, "method")
     for at, label in enumerate(labels):
         begin = 0.0
         for row in (r for r in rows if r["method"] == label):
@@ -267,17 +261,13 @@ def _draw_stages(canvas: Canvas, rows: Sequence[Row]) -> None:
     plots.legend_below(axes)
 
 
-def verify_cost(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figure | Missing:
+def verify_cost(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawing | str:
     """Measured v(n) with its roofline, a colour a model file."""
-    name, title = "verify_cost", "v(n): the cost of a forward pass of n positions"
-    found = [run for run in runs if run.summary.get("forwards")]
-    if not found:
-        return Missing(name, title, "no roofline among the runs: +experiment=roofline measures v(n)")
     rows = []
-    for run in found:
+    for run in runs:
         model = str((run.manifest.get("model") or {}).get("file") or run.name)
         device = (run.summary.get("device") or {}).get("title", "")
-        for f in run.summary["forwards"]:
+        for f in run.summary.get("forwards") or ():
             measured, spread = f.get("measured_v"), f.get("spread")
             given = measured is not None and spread is not None
             rows.append({
@@ -285,6 +275,8 @@ def verify_cost(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figur
                 "value": measured, "low": measured * (1 - spread) if given else None,
                 "high": measured * (1 + spread) if given else None,
             })  # fmt: skip
+    if not rows:
+        return "no roofline among the runs: +experiment=roofline measures v(n)"
     models = plots.distinct(rows, "model")
     rows = [row for row in rows if row["model"] in models[:MOST]]
     cut = f" The first {MOST} of {len(models)} models." if len(models) > MOST else ""
@@ -293,23 +285,22 @@ def verify_cost(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figur
         "than one by one. Dashed: what bytes and multiply-adds ask for at this machine's measured peaks (roofline). "
         "Whiskers: relative spread between repeats, where it was measured." + cut
     )
-    return Figure(name, title, caption, tuple(rows), _draw_costs, size=(7.2, 4.4))
+    return Drawing(caption, rows, _draw_costs, (7.2, 4.4))
 
 
 def _draw_costs(canvas: Canvas, rows: Sequence[Row]) -> None:
-    axes = canvas.subplots()
-    most = 0.0
+    axes, most = canvas.subplots(), 0.0
     for i, model in enumerate(plots.distinct(rows, "model")):
         own = sorted((r for r in rows if r["model"] == model), key=lambda r: r["n"])
-        colour, ns = COLOURS[i], [r["n"] for r in own]
         measured = [r for r in own if r["value"] is not None]
-        dashed = None if measured else model
-        axes.plot(ns, [r["roofline"] for r in own], linestyle="--", color=colour, label=dashed)
+        dashed, roofline = None if measured else model, [r["roofline"] for r in own]
+        axes.plot([r["n"] for r in own], roofline, linestyle="--", color=COLOURS[i], label=dashed)
         if measured:
-            spread = list(zip(*map(plots.whiskers, measured)))
-            axes.errorbar([r["n"] for r in measured], [r["value"] for r in measured], spread, marker="o", color=colour,
-                          elinewidth=1, capsize=2.5, label=model)  # fmt: skip
-        most = max(most, *(r["roofline"] for r in own), *(r["value"] for r in measured))
+            ns, values = ([r[key] for r in measured] for key in ("n", "value"))
+            style = {"marker": "o", "elinewidth": 1, "capsize": 2.5}
+            axes.errorbar(ns, values, list(zip(*map(plots.whiskers, measured))), color=COLOURS[i], label=model, **style)
+            most = max(most, *values)
+        most = max(most, *roofline)
     top = max(r["n"] for r in rows)
     axes.plot([1, top], [1, top], linestyle=":", color=INK, linewidth=1, label="one by one")
     axes.set(xlabel="positions in one pass, n", ylabel="v(n), passes of one position", ylim=(0, most * 1.15))
@@ -317,9 +308,8 @@ def _draw_costs(canvas: Canvas, rows: Sequence[Row]) -> None:
     plots.legend_below(axes)
 
 
-def union_size(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figure | Missing:
+def union_size(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawing | str:
     """Lines over the rows of a pass: in a text, in the passes of the run, and what independent rows would need."""
-    name, title = "union_size", "Kept neurons and their union over the rows of a pass"
     found = [run for run in runs if any(run.summary.get(source) for source in _UNIONS)]
     labels = {id(m.run): m.label for m in reversed(methods)}
     rows = []
@@ -328,11 +318,10 @@ def union_size(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figure
         for source, words in _UNIONS.items():
             for point in run.summary.get(source) or ():
                 if point.get("batch") == 1:
-                    shares = {key: point[key] for key in ("kept", "union", "guess")}
-                    names = {"source": f"{label}{words}", "rows": point["rows"], "passes": point["passes"]}
-                    rows.append({**names, **shares})
+                    numbers = {key: point[key] for key in ("rows", "passes", "kept", "union", "guess")}
+                    rows.append({"source": f"{label}{words}", **numbers})
     if not rows:
-        return Missing(name, title, "no record holds unions of kept neurons: +experiment=spec_sparse measures them")
+        return "no record holds unions of kept neurons: +experiment=spec_sparse measures them"
     caption = (
         "Share of the FFNs' neurons that some row of a pass keeps (solid), mean over passes and layers; dashed: what "
         "it would be if rows were independent, 1 - (1 - kept)^rows layer by layer. Where the solid line lies lower, "
@@ -340,31 +329,28 @@ def union_size(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figure
     )
     if len(found) > _MOST_UNIONS:
         caption += f" The first {_MOST_UNIONS} of {len(found)} runs."
-    return Figure(name, title, caption, tuple(rows), _draw_unions, size=(7.2, 4.2))
+
+    def draw(canvas: Canvas, rows: Sequence[Row]) -> None:
+        axes = canvas.subplots()
+        for i, source in enumerate(plots.distinct(rows, "source")):
+            own = sorted((r for r in rows if r["source"] == source), key=lambda r: r["rows"])
+            for key, dashes, label in (("union", "-", source), ("guess", "--", None)):
+                style = {"linestyle": dashes, "marker": "o", "markersize": 4, "color": COLOURS[i]}
+                axes.plot([r["rows"] for r in own], [r[key] for r in own], label=label, **style)
+        axes.set(xlabel="rows of a pass", ylabel="neurons read")
+        axes.set_ylim(0, 1.02)
+        axes.set_xticks(sorted(plots.distinct(rows, "rows")))
+        plots.share(axes)
+        plots.legend_below(axes)
+
+    return Drawing(caption, rows, draw, (7.2, 4.2))
 
 
-def _draw_unions(canvas: Canvas, rows: Sequence[Row]) -> None:
-    axes = canvas.subplots()
-    for i, source in enumerate(plots.distinct(rows, "source")):
-        own = sorted((r for r in rows if r["source"] == source), key=lambda r: r["rows"])
-        for key, dashes in (("union", "-"), ("guess", "--")):
-            label = source if key == "union" else None
-            axes.plot([r["rows"] for r in own], [r[key] for r in own], linestyle=dashes, marker="o", markersize=4,
-                      color=COLOURS[i], label=label)  # fmt: skip
-    axes.set(xlabel="rows of a pass", ylabel="neurons read")
-    axes.set_ylim(0, 1.02)
-    axes.set_xticks(sorted(plots.distinct(rows, "rows")))
-    plots.share(axes)
-    plots.legend_below(axes)
-
-
-def quality_and_speed(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figure | Missing:
+def quality_and_speed(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawing | str:
     """Points: KL to the exact model over speed, a panel for each way to measure speed."""
-    name, title = "quality_and_speed", "Quality against speed"
-    rows = [row for run in runs for row in (*_predictors(run), *_settings(run), *_types(run))]
+    rows = [row for run in runs for row in _qualities(run)]
     if not rows:
-        why = "no record holds the KL of a lossy choice (train_predictors, sparsity, quant_table)"
-        return Missing(name, title, why)
+        return "no record holds the KL of a lossy choice (train_predictors, sparsity, quant_table)"
     units = plots.distinct(rows, "unit")
     for unit in units:
         own = [row for row in rows if row["unit"] == unit]
@@ -380,7 +366,7 @@ def quality_and_speed(runs: Sequence[Run], methods: Sequence[ReportedMethod]) ->
     if any(len([r for r in rows if r["unit"] == u]) > _MOST_NAMES for u in units):
         caption += f" Names stand beside points of the front only, {_MOST_NAMES} at most; the table has all."
     width = 7.4 if len(units) == 1 else 4.6 * len(units)
-    return Figure(name, title, caption, tuple(rows), _draw_quality, size=(width, 4.6))
+    return Drawing(caption, rows, _draw_quality, (width, 4.6))
 
 
 def front(points: Sequence[tuple[float, float]]) -> set[int]:
@@ -392,44 +378,38 @@ def front(points: Sequence[tuple[float, float]]) -> set[int]:
     return {i for i, point in enumerate(points) if not beaten(*point)}
 
 
-def _row(method: str, unit: str, speed: float, kl: float, perplexity: float | None, **bounds: float | None) -> Json:
-    """All rows have the same columns."""
-    spread = {key: bounds.get(key) for key in ("speed_low", "speed_high", "kl_low", "kl_high")}
-    return {"method": method, "unit": unit, "speed": speed, "kl": kl, "perplexity": perplexity, **spread}
+def _qualities(run: Run) -> Iterator[Json]:
+    """A row for each lossy choice of a run, all with the same columns.
 
+    Of predictors the bytes of an FFN that are not read are the speed that could be, sparse models are decoded beside
+    the dense one, and types of weights have rates.
+    """
 
-def _predictors(run: Run) -> Iterator[Json]:
-    """Predictors of active neurons: bytes of an FFN that are not read are the speed that could be."""
+    def row(method: str, unit: str, speed: float, quality: Json, **bounds: float | None) -> Json:
+        spread = {key: bounds.get(key) for key in ("speed_low", "speed_high", "kl_low", "kl_high")}
+        return {
+            "method": method, "unit": unit, "speed": speed, "kl": quality["kl"],
+            "perplexity": quality.get("perplexity"), **spread,
+        }  # fmt: skip
+
     for found in run.summary.get("evaluations") or ():
         model, cost = found.get("model") or {}, found.get("cost") or {}
         read = cost.get("predictor_bytes", 0) + cost.get("sparse_bytes", 0)
         if model.get("kl") is not None and cost.get("dense_bytes") and read:
-            speed = cost["dense_bytes"] / read
-            yield _row(found["name"], "FFN bytes, dense over read", speed, model["kl"], model.get("perplexity"))
-
-
-def _settings(run: Run) -> Iterator[Json]:
-    """Sparse models decoded beside the dense one, a point for each setting."""
+            yield row(found["name"], "FFN bytes, dense over read", cost["dense_bytes"] / read, model)
     for point in run.summary.get("points") or ():
         quality, faster = point.get("quality") or {}, point.get("speedup")
         model = quality.get("model") or {}
-        if model.get("kl") is None or not faster:
-            continue
-        label = ", ".join(str(part) for part in (quality.get("name"), point.get("value")) if part is not None)
-        bounds = dict(zip(("speed_low", "speed_high"), speedups.timing_ends(faster), strict=True))
-        speed, perplexity = faster["ratio_of_totals"], model.get("perplexity")
-        yield _row(label, "speed-up, sparse over dense", speed, model["kl"], perplexity, **bounds)
-
-
-def _types(run: Run) -> Iterator[Json]:
-    """Types of weights, as `quant_table` compares them."""
-    for row in run.summary.get("rows") or ():
-        kl, speed = row.get("kl_mean"), (row.get("decode") or {}).get("median")
-        if kl is None or not speed:
-            continue
-        spread = _NORMAL_95 * row["kl_error"] if row.get("kl_error") else None
-        bounds = {"kl_low": max(kl - spread, 0.0), "kl_high": kl + spread} if spread else {}
-        yield _row(str(row.get("type")), "decode, tokens per second", speed, kl, row.get("perplexity"), **bounds)
+        if model.get("kl") is not None and faster:
+            label = ", ".join(str(part) for part in (quality.get("name"), point.get("value")) if part is not None)
+            bounds = dict(zip(("speed_low", "speed_high"), speedups.timing_ends(faster), strict=True))
+            yield row(label, "speed-up, sparse over dense", faster["ratio_of_totals"], model, **bounds)
+    for found in run.summary.get("rows") or ():
+        kl, speed = found.get("kl_mean"), (found.get("decode") or {}).get("median")
+        if kl is not None and speed:
+            spread = _NORMAL_95 * found["kl_error"] if found.get("kl_error") else None
+            bounds = {"kl_low": max(kl - spread, 0.0), "kl_high": kl + spread} if spread else {}
+            yield row(str(found.get("type")), "decode, tokens per second", speed, {**found, "kl": kl}, **bounds)
 
 
 def _draw_quality(canvas: Canvas, rows: Sequence[Row]) -> None:
@@ -440,45 +420,51 @@ def _draw_quality(canvas: Canvas, rows: Sequence[Row]) -> None:
         axes.step([r["speed"] for r in best], [r["kl"] for r in best], where="post", color=FAINT, linewidth=1)
         for i, row in enumerate(own):
             colour = COLOURS[i % len(COLOURS)]
-            fill = colour if row["on the front"] else "white"
-            spread = {"xerr": _spread(row, "speed"), "yerr": _spread(row, "kl")}
-            axes.errorbar(row["speed"], row["kl"], **spread, fmt="o", markersize=7, color=colour, markerfacecolor=fill,
-                          elinewidth=1, capsize=2.5)  # fmt: skip
+            style = {"color": colour, "markerfacecolor": colour if row["on the front"] else "white"}
+            for axis, key in (("xerr", "speed"), ("yerr", "kl")):
+                ends = {"value": row[key], "low": row[f"{key}_low"], "high": row[f"{key}_high"]}
+                style[axis] = None if ends["low"] is None else [[length] for length in plots.whiskers(ends)]
+            axes.errorbar(row["speed"], row["kl"], fmt="o", markersize=7, elinewidth=1, capsize=2.5, **style)
         # All points are named if there is room for their names, else some of the front, from end to end.
         for row in own if len(own) <= _MOST_NAMES else best[:: -(-len(best) // _MOST_NAMES)]:
-            axes.annotate(
-                row["method"], (row["speed"], row["kl"]), xytext=(6, 4), textcoords="offset points", fontsize=8
-            )
+            place = {"xytext": (6, 4), "textcoords": "offset points", "fontsize": 8}
+            axes.annotate(row["method"], (row["speed"], row["kl"]), **place)
         axes.set(xlabel=unit, ylabel="KL to the exact model, nats")
         axes.margins(x=0.2, y=0.12)
         axes.set_ylim(bottom=0)
 
 
-def _spread(row: Row, what: str) -> list[list[float]] | None:
-    """Lengths of the whiskers below and above."""
-    value, low, high = row[what], row[f"{what}_low"], row[f"{what}_high"]
-    return None if low is None or high is None else [[max(value - low, 0)], [max(high - value, 0)]]
-
-
-MAKERS = (
-    partial(by_task, measure=_SPEEDUP),
-    partial(against, key=GAMMA, measure=_SPEEDUP, setting="draft length"),
-    partial(against, key=TEMPERATURE, measure=_SPEEDUP, setting="temperature"),
-    partial(against, key=GAMMA, measure=_ACCEPTANCE, setting="draft length"),
-    partial(against, key=TEMPERATURE, measure=_ACCEPTANCE, setting="temperature"),
-    acceptance_by_position,
-    partial(by_task, measure=_ACCEPTANCE),
-    accepted_in_a_round,
-    predicted_and_measured,
-    time_split,
-    verify_cost,
-    union_size,
-    quality_and_speed,
-)
-"""In the order of the page."""
+_OVER_GAMMA = {"key": GAMMA, "xlabel": "tokens drafted in a round"}
+_OVER_TEMPERATURE = {"key": TEMPERATURE, "xlabel": "temperature of the target"}
+Maker = Callable[[Sequence[Run], Sequence[ReportedMethod]], Drawing | str]
+"""The drawing of the runs and their methods, or why there is none."""
+MAKERS: dict[str, tuple[str, Maker]] = {
+    "speedup_by_task": ("Speed-up by task", partial(by_task, measure=_SPEEDUP)),
+    "speedup_by_gamma": ("Speed-up against draft length", partial(against, measure=_SPEEDUP, **_OVER_GAMMA)),
+    "speedup_by_temperature": (
+        "Speed-up against temperature", partial(against, measure=_SPEEDUP, **_OVER_TEMPERATURE)),
+    "acceptance_by_gamma": ("Acceptance against draft length", partial(against, measure=_ACCEPTANCE, **_OVER_GAMMA)),
+    "acceptance_by_temperature": (
+        "Acceptance against temperature", partial(against, measure=_ACCEPTANCE, **_OVER_TEMPERATURE)),
+    "acceptance_by_position": ("Acceptance by position in the draft", acceptance_by_position),
+    "acceptance_by_task": ("Acceptance by task", partial(by_task, measure=_ACCEPTANCE)),
+    "accepted_in_a_round": ("Drafted tokens that stay in a round", accepted_in_a_round),
+    "predicted_and_measured": ("Predicted against measured speed-up", predicted_and_measured),
+    "time_split": ("Where the time of a round goes", time_split),
+    "verify_cost": ("v(n): the cost of a forward pass of n positions", verify_cost),
+    "union_size": ("Kept neurons and their union over the rows of a pass", union_size),
+    "quality_and_speed": ("Quality against speed", quality_and_speed),
+}  # fmt: skip
+"""Title and maker by name, in the order of the page."""
 
 
 def make(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> tuple[list[Figure], list[Missing]]:
     """Every figure that the runs have numbers for, and why the others are left out."""
-    made = [maker(runs, methods) for maker in MAKERS]
-    return [f for f in made if isinstance(f, Figure)], [f for f in made if isinstance(f, Missing)]
+    made, missing = [], []
+    for name, (title, maker) in MAKERS.items():
+        found = maker(runs, methods)
+        if isinstance(found, str):
+            missing.append(Missing(name, title, found))
+        else:
+            made.append(Figure(name, title, found.caption, tuple(found.rows), found.draw, found.size))
+    return made, missing

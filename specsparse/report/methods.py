@@ -42,6 +42,20 @@ class Sample(NamedTuple):
     method: Counters
 
 
+Term = Callable[[Sample], float]
+MEASURES: dict[str, tuple[Term, Term]] = {
+    "speed-up": (lambda s: s.plain_s, lambda s: s.method_s),
+    "tokens per second": (lambda s: s.method.num_emitted_tokens, lambda s: s.method.times.total),
+    "plain tokens per second": (lambda s: s.plain.num_emitted_tokens, lambda s: s.plain.times.total),
+    "tokens per target pass": (lambda s: s.method.num_emitted_tokens, lambda s: s.method.num_rounds),
+    "draft acceptance rate": (lambda s: s.method.num_accepted_tokens, lambda s: s.method.num_draft_tokens),
+    "drafted tokens a round": (lambda s: s.method.num_draft_tokens, lambda s: s.method.num_rounds),
+}
+"""Sums over prompts of which each measure is the quotient. Seconds are of decoding alone."""
+SHARES = frozenset({"draft acceptance rate"})
+"""Those between 0 and 1."""
+
+
 @dataclass(frozen=True)
 class ReportedMethod:
     """One method of one run.
@@ -72,7 +86,6 @@ class ReportedMethod:
 
     @property
     def tasks(self) -> list[str]:
-        """In order of appearance."""
         return list(dict.fromkeys(s.task for s in self.samples))
 
     def of_task(self, task: str) -> "ReportedMethod":
@@ -84,29 +97,22 @@ class ReportedMethod:
         own = {s.prompt: s for s in self.samples}
         return replace(self, samples=tuple(own[name] for name in prompts))
 
-    def ratio(self, numerator: Callable[[Sample], float], denominator: Callable[[Sample], float]) -> Interval | None:
+    def ratio(self, numerator: Term, denominator: Term) -> Interval | None:
         """Of sums over the prompts, with its interval."""
         return intervals.ratio([numerator(s) for s in self.samples], [denominator(s) for s in self.samples])
 
-    def share(self, part: Callable[[Sample], float], whole: Callable[[Sample], float]) -> Interval | None:
+    def share(self, part: Term, whole: Term) -> Interval | None:
         """The same of a value between 0 and 1."""
         return intervals.share([part(s) for s in self.samples], [whole(s) for s in self.samples])
 
+    def measured(self, name: str) -> Interval | None:
+        """One of `MEASURES`."""
+        numerator, denominator = MEASURES[name]
+        of = self.share if name in SHARES else self.ratio
+        return of(numerator, denominator)
+
     def speedup(self) -> Interval | None:
-        """Plain over the method's seconds for the same tokens, prompts excluded."""
-        return self.ratio(lambda s: s.plain_s, lambda s: s.method_s)
-
-    def acceptance(self) -> Interval | None:
-        """Accepted / drafted tokens."""
-        return self.share(lambda s: s.method.num_accepted_tokens, lambda s: s.method.num_draft_tokens)
-
-    def tokens_per_pass(self) -> Interval | None:
-        """Emitted tokens / rounds."""
-        return self.ratio(lambda s: s.method.num_emitted_tokens, lambda s: s.method.num_rounds)
-
-    def tokens_per_second(self) -> Interval | None:
-        """Emitted tokens / decode time."""
-        return self.ratio(lambda s: s.method.num_emitted_tokens, lambda s: s.method.times.total)
+        return self.measured("speed-up")
 
     def draws_z(self) -> float | None:
         """As in `metrics.DEFINITIONS`, of the rows, so that older records have it too."""
@@ -290,7 +296,6 @@ def word(value: object) -> str:
 
 
 def flat(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Keys with dots, and their values."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")

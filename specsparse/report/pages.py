@@ -91,7 +91,7 @@ def warnings(runs: Sequence[Run]) -> list[str]:
 
 def doubts(found: Sequence[ReportedMethod]) -> list[str]:
     """Texts that may not have the target's distribution, speed-ups that no method can have, and doubtful intervals."""
-    bounds = [(m, m.speedup(), m.tokens_per_pass()) for m in found]
+    bounds = [(m, m.speedup(), m.measured("tokens per target pass")) for m in found]
     beyond = conditions.all_impossible([(m.label, s and s.value, t and t.value) for m, s, t in bounds])
     of_texts = list(metrics.draws_doubts((m.label, m.draws_z()) for m in found))
     return of_texts + beyond + conditions.all_skewed((m.label, s) for m, s, _ in bounds)
@@ -153,7 +153,6 @@ def _below(folder: Path | None, directory: Path) -> str:
 
 
 def _method(method: ReportedMethod) -> Json:
-    """A row of the first table."""
     found = method.run.record.get("methods")  # of a comparison
     entries = {e["name"]: e for e in found if isinstance(e, Mapping)} if isinstance(found, list) else {}
     entry = entries.get(method.side, method.run.summary)
@@ -171,7 +170,7 @@ def _method(method: ReportedMethod) -> Json:
         "verdict": "good" if differing == 0 else "bad" if broken and differing else "",
         "prompts": len(method.samples),
         "speedup": method.speedup(),
-        "tokens_per_second": method.tokens_per_second(),
-        "tokens_per_pass": method.tokens_per_pass(),
-        "acceptance": method.acceptance(),
+        "tokens_per_second": method.measured("tokens per second"),
+        "tokens_per_pass": method.measured("tokens per target pass"),
+        "acceptance": method.measured("draft acceptance rate"),
     }

@@ -234,7 +234,6 @@ def without_shared(labels: Sequence[str]) -> list[str]:
 
 
 def share(axes: Axes, which: str = "y") -> None:
-    """Ticks in percent."""
     axis = axes.yaxis if which == "y" else axes.xaxis
     axis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
 

@@ -13,6 +13,7 @@ from specsparse.runtime.metrics import Counters
 from specsparse.speculative.verifiers import BUILTIN, same_text
 from specsparse.support import notebook
 from specsparse.support.files import Json
+from specsparse.support.tables import cell
 
 HOST = "host loop"
 """The side that decodes with the method, stepped from the host."""
@@ -56,7 +57,6 @@ class Pass:
 
     @classmethod
     def from_generation(cls, prompt_id: str, task: str, side: str, repeat: int, generation: Any) -> "Pass":
-        """From a result of `specsparse.generate`."""
         stats = generation.stats
         times = dataclasses.replace(stats.counters.times, prefill=stats.prefill_s, total=stats.decode_s)
         return cls(
@@ -139,7 +139,7 @@ class Group:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run found.
+    """The result of a run that times passes.
 
     Attributes:
         method: drafter, verifier, policy, gamma, and what the verifier promises.
@@ -188,25 +188,12 @@ class RunRecord:
         return sides.get(SPECULATIVE, sides[PLAIN]).rates["tokens_per_second"]
 
     def _repr_html_(self) -> str:
-        """A small table for notebooks: rates and speed-up of each task and of all."""
-
-        def row(label: str, sides: Sequence[SidePasses | None], rate: str) -> list[str]:
-            values = [side.rates[rate] if side else None for side in sides]
-            return [label, *("-" if value is None else f"{value:.2f}" for value in values)]
-
-        groups = list(self.groups.values())
-        sides = {name: [g.sides.get(name) for g in groups] for name in (PLAIN, SPECULATIVE)}
-        rows = [row(f"{name}, tok/s", some, "tokens_per_second") for name, some in sides.items() if any(some)]
-        if any(faster := [g.speedup for g in groups]):
-            rows += [
-                ["speed-up", *(f"{s.ratio_of_totals:.2f}" if s else "-" for s in faster)],
-                ["95 % interval", *(s.interval.ends() if s else "-" for s in faster)],
-                row("tokens per target pass", sides[SPECULATIVE], "tokens_per_target_pass"),
-            ]
+        """For notebooks: the table of the terminal."""
+        shown = [[label, *cells] for label, cells in rows(list(self.groups.values()))]
         if self.identity is not None:
-            rows.append(["tokens that differ from plain", f"{self.identity.differing} of {self.identity.tokens}"])
+            shown.append(["tokens that differ from plain", f"{self.identity.differing} of {self.identity.tokens}"])
         how = "" if SPECULATIVE not in self.groups["all"].sides else ": {drafter} x {verifier}".format(**self.method)
-        return notebook.table(rows, columns=["", *self.groups], title=self.name + how)
+        return notebook.table(shown, columns=["", *self.groups], title=self.name + how)
 
     def to_dict(self) -> Json:
         """As plain values: method, summary and tasks of its record."""
@@ -234,6 +221,39 @@ class RunRecord:
             },
             "tasks": groups,
         }
+
+
+def rows(groups: list[Group]) -> list[tuple[str, list[str]]]:
+    """The table of a record: (label, a cell for each group)."""
+    plain, method = ([g.sides.get(side) for g in groups] for side in (PLAIN, SPECULATIVE))
+
+    def rates(label: str, name: str, spec: str, sides: list = method) -> tuple[str, list[str]]:
+        return label, [cell(s.rates[name] if s else None, spec) for s in sides]
+
+    out = [rates("plain, tok/s", "tokens_per_second", ".1f", plain)]
+    if any(method):
+        faster = [g.speedup for g in groups]
+        out += [
+            rates("speculative, tok/s", "tokens_per_second", ".1f"),
+            ("speed-up", [cell(s and s.ratio_of_totals, ".2f") for s in faster]),
+            ("  95 % interval", [s.interval.ends() if s else "-" for s in faster]),
+            rates("tokens per target pass", "tokens_per_target_pass", ".2f"),
+            rates("mean acceptance length", "mean_acceptance_length", ".2f"),
+        ]
+        if any(s and s.rates["alpha"] is not None for s in method):
+            names = {"alpha": ("alpha", ".3f"), "  realised": ("realised_alpha", ".3f"), "  z": ("alpha_z", "+.1f")}
+            out += [rates(label, *name) for label, name in names.items()]
+        # A tree has more nodes than levels: positions beyond the deepest accepted one are left out.
+        per_pos = [s.rates["acceptance_per_position"] if s else [] for s in method]
+        for i in range(max((i + 1 for p in per_pos for i, share in enumerate(p) if share), default=0)):
+            shares = [p[i] if i < len(p) else None for p in per_pos]
+            out.append((f"  accepted at position {i + 1}", [cell(share, ".0f", 100, " %") for share in shares]))
+    for name, sides in (("plain", plain), ("speculative", method)):
+        if any(sides):
+            out.append((f"{name}, GB/s", [cell(s and s.bytes_per_second, ".1f", 1e-9) for s in sides]))
+            out.append(("  of read bandwidth", [cell(s and s.bandwidth_share, ".0f", 100, " %") for s in sides]))
+    stages = (rates(f"time in {name}", f"share_{name}", ".0%") for name in ("draft", "verify", "sample", "commit"))
+    return out + [row for row in stages if any(text != "-" for text in row[1])]
 
 
 def groups(passes: Sequence[Pass], *, bytes_per_pass: int, read_bandwidth: float | None) -> dict[str, Group]:
@@ -284,8 +304,13 @@ def speedup_of(passes: Sequence[Pass], side: str = SPECULATIVE, *, over: str = P
     return speedups.speedup(plain_s, method_s, prompts=prompts) if plain_s else None
 
 
+def differing_tokens(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Places at which the two have other tokens; what one has beyond the other differs."""
+    return sum(a != b for a, b in zip(ours, theirs, strict=False)) + abs(len(ours) - len(theirs))
+
+
 def identity_of(passes: Sequence[Pass], *, verifier: str) -> Identity:
-    """Compare every pass with the first plain one of its prompt; what one text has beyond the other differs."""
+    """Compare every pass with the first plain one of its prompt."""
     plain = {p.prompt_id: p for p in reversed(passes) if p.side == PLAIN}
     total = differing = compared = 0
     where = []
@@ -293,9 +318,8 @@ def identity_of(passes: Sequence[Pass], *, verifier: str) -> Identity:
         expected = plain.get(done.prompt_id)
         if expected is None or expected is done:
             continue
-        ours, theirs = expected.token_ids, done.token_ids
-        wrong = sum(a != b for a, b in zip(ours, theirs, strict=False)) + abs(len(ours) - len(theirs))
-        total += max(len(ours), len(theirs))
+        wrong = differing_tokens(expected.token_ids, done.token_ids)
+        total += max(len(expected.token_ids), len(done.token_ids))
         differing += wrong
         compared += 1
         if wrong and done.prompt_id not in where:

@@ -5,10 +5,10 @@ A finished cell of a sweep may lie in several folders; it is one measurement.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from specsparse.errors import UserError
 from specsparse.measure import conditions
@@ -41,7 +41,6 @@ class Run:
 
     @property
     def kind(self) -> str:
-        """A name of `experiments.kind.KINDS`."""
         return str(self.record.get("kind") or self.config.get("kind") or "speed")
 
     @property
@@ -68,7 +67,7 @@ class Run:
 
     @property
     def origin(self) -> dict[str, object]:
-        """What timings depend on beside the config: machine, kernels, model file and commit, None if unknown."""
+        """Machine, kernels, model file and commit, on which timings depend beside the config; None if unknown."""
         found = self.manifest
         kernels = found.get("kernels") or {}
         return {
@@ -123,64 +122,49 @@ def find(paths: Iterable[Path]) -> list[Run]:
 
 
 def stopped(paths: Iterable[Path]) -> list[Run]:
-    """Every run at or below the paths that a signal ended, in their order.
-
-    Raises:
-        UserError: as `find`.
-    """
+    """Every run at or below the paths that a signal ended, in their order. UserError: as `find`."""
     return [run for run in _all(paths) if run.stopped]
 
 
 def _all(paths: Iterable[Path]) -> list[Run]:
     found: dict[Path, Path] = {}
     for path in paths:
-        if not path.exists():
-            raise UserError(f"{path}: no such run; runs are written to runs/<name>/<date>_<time>")
-        if path.is_file() and path.name != RECORD_FILE:
-            raise UserError(f"{path}: is a file; give the folder of a run, or one of several runs")
-        files = [path] if path.is_file() else sorted(path.rglob(RECORD_FILE), key=_order)
+        files = [path] if path.name == RECORD_FILE else sorted(path.rglob(RECORD_FILE), key=_order)
         if not files:
-            raise UserError(f"{path}: no finished run there (no {RECORD_FILE} at or below it)")
+            place = "runs are written to runs/<name>/<date>_<time>"
+            raise UserError(f"{path}: no finished run there (no {RECORD_FILE} at or below it); {place}")
         for file in files:
             found.setdefault(file.parent.resolve(), file.parent)
     return [read(directory) for directory in found.values()]
 
 
 def read(directory: Path) -> Run:
-    """The run of one directory.
-
-    Raises:
-        UserError: no record, or one that no run writes.
-    """
+    """The run of one directory. UserError: no record, or one that no run writes."""
     file = directory / RECORD_FILE
-    record = _json(_text(file), str(file))
-    if not isinstance(record, dict) or not isinstance(record.get("summary"), dict):
-        raise UserError(f"{file}: not the record of a run (it has no summary)")
-    _check(_Record, record, file)
-    rows = directory / ROWS_FILE
-    lines = _text(rows).splitlines() if rows.is_file() else []
-    parsed = {f"{rows}:{i}": _json(line, f"{rows}:{i}") for i, line in enumerate(lines, 1) if line.strip()}
+    record, rows = _parsed(_read(file), file), directory / ROWS_FILE
+    _check({"record.summary": _GROUP}, {"record": record}, file, needed=("record", "summary"))
+    _check(_RECORD, record, file)
+    lines = _read(rows).splitlines() if rows.is_file() else []
+    parsed = {f"{rows}:{i}": _parsed(line, f"{rows}:{i}") for i, line in enumerate(lines, 1) if line.strip()}
     found = {where: row for where, row in parsed.items() if isinstance(row, dict)}
     for where, row in found.items():
         if row.keys() >= _PASS:
-            _check(_PassRow, row, where)
+            _check(_ROW, row, where, needed=("prompt_id", "side", "repeat", "counters"))
     return Run(directory, record, tuple(found.values()))
 
 
-def _text(file: Path) -> str:
+def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _json(text: str, where: str) -> Any:
+def _parsed(text: str, where: object) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON ({error})") from None
-    except RecursionError:
-        raise UserError(f"{where}: not the record of a run (nested too deep)") from None
 
 
 def _order(file: Path) -> tuple[tuple[int, int | str], ...]:
@@ -219,7 +203,7 @@ def record_hash(directory: Path) -> str:
 
 
 def disagreements(runs: Sequence[Run]) -> list[str]:
-    """What a reader must know before comparing these runs: another machine, commit, model file or kernels."""
+    """Differences that forbid to compare the seconds of these runs: machine, kernels, model file or commit."""
     origins, out = [run.origin for run in runs], []
     for what in ("machine", "kernels", "model file", "commit"):
         values = list(dict.fromkeys(str(origin[what]) for origin in origins if origin[what] is not None))
@@ -233,119 +217,38 @@ def conditions_apart(runs: Sequence[Run]) -> str | None:
     return conditions.differ([conditions.from_record(run.record) for run in runs])
 
 
-# The types of a record.json and of a timed pass in prompts.jsonl, as far as reports read them.
-
-_Group = dict | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Open:
-    """Other keys may hold anything."""
-
-    others: Annotated[dict, options.Rest()] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Policy(_Open):
-    gamma: float | str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Sampling(_Open):
-    temperature: float | str | None = None
+_GROUP, _NUMBER, _NAME, _LIST = "a group of values", "a number", "a text", "a list"
+_TYPES: dict[str, tuple[type, ...]] = {
+    _GROUP: (dict,), _NUMBER: (int, float), _NAME: (str,), _LIST: (list,), "a number or a text": (int, float, str),
+}  # fmt: skip
+_TIMES = "tasks.*.speculative.counters.times"
+_RECORD = {
+    **dict.fromkeys(("config.policy.gamma", "config.sampling.temperature"), "a number or a text"),
+    **{f"manifest.{part}": _GROUP for part in ("cpu", "git", "kernels", "model", "packages")},
+    "manifest.git.commit": _NAME, "manifest.command": _LIST, "method": _GROUP, "summary.identity": _GROUP,
+    **{f"summary.conditions.{name}": _NUMBER for name in (
+        "read_bandwidth", "read_deviation", "plain_tokens_per_second", "plain_deviation", "other_load")},
+    **{f"{_TIMES}.{stage}": _NUMBER for stage in ("draft", "verify", "sample", "commit", "host")},
+}  # fmt: skip
+"""Types of the values of a record.json that reports read, by dotted key; * is any key. All may be left out or null."""
+_ROW = {
+    "prompt_id": _NAME, "task": _NAME, "side": _NAME, "repeat": _NUMBER, "counters": _GROUP, "decode_s": _NUMBER,
+}  # fmt: skip
+"""The same of a timed pass in prompts.jsonl."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Config(_Open):
-    policy: _Policy = _Policy()
-    sampling: _Sampling = _Sampling()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Git(_Open):
-    commit: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Manifest(_Open):
-    cpu: _Group = None
-    git: _Git = _Git()
-    kernels: _Group = None
-    model: _Group = None
-    packages: _Group = None
-    command: tuple[Any, ...] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Conditions(_Open):
-    read_bandwidth: float | None = None
-    read_deviation: float | None = None
-    plain_tokens_per_second: float | None = None
-    plain_deviation: float | None = None
-    other_load: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Times(_Open):
-    draft: float | None = None
-    verify: float | None = None
-    sample: float | None = None
-    commit: float | None = None
-    host: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Counters(_Open):
-    times: _Times = _Times()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Side(_Open):
-    counters: _Counters = _Counters()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Task(_Open):
-    speculative: _Side = _Side()
-
-
-def _tasks(found: object) -> object:
-    """The groups of a run by task."""
-    for name, task in found.items() if isinstance(found, dict) else ():
-        if not isinstance(task, dict):
-            raise TypeError
-        options.read(_Task, task, group=f"tasks.{name}")
-    return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Summary(_Open):
-    conditions: _Conditions = _Conditions()
-    identity: _Group = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Record(_Open):
-    summary: _Summary
-    config: _Config = _Config()
-    manifest: _Manifest = _Manifest()
-    method: _Group = None
-    tasks: Annotated[object | None, options.Read(_tasks, "a group of values by task")] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _PassRow(_Open):
-    prompt_id: str
-    task: str | None
-    side: str
-    repeat: int
-    counters: dict[str, Any]
-    decode_s: float | None
-
-
-def _check(kind: type, found: Json, where: object) -> None:
-    """UserError with the file and the first value that no run writes."""
-    try:
-        options.read(kind, found, group="")
-    except UserError as error:
-        raise UserError(f"{where}: not as a run writes it: {error}") from None
+def _check(types: Mapping[str, str], found: Json, where: object, *, needed: Collection[str] = ()) -> None:
+    """UserError with the file and the first value that no run writes; those that are `needed` are not null."""
+    for path, wanted in types.items():
+        values, parts = [("", found)], path.split(".")
+        for i, part in enumerate(parts):
+            kind, inner = (wanted if i + 1 == len(parts) else _GROUP), []
+            for label, group in values:
+                for key in group if part == "*" else [part]:
+                    name, value = f"{label}.{key}".lstrip("."), group.get(key)
+                    fits = isinstance(value, _TYPES[kind]) and not isinstance(value, bool)
+                    if not fits and (value is not None or key in needed):
+                        problem = f"{name}={options.shown(value)} must be {kind}"
+                        raise UserError(f"{where}: not as a run writes it: {problem}")
+                    inner += [] if value is None else [(name, value)]
+            values = inner

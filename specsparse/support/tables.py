@@ -35,6 +35,11 @@ def new(
     return made
 
 
+def cell(value: float | None, spec: str, scale: float = 1, unit: str = "") -> str:
+    """A number for a table; a dash for None."""
+    return "-" if value is None else f"{value * scale:{spec}}{unit}"
+
+
 def show(out: Console, table: Table, *, names: int = 1) -> None:
     """Prints a table whole; its first `names` columns name the rows, and stand in every part."""
     for part in parts(out, table, names=names):

@@ -13,7 +13,7 @@ from specsparse.cli import main as cli
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.experiments import runner
-from specsparse.experiments.compose.shorthand import flags_first
+from specsparse.experiments.command_line import flags_first
 from specsparse.experiments.kind import RunResult
 from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.speculative.drafters import get_drafter

@@ -11,9 +11,8 @@ from rich.console import Console
 
 from specsparse import api
 from specsparse.experiments import runner
-from specsparse.experiments.compose.config import of_kind
 from specsparse.experiments.kind import KINDS, RunContext, RunResult
-from specsparse.experiments.settings import DataSpec, ModelSpec, PolicySpec, RunConfig
+from specsparse.experiments.settings import DataSpec, ModelSpec, RunConfig, of_kind
 from specsparse.support.registry import Choice
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -49,7 +48,7 @@ def run_config(
         "model": model if isinstance(model, ModelSpec) else ModelSpec(str(model)),
         "drafter": Choice(drafter, options or {}),
         "verifier": Choice(verifier),
-        "policy": PolicySpec("fixed", gamma),
+        "policy": Choice("fixed", {"gamma": gamma}),
         "sampling": {},
         "data": DataSpec(chat=chat) if text is None else DataSpec(source=str(text), chat=chat),
         "tracker": Choice("jsonl"),

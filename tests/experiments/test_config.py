@@ -17,10 +17,8 @@ from omegaconf import OmegaConf
 from specsparse import run
 from specsparse.engine.config import ACTIVATION_KEY
 from specsparse.errors import UserError
-from specsparse.experiments import runner
-from specsparse.experiments.compose import config, parts, shorthand
+from specsparse.experiments import command_line, runner, settings
 from specsparse.experiments.kinds.compare import CompareSettings, pairs
-from specsparse.experiments.methods.configured import spec_of
 from specsparse.experiments.settings import RunConfig
 from specsparse.models import catalogue
 from specsparse.runtime.method import resolve
@@ -38,13 +36,13 @@ GOLDEN = ROOT / "tests" / "golden"
 
 def composed(*overrides):
     with initialize_config_dir(str(run.conf_dir()), version_base="1.3"):
-        return compose("config", shorthand.shorthand(list(overrides)))
+        return compose("config", command_line.shorthand(list(overrides)))
 
 
 @functools.cache
 def experiment(name):
     """As its file has it, composed once."""
-    return config.from_omegaconf(composed(f"+experiment={name}"))
+    return settings.from_omegaconf(composed(f"+experiment={name}"))
 
 
 def mistake(capsys, *argv):
@@ -121,7 +119,7 @@ def test_every_cell_of_a_sweep_composes(name):
     for key, values in file.hydra.sweeper.params.items():
         for value in re.findall(r"\[.*?\]|[^,\s]+", str(values)):
             with initialize_config_dir(str(run.conf_dir()), version_base="1.3"):  # the sweeper spells nothing out
-                cfg = config.from_omegaconf(compose("config", [f"+experiment={name}", f"{key}={value}"]))
+                cfg = settings.from_omegaconf(compose("config", [f"+experiment={name}", f"{key}={value}"]))
             playing.settings(cfg)
 
 
@@ -159,19 +157,19 @@ def test_every_choice_of_every_group_is_valid(choices):
         "drafter=dflash": ["drafter.path=x"], "drafter=eagle3": ["drafter.path=x"],
     }  # fmt: skip
     more = [override for choice in choices for override in needed.get(choice, [])]
-    assert isinstance(config.from_omegaconf(composed(*choices, *more)), RunConfig)
+    assert isinstance(settings.from_omegaconf(composed(*choices, *more)), RunConfig)
 
 
 # Each goes the same way, from one list to one choice.
 @pytest.mark.parametrize("name", cells(catalogue.names(), catalogue.names()[::5]))
 def test_every_name_of_the_catalogue_is_a_choice(name):
-    cfg = config.from_omegaconf(composed(f"model={name}", "model.context_length=64"))
+    cfg = settings.from_omegaconf(composed(f"model={name}", "model.context_length=64"))
     assert cfg.model.path == catalogue.find(name).name and cfg.model.overrides() == {"context_length": 64}
 
 
 @pytest.mark.parametrize(("given", "means"), [("yes", "yes"), ("no", "no"), ("true", "yes"), ("false", "no")])
 def test_a_bare_yes_of_yaml_is_one_too(given, means):
-    assert config.from_omegaconf(composed(f"download={given}")).download == means
+    assert settings.from_omegaconf(composed(f"download={given}")).download == means
 
 
 DRAFTER_FILES = sorted(f.stem for f in (run.conf_dir() / "drafter").glob("*.yaml") if f.stem != "none")
@@ -194,17 +192,17 @@ def test_an_experiment_takes_another_drafter(experiment, drafter):
 
 
 def test_a_value_that_is_needed_may_have_another_projects_name():
-    options = config.from_omegaconf(
+    options = settings.from_omegaconf(
         composed("drafter=model", "drafter.path=y.gguf", "model.path=x.gguf")
     ).drafter.options
     assert options["model"] == "y.gguf" and "path" not in options
 
 
 def test_values_arrive():
-    cfg = config.from_omegaconf(
+    cfg = settings.from_omegaconf(
         composed("policy.gamma=3", "model.rope_base=10000", "data.tasks=[code]", "sampling.top_p=0.9", "tracker=wandb")
     )
-    assert (cfg.policy.name, cfg.policy.gamma) == ("auto_off", 3)
+    assert (cfg.policy.name, cfg.gamma) == ("auto_off", 3)
     assert cfg.model.overrides() == {"rope_base": 10000.0}
     assert cfg.data.tasks == ("code",)
     assert cfg.tracker.options == {"mode": "offline", "project": "specsparse", "group": None}
@@ -212,7 +210,7 @@ def test_values_arrive():
     params = cfg.params
     assert (params.temperature, params.top_p, params.max_tokens) == (0.0, 0.9, cfg.max_tokens)
     assert cfg.composed["policy"]["gamma"] == 3 and "composed" not in cfg.composed
-    assert [config.from_omegaconf(composed(f"repeats={n}")).repeats for n in (7, "auto")] == [7, "auto"]
+    assert [settings.from_omegaconf(composed(f"repeats={n}")).repeats for n in (7, "auto")] == [7, "auto"]
 
 
 MISTAKES = [
@@ -393,32 +391,32 @@ def test_short_forms():
     assert run.shorthand([*lists, "-m"])[1] == "drafter=prompt_lookup,suffix"
 
 
-@pytest.mark.parametrize("group", parts.PARTS)
+@pytest.mark.parametrize("group", command_line.PARTS)
 def test_files_say_the_name_and_what_differs(group):
     """One default for the API and YAML: that of the class."""
     for file in (run.conf_dir() / group).glob("*.yaml"):
         given = OmegaConf.to_container(OmegaConf.load(file))
-        defaults = parts.completed(group, {"name": given.pop("name")})
+        defaults = command_line.completed(group, {"name": given.pop("name")})
         assert len(file.read_text().splitlines()) <= 5
         assert all(defaults[key] != value for key, value in given.items()), file
-    names = {*parts.PARTS[group].names(), parts.NOTHING.get(group)}
+    names = {*command_line.PARTS[group].names(), command_line.NOTHING.get(group)}
     assert {f.stem for f in (run.conf_dir() / group).glob("*.yaml")} <= names
 
 
 def test_aliases_are_spelled_out():
-    for group, registry in parts.PARTS.items():
+    for group, registry in command_line.PARTS.items():
         for alias, name in registry.aliases.items():
             assert run.shorthand([f"{group}={alias}"]) == [f"{group}={name}"]
 
 
-@pytest.mark.parametrize("group", parts.PARTS)
+@pytest.mark.parametrize("group", command_line.PARTS)
 def test_an_option_has_the_same_value_under_every_name(group):
-    for name in parts.PARTS[group].names():
-        defaults = parts.completed(group, {"name": name})
-        for option in parts.described(group, name):
-            for alias in option.also:
+    for name in command_line.PARTS[group].names():
+        defaults = command_line.completed(group, {"name": name})
+        for option in command_line.described(group, name):
+            for alias in option.aliases:
                 given = {"name": name, option.name: None, alias: defaults[option.name]}  # the later one counts
-                assert parts.completed(group, given) == defaults
+                assert command_line.completed(group, given) == defaults
 
 
 def test_names_of_other_projects_arrive():
@@ -429,15 +427,15 @@ def test_names_of_other_projects_arrive():
         "drafter=ngram",
         "drafter.prompt_lookup_max=4",
     ]
-    cfg = config.from_omegaconf(composed(*run.shorthand(given)))
-    assert (cfg.policy.gamma, cfg.policy.options["n_min"], cfg.drafter.name) == (16, 5, "prompt_lookup")
+    cfg = settings.from_omegaconf(composed(*run.shorthand(given)))
+    assert (cfg.gamma, cfg.policy.options["n_min"], cfg.drafter.name) == (16, 5, "prompt_lookup")
     assert cfg.drafter.options["ngram_max"] == 4
 
 
 @pytest.mark.parametrize("head", ["head", "lookup_head"])
 def test_a_head_draws_for_the_verifiers_that_weigh_draws(head):
     def drawn_at(*overrides):
-        run = config.from_omegaconf(composed(f"drafter={head}", "sampling.temperature=0.8", *overrides))
+        run = settings.from_omegaconf(composed(f"drafter={head}", "sampling.temperature=0.8", *overrides))
         return run.drafter.options["temperature"]
 
     for verifier in ("block", "token"):
@@ -448,16 +446,16 @@ def test_a_head_draws_for_the_verifiers_that_weigh_draws(head):
 
 def test_compare_has_a_head_under_verifiers_that_weigh_draws():
     given = ("compare.drafters=[head]", "compare.verifiers=[token,match]", "sampling.temperature=0.8")
-    run = config.from_omegaconf(composed("+experiment=compare", *given))
-    sides, refused = pairs(config.of_kind(run, CompareSettings))
-    kinds = [(name, resolve(spec_of(pair)).drafter.kind) for name, pair in sides.items()]
+    run = settings.from_omegaconf(composed("+experiment=compare", *given))
+    sides, refused = pairs(settings.of_kind(run, CompareSettings))
+    kinds = [(name, resolve(pair.spec).drafter.kind) for name, pair in sides.items()]
     assert kinds == [("head x token", DraftKind.SAMPLED), ("head x match", DraftKind.ONE_HOT)] and not refused
 
 
 @pytest.mark.parametrize("policy", ["heuristic", "auto_off", "cost", "confidence"])
 def test_a_policy_takes_a_short_draft(policy):
     """What its file says must not keep it from gamma 1."""
-    cfg = config.from_omegaconf(composed(f"policy={policy}", "policy.gamma=1"))
+    cfg = settings.from_omegaconf(composed(f"policy={policy}", "policy.gamma=1"))
     get_policy(policy, **{**cfg.policy.options, "gamma": 1} | ({"v": [1.0, 1.2]} if "v" in cfg.policy.options else {}))
 
 

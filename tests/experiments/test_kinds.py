@@ -15,13 +15,12 @@ from specsparse import run
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.experiments import runner, sweeps
-from specsparse.experiments.compose.config import from_omegaconf
-from specsparse.experiments.compose.shorthand import shorthand
+from specsparse.experiments.command_line import shorthand
 from specsparse.experiments.kinds import certify as certify_kind
 from specsparse.experiments.kinds import compare
 from specsparse.experiments.kinds.certify import CertifySpec
 from specsparse.experiments.kinds.compare import CompareSpec
-from specsparse.experiments.settings import FfnSpec, ModelSpec, PolicySpec
+from specsparse.experiments.settings import FfnSpec, ModelSpec, from_omegaconf
 from specsparse.measure import conditions, machine, speedups
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs import measuring
@@ -77,7 +76,7 @@ def play(cfg, directory):
 
 def test_a_watched_run_with_a_policy_and_the_host_loop(cfg, tmp_path):
     """One run with everything on: policy, trace, recording, time split, host loop."""
-    policy = PolicySpec("auto_off", 3, {"v": [1.0, 9.0, 9.0, 9.0], "every": 4})
+    policy = Choice("auto_off", {"gamma": 3, "v": [1.0, 9.0, 9.0, 9.0], "every": 4})
     cfg = replaced(cfg, policy=policy, loop="host", time_split=8, trace=True, record_laws=8)
     found, text, written = play(cfg, tmp_path)
     assert found.as_promised
@@ -308,7 +307,7 @@ def test_certify_takes_callables_and_the_known_bugs(cfg, tmp_path, monkeypatch):
     assert not found.as_promised and "NOT as promised: eager" in text
     assert written["rows"][0]["texts"][0].startswith("text ")
     for also, words in (
-        ("mine_own", "names no callable"),
+        ("mine_own", "certify.also=mine_own: module mine_own has no"),
         ("mine_own:eagre", "did you mean eager"),
         ("no_mod:f", "no module"),
     ):

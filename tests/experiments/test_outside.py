@@ -10,8 +10,7 @@ import pytest
 import specsparse
 from specsparse import run
 from specsparse.errors import UserError
-from specsparse.experiments.compose.offered import is_outside
-from specsparse.experiments.compose.parts import completed
+from specsparse.experiments.command_line import completed, is_outside
 from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.drafters import get_drafter

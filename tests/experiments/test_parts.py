@@ -7,7 +7,7 @@ import pytest
 
 from specsparse import run
 from specsparse.errors import UserError
-from specsparse.experiments.compose.parts import completed, described, help_text
+from specsparse.experiments.command_line import completed, described, help_text
 from specsparse.speculative.drafters import DRAFTERS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "drafters.md"
@@ -28,7 +28,7 @@ def names_and_options() -> str:
             key = (
                 option.name,
                 default,
-                ", ".join(f"`{word}`" for word in option.also),
+                ", ".join(f"`{word}`" for word in option.aliases),
                 option.about.replace("|", "\\|"),
             )
             rows.setdefault(key, []).append(f"`{name}`")

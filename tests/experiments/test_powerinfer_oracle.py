@@ -73,4 +73,4 @@ def test_mistakes_are_found_before_anything_is_loaded(cfg, results, tmp_path):
         runner.check(cfg)
     np.savez(tmp_path / "logits.npz", **results[1])
     with pytest.raises(UserError, match=r"powerinfer\.threads"):
-        runner.check(replaced(cfg, powerinfer=PowerInferSpec(cfg.own["powerinfer"].logits, threads=(0,))))
+        runner.check(replaced(cfg, powerinfer={"threads": [0]}))

@@ -11,9 +11,8 @@ from rich.console import Console
 
 from specsparse.errors import UserError
 from specsparse.experiments import runner, sweeps
-from specsparse.experiments.compose.config import from_omegaconf
 from specsparse.experiments.kinds.sparsity import SparsitySpec
-from specsparse.experiments.settings import FfnSpec, ModelSpec
+from specsparse.experiments.settings import FfnSpec, ModelSpec, from_omegaconf
 from specsparse.support.files import conf_dir
 from specsparse.support.registry import Choice
 from specsparse.testing import write_tiny_gguf

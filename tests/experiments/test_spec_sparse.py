@@ -10,7 +10,7 @@ from specsparse.errors import UserError
 from specsparse.experiments import runner
 from specsparse.experiments.kinds import spec_sparse
 from specsparse.experiments.kinds.sparsity import SparsitySpec
-from specsparse.experiments.kinds.spec_sparse import Joined, Reading, SparseCell
+from specsparse.experiments.kinds.spec_sparse import FfnReading, Joined, SparseCell
 from specsparse.experiments.settings import FfnSpec, ModelSpec
 from specsparse.kernels.native import cpu
 from specsparse.measure import speedups
@@ -132,8 +132,8 @@ def test_mistakes_are_found_before_anything_is_loaded(cfg, what):
 def test_what_passes_read():
     """Wide passes of a model that skips zeros read everything, those of others their union."""
     points = [UnionPoint(1, 1, 3, 0.2, 0.2, 0.2), UnionPoint(4, 1, 1, 0.2, 0.6, 0.6)]
-    gathers = Reading.of(points, (100, 1000), 2000, wide=False)
+    gathers = FfnReading.from_points(points, (100, 1000), 2000, wide=False)
     assert gathers == pytest.approx((0.3, 400.0))
-    skips = Reading.of(points, (100, 1000), 2000, wide=True)
+    skips = FfnReading.from_points(points, (100, 1000), 2000, wide=True)
     assert skips == pytest.approx(((3 * 0.2 + 1) / 4, (3 * 300 + 2000) / 4))
-    assert Reading.of([], (100, 1000), 2000, wide=True) == (0.0, 0.0)
+    assert FfnReading.from_points([], (100, 1000), 2000, wide=True) == (0.0, 0.0)

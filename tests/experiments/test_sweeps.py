@@ -34,14 +34,14 @@ def config(tmp_path, **changes):
 
 def test_the_key_is_of_what_a_result_depends_on(tmp_path, monkeypatch):
     cfg = config(tmp_path)
-    key = sweeps.Cell.of(cfg).key
-    assert sweeps.Cell.of(config(tmp_path, name="other", stream=False, debug=True, reuse=False)).key == key
-    assert sweeps.Cell.of(config(tmp_path, seed=1)).key != key
+    key = sweeps.Cell.from_config(cfg).key
+    assert sweeps.Cell.from_config(config(tmp_path, name="other", stream=False, debug=True, reuse=False)).key == key
+    assert sweeps.Cell.from_config(config(tmp_path, seed=1)).key != key
     monkeypatch.setattr(sweeps, "source_hash", lambda: "other code")
-    assert sweeps.Cell.of(cfg).key != key
+    assert sweeps.Cell.from_config(cfg).key != key
     monkeypatch.undo()
     (tmp_path / "model.gguf").write_bytes(b"y" * 101)
-    assert sweeps.Cell.of(cfg).key != key
+    assert sweeps.Cell.from_config(cfg).key != key
 
 
 def test_the_text_of_a_named_file_counts(tmp_path):
@@ -49,7 +49,7 @@ def test_the_text_of_a_named_file_counts(tmp_path):
     keys = set()
     for text in ("one", "another"):
         prompts.write_text(text)
-        keys.add(sweeps.Cell.of(config(tmp_path, data={"source": str(prompts)})).key)
+        keys.add(sweeps.Cell.from_config(config(tmp_path, data={"source": str(prompts)})).key)
     assert len(keys) == 2
 
 
@@ -115,9 +115,9 @@ def cells(tmp_path, monkeypatch):
     done = []
 
     def run_it(cfg, directory, **_):
-        done.append(cfg.policy.gamma)
+        done.append(cfg.gamma)
         tracker = trackers.Tracker(directory)
-        tracker.log({"gamma": cfg.policy.gamma})
+        tracker.log({"gamma": cfg.gamma})
         tracker.finish({"name": cfg.name, "summary": {}, "config": cfg.composed})
         return Done
 
@@ -170,12 +170,12 @@ def stopped(cells, monkeypatch):
     asked = {"signal": signal.SIGINT, "rows": 1}
 
     def run_it(cfg, directory, **_):
-        cells.append(cfg.policy.gamma)
-        if cfg.policy.gamma == 2 and not asked["rows"]:
+        cells.append(cfg.gamma)
+        if cfg.gamma == 2 and not asked["rows"]:
             os.kill(os.getpid(), asked["signal"])
         tracker = trackers.Tracker(directory)
-        tracker.log({"gamma": cfg.policy.gamma})
-        if cfg.policy.gamma == 2 and asked["signal"]:
+        tracker.log({"gamma": cfg.gamma})
+        if cfg.gamma == 2 and asked["signal"]:
             os.kill(os.getpid(), asked["signal"])
         tracker.finish({"name": cfg.name, "summary": {}, "config": cfg.composed})
         return Done
@@ -233,8 +233,8 @@ class Done:
 def slow(cfg, directory, **_):
     tracker = trackers.Tracker(directory)
     tracker.log({"from": "the killed process"})
-    print("gamma", cfg.policy.gamma, flush=True)
-    time.sleep(0 if cfg.policy.gamma == 1 else 60)
+    print("gamma", cfg.gamma, flush=True)
+    time.sleep(0 if cfg.gamma == 1 else 60)
     tracker.finish({"summary": {}})
     return Done
 runner.run = slow
@@ -374,11 +374,11 @@ def test_optuna_finds_the_best_and_lives_with_invalid_combinations(tmp_path, cel
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
 
     def run_it(cfg, directory, **_):
-        cells.append(cfg.policy.gamma)
-        if cfg.policy.gamma == 1:
+        cells.append(cfg.gamma)
+        if cfg.gamma == 1:
             raise UserError("one is refused")
         files.write_atomically(directory / "record.json", '{"summary": {}}')
-        return dataclasses.make_dataclass("RunResult", ["as_promised", "objective"])(True, -abs(cfg.policy.gamma - 4.0))
+        return dataclasses.make_dataclass("RunResult", ["as_promised", "objective"])(True, -abs(cfg.gamma - 4.0))
 
     monkeypatch.setattr(runner, "run", run_it)
     more = ["hydra.sweeper.n_trials=12", "hydra.sweeper.params=null", "policy.gamma=range(1,7)"]

@@ -47,4 +47,4 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
 )
 def test_bad_options_are_refused(name, options, message):
     with pytest.raises(UserError, match=message):
-        trackers.check(Choice(name, options))
+        trackers.options_of_tracker(Choice(name, options))

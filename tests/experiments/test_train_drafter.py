@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 import specsparse
 from specsparse.errors import UserError
@@ -16,7 +15,7 @@ from specsparse.training import corpus, trainer, training_loop
 from specsparse.training.eagle_form import HeadForm
 from specsparse.training.trainer import _reach
 from tests.experiments import playing
-from tests.experiments.playing import changed, random_texts, run_config, settings, stop_at
+from tests.experiments.playing import changed, quiet_context, random_texts, run_config, settings, stop_at
 
 OPTIONS = {
     "batch": 4, "batches": 2, "least": 0.0, "answer": 24,
@@ -123,7 +122,7 @@ def learned(cfg, model, tmp_path, given):
     """The losses of 60 steps, which fall under half of where they began at every place of a draft."""
     cfg = changed(cfg, "train", options={**given, "steps": 60, "learning_rate": 3e-3})
     cfg = settings(cfg)
-    options = train_drafter.Options.of(cfg)
+    options = train_drafter.Options.from_settings(cfg)
     paths = corpus.generate(model, options.data, tmp_path / "texts", tokens=100)
     texts = [t for p in paths for t in corpus.read_shard(p)]
     made = trainer.Trainer(model, options.train, train_drafter.form_of(cfg, model))
@@ -137,7 +136,7 @@ def learned(cfg, model, tmp_path, given):
 
 def test_candidates_hold_what_follows(cfg, model, tmp_path):
     cfg = settings(cfg)
-    options = train_drafter.Options.of(cfg)
+    options = train_drafter.Options.from_settings(cfg)
     paths = corpus.generate(model, options.data, tmp_path / "texts", tokens=100)
     texts = [t for p in paths for t in corpus.read_shard(p)]
     made = trainer.Trainer(model, options.train, HeadForm(model))
@@ -199,7 +198,7 @@ def test_documents_are_trained_on_beside_the_targets_text(cfg, model, tmp_path):
     path = tmp_path / "own.txt"
     path.write_text("abc " * 40, encoding="utf-8")
     cfg = settings(changed(cfg, "train", options={**OPTIONS, "documents": [str(path)]}))
-    found, seen = train_drafter.texts(cfg, model, tmp_path / "out", Console(quiet=True))
+    found, seen = train_drafter.texts(cfg, model, tmp_path / "out", quiet_context())
     written = [t for p in sorted((tmp_path / "out" / "texts").glob("*")) for t in corpus.read_shard(p)]
     ours = corpus.tokenised(model, corpus.read_documents(path), corpus.DataOptions(answer=24))
     assert len(ours) > 3 and len(found) == len(written) + len(ours)

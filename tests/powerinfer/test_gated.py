@@ -8,7 +8,6 @@ import pytest
 import specsparse
 from specsparse.errors import UserError
 from specsparse.experiments import runner, sparse_model
-from specsparse.experiments.methods import gating
 from specsparse.experiments.settings import FfnSpec
 from specsparse.measure import machine
 from specsparse.models import catalogue
@@ -76,7 +75,7 @@ def test_an_experiment_runs_on_a_gated_model(cfg, tmp_path):
 def test_the_share_of_a_fitted_predictor_is_kept(cfg, path):
     model = sparse_model.load(cfg, quiet_context())
     assert model.ffn == "predicted" and model.rule == "gate_threshold(share=0.4)"
-    text = gating.calibration_text(cfg, model)
+    text = sparse_model.calibration_text(cfg, model)
     assert text.shape == (1, 64) and cfg.ffn.tokens == text.size
     weights = [layer.sparse.predictor for layer in model.params.layers]
     assert len({float(w.threshold) for w in weights}) == 2  # one a layer

@@ -15,9 +15,9 @@ from specsparse import run
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.experiments import runner
-from specsparse.experiments.compose import config
 from specsparse.experiments.kinds import relufy, train_drafter
 from specsparse.experiments.kinds.train_settings import TrainSpec
+from specsparse.experiments.settings import from_omegaconf
 from specsparse.kernels.packing.dequant import embed_rows
 from specsparse.models.convert.edit import apply_delta, tensors_hash
 from specsparse.support.files import save_state
@@ -246,8 +246,8 @@ def test_mistakes_are_found_before_anything_is_loaded(cfg, options, says):
 @pytest.mark.parametrize("name", ["relufy", "train_drafter", "train_draft_model"])
 def test_the_options_of_the_shipped_files_are_taken(name):
     with initialize_config_dir(str(run.conf_dir()), version_base="1.3"):
-        cfg = config.from_omegaconf(compose("config", [f"+experiment={name}"]))
-    found = (relufy if name == "relufy" else train_drafter).Options.of(settings(cfg))
+        cfg = from_omegaconf(compose("config", [f"+experiment={name}"]))
+    found = (relufy if name == "relufy" else train_drafter).Options.from_settings(settings(cfg))
     assert found.data.answer == cfg.own["train"]["answer"]
 
 

@@ -1,42 +1,55 @@
 """Every valid method of a list on the same prompts, plain decoding once, all in turn; one ranked table."""
 
-import dataclasses
 import itertools
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
 
+from specsparse.engine.model import Model
 from specsparse.errors import UserError
+from specsparse.experiments import configured, decoding
+from specsparse.experiments.decoding import Passes
 from specsparse.experiments.kind import Kind, RunContext, RunResult
-from specsparse.experiments.methods import configured, decoding, findings
-from specsparse.experiments.methods.decoding import Passes
-from specsparse.experiments.methods.findings import Prediction
-from specsparse.experiments.settings import DecodingSettings
-from specsparse.measure import conditions
+from specsparse.experiments.settings import DecodingSettings, MethodSettings
+from specsparse.measure import conditions, intervals
 from specsparse.measure.conditions import UNKNOWN, Conditions, Rank
+from specsparse.measure.costs import measuring
+from specsparse.measure.costs.acceptance import AcceptedRates
+from specsparse.measure.costs.forecast import Candidate, Clocks, DraftShape, at_shape
+from specsparse.measure.costs.measuring import Bar, silent
 from specsparse.measure.intervals import Interval
 from specsparse.measure.speedups import Repeats
 from specsparse.report import display, record
 from specsparse.report.record import PLAIN, SPECULATIVE, Group, Identity, Pass
 from specsparse.runtime import metrics
-from specsparse.runtime.method import UnfitPair, drafts_trees, resolve
+from specsparse.runtime.method import Method, UnfitPair, drafts_trees, resolve
+from specsparse.runtime.timing_cache import CostTable
 from specsparse.speculative.base import Verifier
 from specsparse.speculative.trees import CHAIN
 from specsparse.speculative.verify import VERIFIERS
 from specsparse.support import tables
+from specsparse.support.files import Json
 from specsparse.support.registry import Choice
 
+GOAL = 0.1
+"""How far a prediction may be off, as a share of what was measured."""
+DEFINITIONS = {
+    **metrics.DEFINITIONS,
+    **conditions.DEFINITIONS,
+    "advice": "speed-up by the cost model: times measured here before the run, acceptance and share of rounds with a "
+    "draft as this run counted them; over_measured: predicted / measured",
+}
 _FEW = 2
 """Methods that a line names; more are counted."""
 
 
 @dataclass(frozen=True)
 class ComparedMethod:
-    """One method: what its verifier promises, both sides' numbers by task, and whether the text is the same.
+    """One method: its verifier's promise, both sides' numbers by task, and whether the text is the same.
 
     `about` is what else is known of its drafter, such as how two vocabularies go together.
     """
@@ -49,25 +62,25 @@ class ComparedMethod:
 
     @property
     def speedup(self) -> float:
-        """Ratio of totals over all prompts; 0 where nothing was decoded."""
+        """Ratio of totals over all prompts; 0 if nothing was decoded."""
         found = self.groups["all"].speedup
         return 0.0 if found is None else found.ratio_of_totals
 
     def to_dict(self) -> dict[str, object]:
-        """As plain values."""
-        tasks = {task: _group(group) for task, group in self.groups.items()}
-        identity = dataclasses.asdict(self.identity)
+        tasks = {
+            task: {
+                **{k: {"rates": s.rates, "counters": metrics.to_dict(s.counters)} for k, s in group.sides.items()},
+                "speedup": None if group.speedup is None else group.speedup.to_dict(),
+            }
+            for task, group in self.groups.items()
+        }
+        identity = asdict(self.identity)
         return {"name": self.name, "label": self.label, "identity": identity, "tasks": tasks, **self.about}
-
-
-def _group(group: Group) -> dict[str, object]:
-    sides = {k: {"rates": s.rates, "counters": metrics.to_dict(s.counters)} for k, s in group.sides.items()}
-    return {**sides, "speedup": None if group.speedup is None else group.speedup.to_dict()}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All methods, the fastest first, the pairs that were left out, and what all were taken at, in turn."""
+    """All methods, the fastest first, the pairs that were left out, and the conditions that all were timed under."""
 
     entries: tuple[ComparedMethod, ...]
     refused: tuple[str, ...]
@@ -81,32 +94,25 @@ class Comparison:
 
     @property
     def ranks(self) -> list[Rank | None]:
-        """Of the entries."""
         return conditions.ranks(self.intervals)
 
     @property
     def intervals(self) -> list[Interval | None]:
-        """Of the entries' speed-ups."""
         found = [e.groups["all"].speedup for e in self.entries]
         return [None if f is None else f.interval for f in found]
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What makes the texts doubtful, and the times."""
+        """Doubts of the texts and of the times."""
         of_texts = metrics.draws_doubts((e.name, e.groups["all"].sides[SPECULATIVE].draws_z) for e in self.entries)
         named = zip((e.name for e in self.entries), self.intervals, strict=True)
         beyond = {e.name: e.groups["all"].impossible for e in self.entries}
         return (*of_texts, *conditions.doubts(self.conditions, beyond), *conditions.all_skewed(named))
 
-    @property
-    def objective(self) -> float | None:
-        """The best speed-up."""
-        return self.entries[0].speedup if self.entries else None
-
 
 @dataclass(frozen=True)
 class CompareSpec:
-    """Which methods `kind: compare` tries: every valid pair; `verifiers` None is all lossless ones.
+    """Every valid pair of these is tried; `verifiers` None is all lossless ones.
 
     With `advise` the cost model's prediction stands beside each method's speed-up.
     """
@@ -118,8 +124,6 @@ class CompareSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareSettings(DecodingSettings):
-    """What `kind: compare` reads of a config."""
-
     compare: CompareSpec = CompareSpec()
 
 
@@ -129,76 +133,73 @@ class Compare(Kind[CompareSettings]):
     on_mesh = True
 
     def check(self, cfg: CompareSettings) -> None:
-        """Unknown names, and lists without a valid pair are refused."""
-        decoding.check(cfg, map(configured.spec_of, pairs(cfg)[0].values()))
+        decoding.check(cfg, [pair.spec for pair in pairs(cfg)[0].values()])
 
     def run(self, cfg: CompareSettings, ctx: RunContext) -> RunResult:
         """Decodes and ranks, with a line of prompts.jsonl for each pass."""
         started, console = time.perf_counter(), ctx.console
         chosen, refused = pairs(cfg)
-        bench = decoding.prepare(cfg, ctx, map(configured.spec_of, chosen.values()))
+        bench = decoding.prepare(cfg, ctx, [pair.spec for pair in chosen.values()])
         chosen = {name: configured.filled(pair, bench.model, console) for name, pair in chosen.items()}
-        specs = {name: configured.spec_of(pair) for name, pair in chosen.items()}
+        specs = {name: pair.spec for name, pair in chosen.items()}
         sides = {name: spec.arguments() for name, spec in specs.items()}
         costs = None
         if cfg.compare.advise:
-            bound = {name: (chosen[name], resolve(spec, bench.model)) for name, spec in specs.items()}
-            costs = findings.costs_of(bench.model, bound, bar=decoding.bar_on(console))
-        tracker = ctx.tracker
+            resolved = {name: (chosen[name], resolve(spec, bench.model)) for name, spec in specs.items()}
+            costs = costs_of(bench.model, resolved, bar=decoding.bar_on(console))
         passes = Passes(cfg, ctx, bench.model, {PLAIN: {}, **sides})
         if cfg.warmup:
             passes.show(bench.jobs, PLAIN, started)
-        done = []
-        for one in passes.timed(bench.jobs):
-            done.append(one)
-            tracker.log(one.row())
+        done = passes.logged(bench.jobs)
         taken, size = passes.conditions(), bench.model.footprint.file
-        bandwidth = taken.read_bandwidth
-        everything, measures = [*passes.warm_up, *done], {"bytes_per_pass": size, "bandwidth": bandwidth}
+        measures = {"bytes_per_pass": size, "bandwidth": taken.read_bandwidth}
         entries = [
-            dataclasses.replace(
-                entry(name, method["verifier"], everything, done, **measures),
+            replace(
+                entry(name, method["verifier"], [*passes.warm_up, *done], done, **measures),
                 about=resolve(specs[name], bench.model).about,  # with what the passes have loaded
             )
             for name, method in sides.items()
         ]
         found = Comparison(tuple(sorted(entries, key=lambda e: -e.speedup)), refused, taken, passes.repeats)
-        predicted = {} if costs is None else findings.predictions({e.name: e.groups for e in found.entries}, *costs)
-        title = Text(f"{cfg.name}: {len(sides)} methods on {len(bench.jobs)} prompts", style="bold")
-        said = [Text(line, style="dim") for line in lines(found)]
+        predicted = {} if costs is None else predictions({e.name: e.groups for e in found.entries}, *costs)
+        warnings, best = found.warnings, found.entries[0]
+        rows = [
+            {
+                **e.to_dict(),
+                "rank": None if rank is None else str(rank),
+                "conditions": taken.to_dict(),
+                **({"advice": predicted[e.name].to_dict()} if e.name in predicted else {}),
+            }
+            for rank, e in zip(found.ranks, found.entries, strict=True)
+        ]
         return RunResult(
-            {**_summary(found), **findings.prediction_summary(predicted)},
+            {
+                "best": best.name,
+                "speedup": best.speedup,
+                "as_promised": found.as_promised,
+                "warnings": list(warnings),
+                "conditions": taken.to_dict(),
+                "repeats": None if found.repeats is None else found.repeats.to_dict(),
+                **prediction_summary(predicted),
+            },
             found,
             shown=[
-                title,
+                Text(f"{cfg.name}: {len(sides)} methods on {len(bench.jobs)} prompts", style="bold"),
                 table(found),
-                *display.condition_lines(taken, passes.repeats, found.warnings),
-                *said,
-                *findings.prediction_parts(predicted),
+                *display.condition_lines(taken, passes.repeats, warnings),
+                *(Text(line, style="dim") for line in lines(found)),
+                *prediction_parts(predicted),
             ],
-            definitions={**metrics.DEFINITIONS, **conditions.DEFINITIONS, **findings.PREDICTION_DEFINITIONS},
-            more={**_methods(found, predicted), "load_s": bench.load_s, "compile_s": passes.compile_s},
+            definitions=DEFINITIONS,
+            more={
+                "methods": rows,
+                "refused": list(refused),
+                "load_s": bench.load_s,
+                "compile_s": passes.compile_s,
+            },
             as_promised=found.as_promised,
-            objective=found.objective,
+            objective=best.speedup,
         )
-
-
-def _summary(found: Comparison) -> dict[str, object]:
-    return {
-        "best": found.entries[0].name,
-        "speedup": found.objective,
-        "as_promised": found.as_promised,
-        "warnings": list(found.warnings),
-        "conditions": found.conditions.to_dict(),
-        "repeats": None if found.repeats is None else found.repeats.to_dict(),
-    }
-
-
-def _methods(found: Comparison, predicted: Mapping[str, Prediction]) -> dict[str, object]:
-    taken, ranked = found.conditions.to_dict(), zip(found.ranks, found.entries, strict=True)
-    rows = [{**e.to_dict(), "rank": None if r is None else str(r), "conditions": taken} for r, e in ranked]
-    rows = [{**row, "advice": predicted[row["name"]].to_dict()} if row["name"] in predicted else row for row in rows]
-    return {"methods": rows, "refused": list(found.refused)}
 
 
 def pairs(cfg: CompareSettings) -> tuple[dict[str, CompareSettings], tuple[str, ...]]:
@@ -210,19 +211,19 @@ def pairs(cfg: CompareSettings) -> tuple[dict[str, CompareSettings], tuple[str, 
     Raises:
         UserError: an unknown name, a mistaken option, or no valid pair.
     """
-    found: dict[str, CompareSettings] = {}
+    valid: dict[str, CompareSettings] = {}
     refused: list[str] = []
     seen: set[tuple[str, Any]] = set()
     verifiers = cfg.compare.verifiers or tuple(name for name, v in VERIFIERS.items() if v.lossless)
     for name, verifier in itertools.product(cfg.compare.drafters, verifiers):
-        pair = dataclasses.replace(
+        pair = replace(
             cfg,
             drafter=configured.drafter_choice(cfg, name),
             verifier=cfg.verifier if cfg.verifier.name == verifier else Choice(verifier),
             tree=cfg.tree if drafts_trees(name) else Choice(CHAIN),
         )
         try:
-            method = resolve(configured.spec_of(pair))
+            method = resolve(pair.spec)
         except UnfitPair as error:
             if cfg.compare.verifiers:
                 refused.append(f"{name} x {verifier}: {verifier} does not verify {error.kind.value} drafts here")
@@ -230,29 +231,24 @@ def pairs(cfg: CompareSettings) -> tuple[dict[str, CompareSettings], tuple[str, 
         assert method.verifier is not None
         if cfg.compare.verifiers or (name, method.verifier.rule) not in seen:  # aliases of one rule do the same
             seen.add((name, method.verifier.rule))
-            found[f"{name} x {verifier}"] = pair
-    if not found:
+            valid[f"{name} x {verifier}"] = pair
+    if not valid:
         raise UserError("compare: no drafter of the list goes with a verifier of the list: " + "; ".join(refused))
-    return found, tuple(refused)
+    return valid, tuple(refused)
 
 
 def entry(
-    name: str,
-    verifier: Verifier,
-    seen: Sequence[Pass],
-    timed: Sequence[Pass],
-    *,
-    bytes_per_pass: int,
-    bandwidth: float | None,
-) -> ComparedMethod:
+    name: str, verifier: Verifier, seen: Sequence[Pass], timed: Sequence[Pass], *,
+    bytes_per_pass: int, bandwidth: float | None,
+) -> ComparedMethod:  # fmt: skip
     """One method's numbers beside plain decoding's."""
 
-    def of(passes: Sequence[Pass]) -> list[Pass]:
-        own = [dataclasses.replace(p, side=SPECULATIVE) for p in passes if p.side == name]
+    def both(passes: Sequence[Pass]) -> list[Pass]:
+        own = [replace(p, side=SPECULATIVE) for p in passes if p.side == name]
         return [*(p for p in passes if p.side == PLAIN), *own]
 
-    groups = record.groups(of(timed), bytes_per_pass=bytes_per_pass, read_bandwidth=bandwidth)
-    identity = record.identity_of(of(seen), verifier=verifier.name)
+    groups = record.groups(both(timed), bytes_per_pass=bytes_per_pass, read_bandwidth=bandwidth)
+    identity = record.identity_of(both(seen), verifier=verifier.name)
     return ComparedMethod(name, decoding.label(verifier), groups, identity)
 
 
@@ -262,18 +258,24 @@ def table(found: Comparison) -> Table:
     rates = ("tok/s", "speed-up", "95 % interval", "tok/pass", "acc. length")
     out = tables.new("", "method", *rates, "text", "lossless", left=(1, 7, 8), note=note)
     for rank, e in zip(found.ranks, found.entries, strict=True):
-        side, faster = e.groups["all"].sides[SPECULATIVE], e.groups["all"].speedup
-        numbers = [_cell(side.rates[k], spec) for k, spec in (("tokens_per_second", ".1f"),)]
-        numbers += ["-", "-"] if faster is None else [f"{e.speedup:.2f}", faster.interval.ends()]
-        numbers += [_cell(side.rates[k], ".2f") for k in ("tokens_per_target_pass", "mean_acceptance_length")]
-        out.add_row(str(rank or "-"), e.name, *numbers, _same(e.identity), _short(e.label))
+        rates, faster = e.groups["all"].sides[SPECULATIVE].rates, e.groups["all"].speedup
+        text = Text("same", style="green")
+        if e.identity.differing:
+            text = Text("NOT THE SAME", style="bold red") if e.identity.promised else Text("another")
+        lossless = "tokens" if e.label.startswith("lossless") else "NO"
+        out.add_row(
+            str(rank or "-"), e.name, tables.cell(rates["tokens_per_second"], ".1f"),
+            *(["-", "-"] if faster is None else [f"{e.speedup:.2f}", faster.interval.ends()]),
+            *(tables.cell(rates[key], ".2f") for key in ("tokens_per_target_pass", "mean_acceptance_length")),
+            text, "distribution" if e.label.startswith("lossless in") else lossless,
+        )  # fmt: skip
     plain = found.entries[0].groups["all"].sides[PLAIN]
-    out.add_row("", PLAIN, _cell(plain.rates["tokens_per_second"], ".1f"), "1.00", *[""] * 5)
+    out.add_row("", PLAIN, tables.cell(plain.rates["tokens_per_second"], ".1f"), "1.00", *[""] * 5)
     return out
 
 
 def lines(found: Comparison) -> list[str]:
-    """What the ranks mean, the best methods of each task, what was compared, and the pairs left out."""
+    """The meaning of the ranks, the best methods of each task, what was compared, and the pairs left out."""
     out = conditions.rank_lines(found.intervals)
     for task in (t for t in found.entries[0].groups if t != "all"):
         timed = [(e.name, s.interval) for e in found.entries if (s := e.groups[task].speedup) is not None]
@@ -282,23 +284,106 @@ def lines(found: Comparison) -> list[str]:
             names = ", ".join(timed[i][0] for i in others) if len(others) <= _FEW else f"{len(others)} others"
             tied = f"; tied with {names}" if others else ""
             out.append(f"best for {task}: {timed[best][0]} ({timed[best][1].value:.2f}{tied})")
-    counted = found.entries[0].identity.counted
-    out.append(f"text: a method's tokens beside plain decoding's, {counted}")
+    out.append(f"text: a method's tokens beside plain decoding's, {found.entries[0].identity.counted}")
     return [*out, *(f"left out: {pair}" for pair in found.refused)]
 
 
-def _same(identity: Identity) -> Text:
-    if not identity.differing:
-        return Text("same", style="green")
-    return Text("NOT THE SAME", style="bold red") if identity.promised else Text("another")
+@dataclass(frozen=True)
+class Prediction:
+    """The speed-up that the cost model predicts of a method, and the measured one.
+
+    Attributes:
+        predicted, low, high: by the table, with its interval over texts and times.
+        measured: by the clock.
+        v, c, c0: of the mean round: its forward, a drafted token and the rest, in plain steps.
+        rows: mean tokens of a draft, of a tree its nodes; a tree's drafting is all in c0.
+    """
+
+    predicted: float
+    low: float
+    high: float
+    measured: float
+    v: float
+    c: float
+    c0: float
+    rows: float
+
+    @property
+    def over_measured(self) -> float:
+        """1 if the model is right."""
+        return self.predicted / self.measured
+
+    @property
+    def within(self) -> bool:
+        return abs(self.over_measured - 1) <= GOAL
+
+    def to_dict(self) -> Json:
+        return {**asdict(self), "over_measured": self.over_measured, "within": self.within}
 
 
-def _short(label: str) -> str:
-    """ "tokens", "distribution" or "NO" under the heading lossless."""
-    if label.startswith("lossless"):
-        return "distribution" if label.startswith("lossless in") else "tokens"
-    return "NO"
+class Costed(NamedTuple):
+    """The key of a method's cost in the table, and the most tokens or nodes of its drafts."""
+
+    key: str
+    room: int
 
 
-def _cell(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)
+def costs_of(
+    model: Model, methods: Mapping[str, tuple[MethodSettings, Method]], *, bar: Bar = silent
+) -> tuple[CostTable, dict[str, Costed]]:
+    """The model's table with what each method's drafts cost: a token of a chain, a tree as a whole."""
+    found: dict[str, Costed] = {}
+    table = None
+    for name, (cfg, method) in methods.items():
+        drafter, options, tree = cfg.drafter.name, cfg.drafter.options, configured.shape_of(cfg)
+        if tree is None:
+            table, key = measuring.table_for(model, drafter, options, bar=bar)
+        else:
+            table, key = measuring.table_for_tree(model, drafter, options, tree, method, bar=bar)
+        found[name] = Costed(key, cfg.gamma if tree is None else method.max_nodes)
+    assert table is not None  # the caller has a method
+    return table, found
+
+
+def predict(name: str, groups: Mapping[str, Group], table: CostTable, costed: Costed) -> Prediction | None:
+    """The table's prediction for a method by its own acceptance, of a tree by depth; None if it drafted nothing.
+
+    `groups` are the method's passes by task, `costed` its place in the table.
+    """
+    counted = {task: group.sides[SPECULATIVE].counters for task, group in groups.items() if SPECULATIVE in group.sides}
+    acceptance, whole = AcceptedRates.from_groups("this run", counted), groups["all"]
+    if acceptance is None or whole.speedup is None:
+        return None
+    side = whole.sides[SPECULATIVE]
+    kv_length = (side.prefill_tokens + side.counters.num_emitted_tokens / 2) / side.passes
+    clocks, candidate = Clocks.from_table(table, {name: costed.key}, 1.0, kv_length), Candidate(name, name)
+    at, clock = at_shape(clocks, candidate, acceptance, DraftShape(costed.room)), clocks.expected
+    rows = side.counters.num_draft_tokens / max(side.counters.num_drafts, 1)
+    c, c0 = clock.costs(candidate, costed.room)
+    return Prediction(at.speedup, at.low, at.high, whole.speedup.ratio_of_totals, clock.v(rows + 1), c, c0, rows)
+
+
+def predictions(
+    groups: Mapping[str, Mapping[str, Group]], table: CostTable, costed: Mapping[str, Costed]
+) -> dict[str, Prediction]:
+    made = {name: predict(name, own, table, costed[name]) for name, own in groups.items()}
+    return {name: one for name, one in made.items() if one is not None}
+
+
+def prediction_summary(found: Mapping[str, Prediction]) -> Json:
+    """For the record: how many predictions, and how many within the goal."""
+    return {"advice": {"methods": len(found), "within": sum(b.within for b in found.values())}} if found else {}
+
+
+def prediction_parts(found: Mapping[str, Prediction]) -> Iterator[Table | str]:
+    """A row a method, and how many are within the goal; nothing if nothing was predicted."""
+    if not found:
+        return
+    out = tables.new("method", "measured", "predicted", "interval", "over measured", "drafted", "v", "c", "c0")
+    for name, one in found.items():
+        numbers = (one.over_measured, one.rows, one.v, one.c, one.c0)
+        ends = intervals.shown(one.low, one.high)
+        out.add_row(name, f"{one.measured:.2f}", f"{one.predicted:.2f}", ends, *(f"{value:.2f}" for value in numbers))
+    yield out
+    within = sum(one.within for one in found.values())
+    yield f"advice: {within} of {len(found)} predictions within {GOAL:.0%} of the clock"

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from rich.console import Console
-from rich.text import Text
 
 from specsparse.engine.model import Model
 from specsparse.engine.text.tokenizer import Tokenizer
@@ -24,7 +22,6 @@ from specsparse.support.options import Count, Range, Size
 
 F32 = "f32"
 """The base that is the same file computed in float32."""
-IN_FLOAT32 = {"float_weights": True, "kv_dtype": "f32"}
 DEFINITIONS = {
     "perplexity": "exp of the mean negative log-likelihood of the scored tokens, llama.cpp's windows",
     "kl_mean": "mean KL(base, model) of the next token's distribution over the scored tokens, in nats",
@@ -34,13 +31,13 @@ DEFINITIONS = {
 
 @dataclass(frozen=True)
 class PerplexitySpec:
-    """What `kind: perplexity` reads and how; see `specsparse.runtime.perplexity.windows`.
+    """The text and its windows; see `specsparse.runtime.perplexity.windows`.
 
     Attributes:
         text: a text file, read as it is; None is the prompts of the data group, one after the other.
         context, stride: of the windows.
         chunks: at most so many windows; None for all.
-        base: whose distribution the KL is from: "f32", the same weights computed in float32, and with all neurons where
+        base: whose distribution the KL is from: "f32", the same weights computed in float32, and with all neurons if
             `ffn` says which are computed; a model; None for no KL.
     """
 
@@ -48,13 +45,11 @@ class PerplexitySpec:
     context: Annotated[int, Range(4)] = 512
     stride: Size = 0
     chunks: Count | None = None
-    base: str | None = "f32"
+    base: str | None = F32
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexitySettings(ModelSettings):
-    """What `kind: perplexity` reads of a config."""
-
     perplexity: PerplexitySpec = PerplexitySpec()
 
 
@@ -65,29 +60,33 @@ class Perplexity(Kind[PerplexitySettings]):
     on_mesh = True
 
     def check(self, cfg: PerplexitySettings) -> None:
-        """A model or a text that is not there, and a stride that does not fit are refused."""
+        spec = cfg.perplexity
         catalogue.resolve(cfg.model.path)
         sparse_model.check(cfg)
-        if cfg.perplexity.base not in (None, F32):
-            catalogue.resolve(cfg.perplexity.base)
-        if cfg.perplexity.stride > cfg.perplexity.context:
-            wanted = f"at most perplexity.context={cfg.perplexity.context}"
-            raise UserError(f"perplexity.stride={cfg.perplexity.stride}: must be {wanted}")
+        if spec.base not in (None, F32):
+            catalogue.resolve(spec.base)
+        if spec.stride > spec.context:
+            raise UserError(f"perplexity.stride={spec.stride}: must be at most perplexity.context={spec.context}")
         read_text(cfg)
 
     def run(self, cfg: PerplexitySettings, ctx: RunContext) -> RunResult:
-        """Scores the text.
-
-        Raises:
-            UserError: a text that is too short, a base of another vocabulary.
-        """
         model = sparse_model.load(cfg, ctx)
         text = cut(cfg, model.tokenizer)
         with base_probs(cfg, ctx, text) as probs:
-            found = scored(model, text, ctx.console, cfg.model.path, base=probs)
+            found = scored(model, text, ctx, cfg.model.path, base=probs)
         facts = {"base": cfg.perplexity.base, "windows": text.tokens.shape[0], "window": text.tokens.shape[1]}
         summary = {**found.summary(), **facts, **sparse_model.label(model)}
-        shown = [Text(line) for line in lines(summary)]
+        shown = [
+            f"{summary['tokens']} tokens scored in {summary['windows']} windows of {summary['window']}",
+            f"perplexity {summary['perplexity']:.4f} +- {summary['perplexity_error']:.4f}",
+        ]
+        if summary["kl_mean"] is not None:
+            base = "the same weights in float32" if summary["base"] == F32 else summary["base"]
+            kl = (
+                "mean {kl_mean:.6f} +- {kl_error:.6f}, median {kl_median:.6f}, 99 % {kl_99:.6f}, most {kl_max:.6f} nats"
+            )
+            shown += [f"KL from {base}: {kl.format(**summary)}"]
+            shown += [f"the same token most likely: {summary['same_top']:.2%}"]
         return RunResult(summary, shown=shown, definitions=DEFINITIONS, objective=-summary["perplexity"])
 
 
@@ -108,62 +107,39 @@ def read_text(cfg: PerplexitySettings) -> str:
 
 
 def cut(cfg: PerplexitySettings, tokenizer: Tokenizer) -> Windows:
-    """The text as windows of this tokenizer."""
     spec, ids = cfg.perplexity, tokenizer.encode(read_text(cfg), add_special=True)
     bos = tokenizer.bos_id if tokenizer.add_bos else None
     return windows(ids, context=spec.context, stride=spec.stride, chunks=spec.chunks, bos=bos)
 
 
 def scored(
-    model: Model, text: Windows, console: Console, name: str, *, base: np.ndarray | None = None, **options: Any
+    model: Model, text: Windows, ctx: RunContext, name: str, *, base: np.ndarray | None = None, **options: Any
 ) -> Scores:
-    """`score` with a bar.
-
-    Raises:
-        UserError: a base of another vocabulary.
-    """
+    """`score` with a bar. UserError: a base of another vocabulary."""
     if base is not None and base.shape[1] != model.config.vocab_size:
         raise UserError(f"{name} has {model.config.vocab_size} tokens and perplexity.base has {base.shape[1]}")
-    with terminal.counting(console, f"reading the text: {name}", len(text.tokens)) as bar:
-        step = bar.task_ids[0]
-        return score(model, text, base=base, progress=lambda done: bar.update(step, completed=done), **options)
+    with ctx.counting(f"reading the text: {name}", len(text.tokens)) as step:
+        return score(model, text, base=base, progress=step, **options)
 
 
 @contextmanager
 def base_probs(cfg: PerplexitySettings, ctx: RunContext, text: Windows) -> Iterator[np.ndarray | None]:
     """Log-probabilities float32[N, V] of the base on the text, in a file that goes with the block."""
-    console = ctx.console
-    if cfg.perplexity.base is None:
+    base = cfg.perplexity.base
+    if base is None:
         yield None
         return
-    base = cfg.perplexity.base
     path, options = base, cfg.model.overrides()
     if base == F32:
         whole = {} if cfg.ffn.name is None else {"ffn": "dense"}
-        path, options = cfg.model.path, {**options, **IN_FLOAT32, **whole}
-    with terminal.loading(console, f"loading {path} as the base") as progress:
+        path, options = cfg.model.path, {**options, "float_weights": True, "kv_dtype": "f32", **whole}
+    with terminal.loading(ctx.console, f"loading {path} as the base") as progress:
         model = ctx.engine.load(path, progress=progress, **options)
     ctx.directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=ctx.directory, prefix=".base-") as folder:
         shape = (text.scored, model.config.vocab_size)
         probs = np.lib.format.open_memmap(Path(folder) / "law.npy", mode="w+", dtype=np.float32, shape=shape)
-        scored(model, text, console, f"{path}, the base", keep=probs)
+        scored(model, text, ctx, f"{path}, the base", keep=probs)
         del model  # its weights need not stay beside the next model's
         yield probs
         del probs
-
-
-def lines(found: dict[str, Any]) -> list[str]:
-    """The figures for the terminal."""
-    out = [
-        f"{found['tokens']} tokens scored in {found['windows']} windows of {found['window']}",
-        f"perplexity {found['perplexity']:.4f} +- {found['perplexity_error']:.4f}",
-    ]
-    if found["kl_mean"] is not None:
-        base = "the same weights in float32" if found["base"] == F32 else found["base"]
-        out += [
-            f"KL from {base}: mean {found['kl_mean']:.6f} +- {found['kl_error']:.6f}, median {found['kl_median']:.6f}, "
-            f"99 % {found['kl_99']:.6f}, most {found['kl_max']:.6f} nats",
-            f"the same token most likely: {found['same_top']:.2%}",
-        ]
-    return out

@@ -8,7 +8,6 @@ The file of its results holds arrays by name: `tokens` int[n]; `MODEL/sparse`, `
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.table import Table
@@ -18,19 +17,14 @@ from specsparse import kernels
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.experiments.kind import Engine, Kind, RunContext, RunResult
+from specsparse.experiments.kind import Kind, RunContext, RunResult
 from specsparse.experiments.settings import ModelSettings
 from specsparse.models import catalogue
-from specsparse.support import tables, terminal
+from specsparse.support import tables
 from specsparse.support.files import read_npz
+from specsparse.support.options import Count
 
-LOGITS_FILE = "logits.npz"
-VARIANTS: dict[str, dict[str, float]] = {
-    "sparse": {},
-    "allon": {"threshold": -1e30},
-    "alloff": {"threshold": 1e30},
-    "silu": {},
-}
+VARIANTS = {"sparse": {}, "allon": {"threshold": -1e30}, "alloff": {"threshold": 1e30}, "silu": {}}
 """Options of `load` for each kind of logits."""
 LIMITS = {"F16": {"max": 2e-3, "mean": 3e-4}, "Q4_0": {"max": 2e-2, "q99": 1e-4}}
 """Largest errors in the faithful mode by type of the weights. Float sums differ in the last bit, which now and then
@@ -56,11 +50,11 @@ class Compared:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What was found.
+    """How our numbers agree with PowerInfer's.
 
     Attributes:
         logits: one entry a variant.
-        greedy: (tokens that are equal, tokens compared), or None where PowerInfer wrote none.
+        greedy: (tokens that are equal, tokens compared), or None if PowerInfer wrote none.
         threads: thread counts that were tried; one without native kernels.
         identical: whether the logits had the same bits with each.
         faithful: whether PowerInfer's roundings were on; without them nothing but the bits is promised.
@@ -81,16 +75,14 @@ class Agreement:
 
 @dataclass(frozen=True)
 class PowerInferSpec:
-    """What `kind: powerinfer_oracle` compares: PowerInfer's logits (None: logits.npz beside the model), threads."""
+    """PowerInfer's logits (None: logits.npz beside the model), and thread counts to compare."""
 
     logits: str | None = None
-    threads: tuple[int, ...] = (1, 2, 4)
+    threads: tuple[Count, ...] = (1, 2, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PowerInferSettings(ModelSettings):
-    """What `kind: powerinfer_oracle` reads of a config."""
-
     powerinfer: PowerInferSpec = PowerInferSpec()
 
 
@@ -100,63 +92,58 @@ class PowerInferOracle(Kind[PowerInferSettings]):
     timed = False
 
     def check(self, cfg: PowerInferSettings) -> None:
-        """Files that are not there or not of this model, and thread counts below one are refused."""
-        path = Path(catalogue.resolve(cfg.model.path))
-        _variants(_results(cfg, path), path)
-        if not cfg.powerinfer.threads or any(t < 1 for t in cfg.powerinfer.threads):
-            raise UserError("powerinfer.threads must be counts of at least 1, such as [1,2,4]")
+        _results(cfg)
 
     def run(self, cfg: PowerInferSettings, ctx: RunContext) -> RunResult:
-        """Compares.
-
-        Raises:
-            UserError: results that do not fit the model.
-        """
-        engine = ctx.engine
-        path = Path(catalogue.resolve(cfg.model.path))
-        wanted = _results(cfg, path)
-        faithful = cfg.ffn.faithful_f16
+        path, faithful = Path(catalogue.resolve(cfg.model.path)), cfg.ffn.faithful_f16
+        theirs, greedy = _results(cfg), None
+        tokens, ids = theirs.pop("tokens"), theirs.pop("greedy_ids", None)
         limits = LIMITS.get(open_gguf(path).tensors["blk.0.ffn_up.weight"].type.name, {}) if faithful else {}
         found, first = [], None
-        for variant in _variants(wanted, path):
-            options = {**cfg.model.overrides(), **VARIANTS[variant], "faithful_f16": faithful}
-            with terminal.loading(ctx.console, f"loading {path.name} for {variant}") as progress:
-                model = engine.load(str(path), progress=progress, **options)
+        for variant, logits in theirs.items():
+            title = f"{path.name} for {variant}"
+            model = ctx.load(cfg.model, title=title, faithful_f16=faithful, **VARIANTS[variant])
             first = first or model
-            found.append(_compared(variant, model.logits(wanted["tokens"]), wanted[f"{_stem(path)}/{variant}"], limits))
-        tried, identical = _over_threads(first, wanted["tokens"], cfg.powerinfer.threads)
-        greedy = _greedy(engine, first, wanted.get(f"{_stem(path)}/greedy_ids"), prompt=len(wanted["tokens"]))
+            found.append(_compared(variant, model.logits(tokens), logits, limits))
+        tried, identical = _over_threads(first, tokens, cfg.powerinfer.threads)
+        if ids is not None:
+            prompt, wanted = ids[: len(tokens)].tolist(), ids[len(tokens) :].tolist()
+            ours = ctx.engine.generate(first, prompt, max_tokens=len(wanted), ignore_eos=True).token_ids
+            greedy = sum(a == b for a, b in zip(ours, wanted, strict=True)), len(wanted)
         result = Agreement(tuple(found), greedy, tried, identical, faithful)
+        said = []
+        if greedy is not None:
+            said.append((f"greedy tokens: {greedy[0]} of {greedy[1]} equal PowerInfer's", greedy[0] == greedy[1]))
+        if len(tried) > 1:
+            word = "the same bits" if identical else "NOT the same bits"
+            said.append((f"{word} with {', '.join(map(str, tried))} threads", identical))
         title = Text(f"{cfg.name}: {path.name} against PowerInfer's logits", style="bold")
-        said = [Text(line, style="green" if good else "bold red") for line, good in _lines(result)]
+        lines = [Text(line, style="green" if good else "bold red") for line, good in said]
         return RunResult(
-            {**asdict(result), "as_promised": result.as_promised}, result, shown=[title, _table(result), *said],
+            {**asdict(result), "as_promised": result.as_promised}, result, shown=[title, _table(found), *lines],
             as_promised=result.as_promised, objective=-max(c.max for c in result.logits),
         )  # fmt: skip
 
 
-def _results(cfg: PowerInferSettings, path: Path) -> dict[str, np.ndarray]:
-    file = Path(cfg.powerinfer.logits).expanduser() if cfg.powerinfer.logits else path.parent / LOGITS_FILE
+def _results(cfg: PowerInferSettings) -> dict[str, np.ndarray]:
+    """PowerInfer's arrays for this model by name, the logits of a variant by the variant's.
+
+    Raises:
+        UserError: no such file, or none of this model in it.
+    """
+    path, given = Path(catalogue.resolve(cfg.model.path)), cfg.powerinfer.logits
+    file = Path(given).expanduser() if given else path.parent / "logits.npz"
     if not file.is_file():
         raise UserError(
             f"no such file of PowerInfer's results: {file}; give a model that "
             "PowerInfer ran, model.path=FILE.powerinfer.gguf, and what it wrote, powerinfer.logits=FILE.npz"
         )
-    return read_npz(file)
-
-
-def _stem(path: Path) -> str:
-    return path.name.removesuffix(".gguf").removesuffix(".powerinfer")
-
-
-def _variants(names: Any, path: Path) -> list[str]:
-    found = [v for v in VARIANTS if f"{_stem(path)}/{v}" in names]
-    if not found or "tokens" not in names:
-        known = sorted({n.split("/")[0] for n in names if "/" in n})
-        raise UserError(
-            f"PowerInfer's results hold no logits of {_stem(path)!r}; they are of {', '.join(known) or 'no model'}"
-        )
-    return found
+    arrays, stem = read_npz(file), path.name.removesuffix(".gguf").removesuffix(".powerinfer")
+    found = {name: arrays[f"{stem}/{name}"] for name in (*VARIANTS, "greedy_ids") if f"{stem}/{name}" in arrays}
+    if not VARIANTS.keys() & found.keys() or "tokens" not in arrays:
+        known = ", ".join(sorted({name.split("/")[0] for name in arrays if "/" in name}))
+        raise UserError(f"PowerInfer's results hold no logits of {stem!r}; they are of {known or 'no model'}")
+    return {"tokens": arrays["tokens"], **found}
 
 
 def _compared(variant: str, ours: np.ndarray, theirs: np.ndarray, limits: Mapping[str, float]) -> Compared:
@@ -170,6 +157,7 @@ def _compared(variant: str, ours: np.ndarray, theirs: np.ndarray, limits: Mappin
 
 
 def _over_threads(model: Model, tokens: np.ndarray, counts: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
+    """The thread counts that were tried, and whether all gave the same bits."""
     if model.kernels.name != "native":
         return (1,), True
     before, out = kernels.status()["threads"], []
@@ -182,31 +170,11 @@ def _over_threads(model: Model, tokens: np.ndarray, counts: tuple[int, ...]) -> 
     return counts, all(np.array_equal(out[0], other) for other in out)
 
 
-def _greedy(engine: Engine, model: Model, ids: np.ndarray | None, *, prompt: int) -> tuple[int, int] | None:
-    if ids is None:
-        return None
-    theirs = ids[prompt:].tolist()
-    ours = engine.generate(model, ids[:prompt].tolist(), max_tokens=len(theirs), ignore_eos=True).token_ids
-    return sum(a == b for a, b in zip(ours, theirs, strict=True)), len(theirs)
-
-
-def _table(found: Agreement) -> Table:
+def _table(found: list[Compared]) -> Table:
     out = tables.new("logits", "rows", "max error", "mean error", "99 % within", "limits")
-    for c in found.logits:
+    for c in found:
         limits = ", ".join(f"{name} {limit:.0e}" for name, limit in c.limits.items())
         verdict = f"{limits}: {'kept' if c.within else 'BROKEN'}" if limits else "none outside the faithful mode"
         cells = [c.variant, str(c.rows), f"{c.max:.2e}", f"{c.mean:.2e}", f"{c.q99:.2e}", verdict]
         out.add_row(*cells, style=None if c.within else "bold red")
     return out
-
-
-def _lines(found: Agreement) -> list[tuple[str, bool]]:
-    lines = []
-    if found.greedy is not None:
-        same, total = found.greedy
-        lines.append((f"greedy tokens: {same} of {total} equal PowerInfer's", same == total))
-    if len(found.threads) > 1:
-        counts = ", ".join(map(str, found.threads))
-        word = "the same bits" if found.identical else "NOT the same bits"
-        lines.append((f"{word} with {counts} threads", found.identical))
-    return lines

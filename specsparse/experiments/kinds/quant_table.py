@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from specsparse.engine.gguf import requantise
 from specsparse.engine.gguf.reader import FLOAT_TYPES, open_gguf
 from specsparse.engine.model import Model
 from specsparse.engine.text.tokenizer import Tokenizer
-from specsparse.errors import UserError
-from specsparse.experiments.kind import Engine, Kind, RunContext, RunResult
+from specsparse.experiments.kind import Kind, RunContext, RunResult
 from specsparse.experiments.kinds import perplexity
 from specsparse.experiments.kinds.perplexity import PerplexitySettings
 from specsparse.measure import conditions, trials
@@ -37,7 +34,7 @@ BASE_IS_QUANTISED = "the model is quantised already: the types are made of its r
 
 @dataclass(frozen=True)
 class QuantTable:
-    """What was found: `rows` one a type, and notes for the reader."""
+    """A row for each type, and notes for the reader."""
 
     rows: tuple[dict[str, Any], ...]
     notes: tuple[str, ...]
@@ -50,25 +47,20 @@ class QuantTable:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What makes the times doubtful, row by row and between rows; every row's plain decoding is its own."""
+        """Doubts of the times, row by row and between rows; every row's plain decoding is its own."""
         taken = [(row["file"], Conditions.from_dict(row["conditions"] or {})) for row in self.rows]
         apart = conditions.differ([ResultConditions(found, work=name) for name, found in taken])
         return (*([apart] if apart else []), *conditions.all_busy(taken))
 
-    @property
-    def objective(self) -> float | None:
-        """The best decoding speed; None where none was timed."""
-        return max((row["decode"]["median"] for row in self.rows if row["decode"]), default=None)
-
 
 @dataclass(frozen=True)
 class QuantTableSpec:
-    """The rows and the timings of `kind: quant_table`; its text is that of `perplexity`.
+    """The rows and their timings; the text is that of `perplexity`.
 
     Attributes:
-        types: to quantise the model to, where its own type is no row of its own.
+        types: to quantise the model to.
         files: further GGUF files of the same model.
-        pp, tg: tokens of prompt and of decoding to time; 0 for none.
+        pp, tg: tokens of prompt and of decoding to time; 0: not timed.
         timings: of each.
     """
 
@@ -81,8 +73,6 @@ class QuantTableSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantTableSettings(PerplexitySettings):
-    """What `kind: quant_table` reads of a config."""
-
     quant_table: QuantTableSpec = QuantTableSpec()
 
 
@@ -92,21 +82,14 @@ class Quantisations(Kind[QuantTableSettings]):
     takes_ffn = False
 
     def check(self, cfg: QuantTableSettings) -> None:
-        """An unknown type, no row at all, and whatever `kind: perplexity` finds wrong are refused."""
         perplexity.Perplexity().check(cfg)
         for name in cfg.quant_table.types:
             requantise.kind_of(name)
         for file in cfg.quant_table.files:
             catalogue.resolve(file)
-        if not cfg.quant_table.types and not cfg.quant_table.files:
-            raise UserError("quant_table.types and quant_table.files are empty: there is nothing to compare")
 
     def run(self, cfg: QuantTableSettings, ctx: RunContext) -> RunResult:
-        """Makes the files (kept in the cache), scores and times each.
-
-        Raises:
-            UserError: a text that is too short, a file of another vocabulary.
-        """
+        """Makes the files (kept in the cache), scores and times each."""
         source = Path(catalogue.resolve(cfg.model.path))
         f = open_gguf(source)
         notes = () if f.main_type() in FLOAT_TYPES else (BASE_IS_QUANTISED,)
@@ -114,72 +97,65 @@ class Quantisations(Kind[QuantTableSettings]):
         files += [Path(catalogue.resolve(file)) for file in cfg.quant_table.files]
         text = perplexity.cut(cfg, Tokenizer.from_metadata(f.metadata, where=str(source)))
         with perplexity.base_probs(cfg, ctx, text) as probs:
-            found = QuantTable(tuple(_row(cfg, ctx.engine, file, text, probs, ctx.console) for file in files), notes)
-        said = (f"{text.scored} tokens scored; KL from {_base_name(cfg)}", *notes)
-        taken = display.condition_lines(found.conditions, None, found.warnings)
+            found = QuantTable(tuple(_row(cfg, ctx, file, text, probs) for file in files), notes)
+        names = {None: "nothing", perplexity.F32: "the model's own weights in float32"}
+        base = names.get(cfg.perplexity.base, cfg.perplexity.base)
         return RunResult(
-            {"rows": found.rows, "notes": notes, "conditions": found.conditions.to_dict()}, found,
-            shown=[table(found.rows), *map(Text, said), *taken], definitions=DEFINITIONS, objective=found.objective,
-        )  # fmt: skip
+            {"rows": found.rows, "notes": notes, "conditions": found.conditions.to_dict()},
+            found,
+            shown=[
+                table(found.rows),
+                f"{text.scored} tokens scored; KL from {base}",
+                *notes,
+                *display.condition_lines(found.conditions, None, found.warnings),
+            ],
+            definitions=DEFINITIONS,
+            objective=max((row["decode"]["median"] for row in found.rows if row["decode"]), default=None),
+        )
 
 
 def _row(
-    cfg: QuantTableSettings, engine: Engine, path: Path, text: Windows, probs: np.ndarray | None, console: Console
+    cfg: QuantTableSettings, ctx: RunContext, path: Path, text: Windows, probs: np.ndarray | None
 ) -> dict[str, Any]:
     """One line of the table: the file's size, its scores and its timings."""
     f = open_gguf(path)
-    name = f.main_type()
-    with terminal.loading(console, f"loading {path.name}") as progress:
-        model = engine.load(path, progress=progress, **cfg.model.overrides())
-    size = f.sizes()
-    found = perplexity.scored(model, text, console, name, base=probs).summary()
-    return {
-        "type": name,
-        "file": path.name,
-        "bytes": size["bytes"],
-        "bits_per_weight": size["bits_per_weight"],
-        **found,
-        **_speed(cfg, model, name, console),
-    }
+    name, size = f.main_type(), f.sizes()
+    with terminal.loading(ctx.console, f"loading {path.name}") as progress:
+        model = ctx.engine.load(path, progress=progress, **cfg.model.overrides())
+    found = perplexity.scored(model, text, ctx, name, base=probs).summary()
+    sizes = {key: size[key] for key in ("bytes", "bits_per_weight")}
+    return {"type": name, "file": path.name, **sizes, **found, **_speed(cfg, model, name, ctx)}
 
 
-def _speed(cfg: QuantTableSettings, model: Model, name: str, console: Console) -> dict[str, Any]:
-    """Tokens per second of decoding and of a prompt, and what they were taken at; None for what is not timed."""
+def _speed(cfg: QuantTableSettings, model: Model, name: str, ctx: RunContext) -> dict[str, Any]:
+    """Tokens per second of decoding and of a prompt, with their conditions; None if they are not timed."""
     spec = cfg.quant_table
     plan = trials.TrialPlan(pp=spec.pp, tg=spec.tg, repeats=spec.timings)
     if not plan.tests():
         return {"prompt": None, "decode": None, "conditions": None}
     side = Ours(model, room=max(spec.pp, spec.tg + 1))
-    with terminal.busy(console, f"timing {name}"):
+    with terminal.busy(ctx.console, f"timing {name}"):
         trials.warm_up(plan, side)
         found = trials.run(plan, [side])
     rates = {t.name: trials.timings(found.seconds[t.name][side.name], t.n)["tokens_per_second"] for t in plan.tests()}
     decode, read = rates.get(f"tg{spec.tg}"), found.machine.read
-    taken = Conditions(
-        statistics.median(read), conditions.deviation(read),
-        plain_tokens_per_second=decode and decode["median"],
-    )  # fmt: skip
+    plain = decode and decode["median"]
+    taken = Conditions(statistics.median(read), conditions.deviation(read), plain_tokens_per_second=plain)
     return {"prompt": rates.get(f"pp{spec.pp}"), "decode": decode, "conditions": taken.to_dict()}
 
 
-def _base_name(cfg: QuantTableSettings) -> str:
-    base = cfg.perplexity.base
-    return "nothing" if base is None else "the model's own weights in float32" if base == perplexity.F32 else base
-
-
 def table(rows: tuple[dict[str, Any], ...]) -> Table:
-    """The rows as llama.cpp's users know them."""
     quality = ("bits/weight", "perplexity", "KL, nats", "same top")
     out = tables.new("type", "MiB", *quality, "decode, tok/s", "prompt, tok/s")
     for row in rows:
-        kl, same = row["kl_mean"], row["same_top"]
+        kl = row["kl_mean"]
         out.add_row(
             row["type"],
             f"{row['bytes'] / 2**20:.1f}",
             f"{row['bits_per_weight']:.2f}",
             f"{row['perplexity']:.3f} +- {row['perplexity_error']:.3f}",
             "-" if kl is None else f"{kl:.5f} +- {row['kl_error']:.5f}",
-            "-" if same is None else f"{same:.1%}",
-            *("-" if row[key] is None else f"{row[key]['median']:.1f}" for key in ("decode", "prompt")),
+            tables.cell(row["same_top"], ".1%"),
+            *(tables.cell(row[key] and row[key]["median"], ".1f") for key in ("decode", "prompt")),
         )
     return out

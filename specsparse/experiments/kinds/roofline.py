@@ -6,11 +6,9 @@ from rich.console import Console
 from rich.text import Text
 
 from specsparse.data import devices
-from specsparse.engine.config import OVERRIDES, ModelConfig
-from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
-from specsparse.experiments.kind import Kind, RunContext, RunResult
-from specsparse.experiments.methods import configured, decoding
+from specsparse.experiments import configured, decoding
+from specsparse.experiments.kind import Kind, RunContext, RunResult, header_of
 from specsparse.experiments.settings import DecodingSettings
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs.forecast import device_of
@@ -27,7 +25,7 @@ from specsparse.support.options import Size
 
 @dataclass(frozen=True)
 class RooflineSpec:
-    """What `kind: roofline` predicts for: a device by name, tokens in the cache; `refresh` measures this one again.
+    """A device by name and tokens in the cache to predict for; `refresh` measures this device again.
 
     On this machine drafting is measured too: chains of `drafters`, and `trees`.
     """
@@ -41,8 +39,6 @@ class RooflineSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RooflineSettings(DecodingSettings):
-    """What `kind: roofline` reads of a config."""
-
     roofline: RooflineSpec = RooflineSpec()
 
 
@@ -52,21 +48,14 @@ class RooflineKind(Kind[RooflineSettings]):
     takes_ffn = False
 
     def check(self, cfg: RooflineSettings) -> None:
-        """A model file that is not there, an unknown device, drafter or tree are refused."""
         catalogue.resolve(cfg.model.path)
         devices.known(cfg.roofline.device)
         configured.drafting_settings(cfg, cfg.roofline.drafters, cfg.roofline.trees)
 
     def run(self, cfg: RooflineSettings, ctx: RunContext) -> RunResult:
-        """Predicts for a device; `roofline.device=this` alone loads the weights, and measures once per file.
-
-        Raises:
-            UserError: a mistake in the model file.
-        """
+        """`roofline.device=this` alone loads the weights, and measures once per file."""
         out, table = ctx.console, None
-        f = open_gguf(catalogue.resolve(cfg.model.path))
-        overrides = {k: v for k, v in cfg.model.overrides().items() if k in OVERRIDES}
-        config = ModelConfig.from_gguf(f, overrides=overrides)
+        f, config = header_of(cfg.model)
         methods: list[dict[str, object]] = []
         if cfg.roofline.device == devices.THIS:
             model = ctx.load(cfg.model)

@@ -7,36 +7,30 @@ Bytes predict each cell: a pass reads what is dense, and of the FFNs the union o
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure as Canvas
 from rich.table import Table
 from rich.text import Text
 
-from specsparse.engine.model import Model
-from specsparse.errors import UserError
-from specsparse.experiments import sparse_model
+from specsparse.experiments import configured, decoding, sparse_model
+from specsparse.experiments.decoding import Passes
 from specsparse.experiments.kind import Kind, RunContext, RunResult
 from specsparse.experiments.kinds.sparsity import SparsitySpec, judged_text
-from specsparse.experiments.methods import configured, decoding, gating
-from specsparse.experiments.methods.decoding import Passes, PreparedPrompt
-from specsparse.experiments.methods.gating import GatedModel
-from specsparse.experiments.settings import DecodingSettings
+from specsparse.experiments.settings import DecodingSettings, refuse
 from specsparse.measure import conditions, speedups
 from specsparse.measure.conditions import UNKNOWN, Conditions
 from specsparse.measure.speedups import Repeats, Speedup
 from specsparse.powerinfer import union, zero_skip
 from specsparse.powerinfer.fewer import bytes_read, gated
 from specsparse.powerinfer.union import UnionPoint
-from specsparse.predictors.base import Predictor
 from specsparse.predictors.bounds import UnionCap
 from specsparse.predictors.evaluate import ModelQuality, matrices, quality_in_chunks
 from specsparse.report import display
 from specsparse.report.plots import FAINT, Figure, Row
-from specsparse.report.record import SAME_TEXT_VERIFIERS, Pass
+from specsparse.report.record import SAME_TEXT_VERIFIERS, Pass, differing_tokens
 from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Counters
 from specsparse.support import tables, terminal
@@ -50,8 +44,6 @@ DEFINITIONS = {
     "guess": "1 - (1 - kept)^rows, layer by layer: what independent rows would need",
     "product": "speed-up of plain sparse x speed-up of spec dense",
 }
-Sides = dict[str, tuple[Model, dict[str, Any]]]
-"""Model and keyword arguments of generate by the name of the cell."""
 PLAIN_DENSE, PLAIN_SPARSE = "plain dense", "plain sparse"
 SPEC_DENSE, SPEC_SPARSE, SPEC_CAPPED = "spec dense", "spec sparse", "spec sparse, capped"
 TEXT, PASSES = "text", "passes"
@@ -59,8 +51,6 @@ TEXT, PASSES = "text", "passes"
 
 @dataclass(frozen=True, kw_only=True)
 class SpecSparseSettings(DecodingSettings):
-    """What `kind: spec_sparse` reads of a config."""
-
     sparsity: SparsitySpec = field(default_factory=SparsitySpec)
 
 
@@ -97,7 +87,7 @@ class SparseCell:
 
 @dataclass(frozen=True)
 class Joined:
-    """What was found.
+    """All cells, and what their passes read.
 
     Attributes:
         cells: the four cells, and the capped one if `ffn.union_cap` asks for it.
@@ -123,7 +113,7 @@ class Joined:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What makes texts and times doubtful; tokens per pass bound what speculation adds to decoding one model."""
+        """Doubts of texts and times; tokens per pass bound what speculation adds to decoding one model."""
         alone = {SPEC_DENSE: PLAIN_DENSE, SPEC_SPARSE: PLAIN_SPARSE}
         of_texts = metrics.draws_doubts((name, cell.draws_z) for name, cell in self.cells.items())
         return of_texts + conditions.doubts(self.conditions, {
@@ -136,7 +126,7 @@ class Joined:
 
     @property
     def product(self) -> float:
-        """What both would give if neither knew of the other."""
+        """The speed-up of both if neither knew of the other."""
         return self.cells[PLAIN_SPARSE].speedup.ratio_of_totals * self.cells[SPEC_DENSE].speedup.ratio_of_totals
 
     @property
@@ -147,14 +137,14 @@ class Joined:
 
     @property
     def as_promised(self) -> bool:
-        """Speculation wrote plain decoding's tokens on both models, and an exact sparse model the dense one's; where
-        the union is capped nothing is promised."""
+        """Speculation wrote plain decoding's tokens on both models, and an exact sparse model the dense one's; a
+        capped union promises nothing."""
         same = (*((SPEC_DENSE, SPEC_SPARSE) if self.promised else ()), *((PLAIN_SPARSE,) if self.exact else ()))
         return not any(self.cells[c].differing for c in same)
 
 
-class Reading(NamedTuple):
-    """Of the FFNs, mean over the passes of a cell.
+class FfnReading(NamedTuple):
+    """What a pass reads of the FFNs, mean over the passes of a cell.
 
     Attributes:
         share: of the neurons.
@@ -164,84 +154,88 @@ class Reading(NamedTuple):
     share: float
     size: float
 
-    @staticmethod
-    def of(points: Sequence[UnionPoint], own: tuple[int, int], dense: int, *, wide: bool) -> "Reading":
-        """`own`: what `gated.bytes_read` says; `wide`: passes of several rows run densely and read `dense` bytes."""
+    @classmethod
+    def from_points(cls, points: Sequence[UnionPoint], own: tuple[int, int], dense: int, *, wide: bool) -> "FfnReading":
+        """`own`: what `fewer.bytes_read` says; `wide`: passes of several rows run densely and read `dense` bytes."""
         passes, share, size = sum(p.passes for p in points), 0.0, 0.0
         for p in points:
             whole = wide and p.rows > 1
             share += p.passes * (1.0 if whole else p.union)
             size += p.passes * (dense if whole else own[0] + p.union * own[1])
-        return Reading(share / passes, size / passes) if passes else Reading(0.0, 0.0)
+        return cls(share / passes, size / passes) if passes else cls(0.0, 0.0)
 
 
 class SpecSparse(Kind[SpecSparseSettings]):
     """Speculation and sparsity, each alone and both together, and what a verification pass reads."""
 
     def check(self, cfg: SpecSparseSettings) -> None:
-        """A dense FFN, plain decoding, and what `decoding.check` finds wrong are refused."""
-        spec = configured.spec_of(cfg)
+        spec = cfg.spec
         decoding.check(cfg, [spec], union_cap=True)
-        if cfg.ffn.name in (None, "dense"):
-            raise UserError(
-                "kind=spec_sparse compares a sparse FFN with the dense one: give ffn=predicted and a predictor"
-            )
-        if spec.drafter is None:
-            raise UserError("kind=spec_sparse compares speculation with plain decoding: give drafter=prompt_lookup")
+        refuse({
+            "kind=spec_sparse compares a sparse FFN with the dense one: give ffn=predicted and a predictor":
+                cfg.ffn.name in (None, "dense"),
+            "kind=spec_sparse compares speculation with plain decoding: give drafter=prompt_lookup":
+                spec.drafter is None,
+        })  # fmt: skip
 
     def run(self, cfg: SpecSparseSettings, ctx: RunContext) -> RunResult:
-        """Decodes every cell in turn, watches what the passes read, judges the quality.
-
-        Raises:
-            UserError: a mistake in the model file or the prompts.
-        """
+        """Decodes every cell in turn, watches what the passes read, judges the quality."""
         dense = ctx.load(cfg.model, ffn="dense")
-        sparse = gating.sparse_of(cfg, ctx, dense)
-        method = configured.spec_of(configured.filled(cfg, dense, ctx.console)).arguments()
-        sides = _sides(cfg, dense, sparse, method)
+        sparse = sparse_model.sparse_of(cfg, ctx, dense)
+        method = configured.filled(cfg, dense, ctx.console).spec.arguments()
+        models = {PLAIN_DENSE: dense, PLAIN_SPARSE: sparse.model, SPEC_DENSE: dense, SPEC_SPARSE: sparse.model}
+        predictors = {PLAIN_SPARSE: sparse.predictor, SPEC_SPARSE: sparse.predictor}
+        if cfg.ffn.union_cap is not None:
+            predictors[SPEC_CAPPED] = UnionCap(sparse.predictor, cfg.ffn.union_cap)
+            models[SPEC_CAPPED] = gated(dense, predictors[SPEC_CAPPED], sparse.weights)
+        methods = {name: {} if name in (PLAIN_DENSE, PLAIN_SPARSE) else method for name in models}
         jobs = decoding.prepared_prompts(cfg, ctx.engine, dense)
-        loop = _passes(cfg, ctx, sides)
+        # The first decoding of each side compiles and is not timed.
+        loop = Passes(replace(cfg, warmup=True), ctx, dense, methods, other_models=models)
         passes = list(loop.timed(jobs))
-        lossy = [name for name in sides if name in (SPEC_SPARSE, SPEC_CAPPED)]
-        seen = {name: _watched(cfg, ctx, *sides[name], jobs[0]) for name in lossy}
+        lossy, seen = [name for name in models if name in (SPEC_SPARSE, SPEC_CAPPED)], {}
+        for name in lossy:  # what the verification passes of one decoding keep, by the host loop
+            watch = union.UnionWatch(models[name].config.d_ff)
+            with terminal.busy(ctx.console, "watching what the passes read"):
+                counted = lambda r, watch=watch: watch(1 + int(np.asarray(r.draft.count)[0]), r.stats)  # noqa: E731
+                loop.generate(jobs[0], name, watch=counted)
+            seen[name] = watch.points()
         windows, rows = judged_text(cfg.data, cfg.sparsity, dense), method["drafter"].max_nodes + 1
         text = _of_text(union.masks(sparse.model, sparse.predictor, windows), rows)
-        exact = {name for name, (model, _) in sides.items() if zero_skip.skips(model.params)}
-        read = {
-            name: Reading.of(
-                points, bytes_read(sides[name][0], _predictor(cfg, name, sparse)), _ffn_bytes(dense), wide=name in exact
-            )
-            for name, points in {PLAIN_SPARSE: text[:1], **seen}.items()
-        }
+        exact = {name for name, model in models.items() if zero_skip.skips(model.params)}
+        ffn_bytes = sum(m.nbytes for layer in dense.params.layers for m in matrices(layer))
+        points, read = {PLAIN_SPARSE: text[:1], **seen}, {}
+        for name, model in models.items():
+            read[name] = FfnReading(1.0, ffn_bytes)
+            if name in points:
+                own = bytes_read(model, predictors[name])
+                read[name] = FfnReading.from_points(points[name], own, ffn_bytes, wide=name in exact)
         found = Joined(
-            cells=_cells(passes, list(sides), read, dense, exact),
+            cells=_cells(passes, read, dense.footprint.packed, as_dense=exact | {PLAIN_DENSE, SPEC_DENSE}),
             text=text,
             seen=tuple(seen[SPEC_SPARSE]),
-            quality={name: quality_in_chunks(dense, sides[name][0], windows, rows=rows) for name in lossy},
+            quality={name: quality_in_chunks(dense, models[name], windows, rows=rows) for name in lossy},
             promised=method["verifier"].name in SAME_TEXT_VERIFIERS,
             exact=PLAIN_SPARSE in exact,
-            labels={name: sparse_model.label(sides[name][0]).get("ffn_label", "") for name in lossy},
+            labels={name: sparse_model.label(models[name]).get("ffn_label", "") for name in lossy},
             conditions=loop.conditions(),
             repeats=loop.repeats,
         )
-        return _found(cfg, dense, sparse.model, found)
-
-
-def _found(cfg: SpecSparseSettings, dense: Model, sparse: Model, found: Joined) -> RunResult:
-    title = f"{cfg.name}: {Path(dense.path).name}, {cfg.drafter.name} x {cfg.verifier.name}, ffn {sparse.rule}"
-    cells = {name: {**asdict(c), "speedup": c.speedup.to_dict()} for name, c in found.cells.items()}
-    taken = display.condition_lines(found.conditions, found.repeats, found.warnings)
-    return RunResult(
-        {**asdict(found), "cells": cells, "warnings": list(found.warnings),
-         "product": found.product, "over_better": found.over_better,
-         "repeats": found.repeats and found.repeats.to_dict(), **sparse_model.label(sparse)},
-        found,
-        shown=[Text(title, style="bold"), *parts(found), *taken],
-        figures=[unions(found, title), cells_figure(found, title)],
-        definitions={**DEFINITIONS, **conditions.DEFINITIONS},
-        as_promised=found.as_promised,
-        objective=found.cells[SPEC_SPARSE].speedup.ratio_of_totals,
-    )  # fmt: skip
+        model = sparse.model
+        title = f"{cfg.name}: {Path(dense.path).name}, {cfg.drafter.name} x {cfg.verifier.name}, ffn {model.rule}"
+        cells = {name: {**asdict(c), "speedup": c.speedup.to_dict()} for name, c in found.cells.items()}
+        taken = display.condition_lines(found.conditions, found.repeats, found.warnings)
+        return RunResult(
+            {**asdict(found), "cells": cells, "warnings": list(found.warnings),
+             "product": found.product, "over_better": found.over_better,
+             "repeats": found.repeats and found.repeats.to_dict(), **sparse_model.label(model)},
+            found,
+            shown=[Text(title, style="bold"), *parts(found), *taken],
+            figures=[unions(found, title), cells_figure(found, title)],
+            definitions={**DEFINITIONS, **conditions.DEFINITIONS},
+            as_promised=found.as_promised,
+            objective=found.cells[SPEC_SPARSE].speedup.ratio_of_totals,
+        )  # fmt: skip
 
 
 def _of_text(masks_WLnF: np.ndarray, rows: int) -> tuple[UnionPoint, ...]:
@@ -252,89 +246,47 @@ def _of_text(masks_WLnF: np.ndarray, rows: int) -> tuple[UnionPoint, ...]:
     return (*alone, *together)
 
 
-def _sides(cfg: SpecSparseSettings, dense: Model, sparse: GatedModel, method: dict[str, Any]) -> Sides:
-    sides: Sides = {PLAIN_DENSE: (dense, {}), PLAIN_SPARSE: (sparse.model, {})}
-    sides |= {SPEC_DENSE: (dense, method), SPEC_SPARSE: (sparse.model, method)}
-    if cfg.ffn.union_cap is not None:
-        capped = gated(dense, _predictor(cfg, SPEC_CAPPED, sparse), sparse.weights)
-        sides[SPEC_CAPPED] = (capped, method)
-    return sides
+def _cells(passes: list[Pass], read: dict[str, FfnReading], whole: int, *, as_dense: set[str]) -> dict[str, SparseCell]:
+    """The cells of `read` by name.
 
-
-def _predictor(cfg: SpecSparseSettings, name: str, sparse: GatedModel) -> Predictor:
-    return UnionCap(sparse.predictor, cfg.ffn.union_cap) if name == SPEC_CAPPED else sparse.predictor
-
-
-def _passes(cfg: SpecSparseSettings, ctx: RunContext, sides: Sides) -> Passes:
-    """Every side in turn; the first decoding of each compiles and is not timed."""
-    methods, of = ({name: side[i] for name, side in sides.items()} for i in (1, 0))
-    return Passes(replace(cfg, warmup=True), ctx, of[PLAIN_DENSE], methods, other_models=of)
-
-
-def _watched(
-    cfg: SpecSparseSettings, ctx: RunContext, model: Model, method: dict, job: PreparedPrompt
-) -> list[UnionPoint]:
-    """What the verification passes of one decoding kept, stepped from the host."""
-    watch = union.UnionWatch(model.config.d_ff)
-    options = {**decoding.draws(cfg, job.prompt), **method}
-    with terminal.busy(ctx.console, "watching what the passes read"):
-        ctx.engine.generate(
-            model, job.ids, **options, watch=lambda r: watch(1 + int(np.asarray(r.draft.count)[0]), r.stats)
-        )
-    return watch.points()
-
-
-def _ffn_bytes(dense: Model) -> int:
-    return sum(m.nbytes for layer in dense.params.layers for m in matrices(layer))
-
-
-def _cells(
-    passes: list[Pass], names: list[str], read: dict[str, Reading], dense: Model, exact: set[str]
-) -> dict[str, SparseCell]:
-    """`read`: of the sparse cells; `exact`: the cells whose tokens plain dense decoding should have."""
-    by_side = {name: [p for p in passes if p.side == name] for name in names}
+    Args:
+        passes: the timed ones.
+        read: what a pass of each cell reads of the FFNs.
+        whole: bytes of the dense model.
+        as_dense: the cells whose tokens plain dense decoding should have.
+    """
+    by_side = {name: [p for p in passes if p.side == name] for name in read}
     plain = {(p.prompt_id, p.repeat): p.decode_s / len(p.token_ids) for p in by_side[PLAIN_DENSE]}
-    whole = dense.footprint.packed
-    ffns = Reading(1.0, _ffn_bytes(dense))
-    out = {}
+    rest, out = whole - read[PLAIN_DENSE].size, {}
     for name, some in by_side.items():
         seconds = [p.decode_s / len(p.token_ids) for p in some]
         counters = sum((p.counters for p in some), Counters())
-        own = read.get(name, ffns)
-        model = PLAIN_SPARSE if name in read and name not in exact else PLAIN_DENSE
+        wanted = {
+            p.prompt_id: p.token_ids for p in reversed(by_side[PLAIN_DENSE if name in as_dense else PLAIN_SPARSE])
+        }
+        dense_s = [plain[p.prompt_id, p.repeat] for p in some]
         out[name] = SparseCell(
             name=name,
             counters=counters,
             seconds_per_token=float(np.mean(seconds)),
-            speedup=speedups.speedup(
-                [plain[p.prompt_id, p.repeat] for p in some], seconds, prompts=[p.prompt_id for p in some]
-            ),
-            by_bytes=counters.num_emitted_tokens / counters.num_rounds * whole / (whole - ffns.size + own.size),
-            read=own.share,
-            differing=_differing(some, by_side[model]),
+            speedup=speedups.speedup(dense_s, seconds, prompts=[p.prompt_id for p in some]),
+            by_bytes=counters.num_emitted_tokens / counters.num_rounds * whole / (rest + read[name].size),
+            read=read[name].share,
+            differing=sum(differing_tokens(p.token_ids, wanted[p.prompt_id]) for p in some),
             draws_z=metrics.draws_z({p.prompt_id: p.counters for p in reversed(some)}.values()),
         )
     return out
 
 
-def _differing(passes: list[Pass], plain: list[Pass]) -> int:
-    """Tokens of the passes that are not those of the first plain pass of the prompt."""
-    wanted = {p.prompt_id: p.token_ids for p in reversed(plain)}
-    pairs = [(p.token_ids, wanted[p.prompt_id]) for p in passes]
-    return sum(sum(a != b for a, b in zip(x, y, strict=False)) + abs(len(x) - len(y)) for x, y in pairs)
-
-
-def parts(found: Joined) -> Iterator[Table | Text]:
-    """What is printed."""
+def parts(found: Joined) -> Iterator[Table | str]:
+    """Tables and lines to print."""
     yield _cells_table(found)
-    yield Text(f"both together: {found.over_better:.2f} times as fast as the better of the two alone")
-    yield Text(f"product of the two speed-ups alone: {found.product:.2f}")
+    yield f"both together: {found.over_better:.2f} times as fast as the better of the two alone"
+    yield f"product of the two speed-ups alone: {found.product:.2f}"
     for name, q in found.quality.items():
         same = f"most likely token the same {q.same_top:.1%} of the time"
-        yield Text(
-            f"{name}: KL {q.kl:.4f} nats, perplexity {q.perplexity:.2f} for {q.perplexity_dense:.2f}, {same}; "
-            f"{found.labels[name]}"
-        )
+        ppl = f"perplexity {q.perplexity:.2f} for {q.perplexity_dense:.2f}"
+        yield f"{name}: KL {q.kl:.4f} nats, {ppl}, {same}; {found.labels[name]}"
     yield _unions_table(found)
 
 
@@ -361,11 +313,10 @@ def _unions_table(found: Joined) -> Table:
     text = {(p.batch, p.rows): p for p in found.text}
     seen = {(1, p.rows): p for p in found.seen}
     for key in sorted({*text, *seen}):
-        kept = (text.get(key) or seen[key]).kept
-        cells = [*map(str, key), f"{kept:.1%}"]
-        cells += [f"{text[key].union:.1%}", f"{text[key].guess:.1%}"] if key in text else ["", ""]
-        one = seen.get(key)
-        cells += [str(one.passes), f"{one.union:.1%}", f"{one.guess:.1%}"] if one else ["", "", ""]
+        one, other = text.get(key), seen.get(key)
+        cells = [*map(str, key), f"{(one or other).kept:.1%}"]
+        cells += [f"{one.union:.1%}", f"{one.guess:.1%}"] if one else ["", ""]
+        cells += [str(other.passes), f"{other.union:.1%}", f"{other.guess:.1%}"] if other else ["", "", ""]
         out.add_row(*cells)
     return out
 
@@ -374,22 +325,23 @@ def unions(found: Joined, title: str) -> Figure:
     """Neurons read against the rows of a pass: a row a size of pass, of "text" or of "passes"."""
     both = ((TEXT, found.text), (PASSES, found.seen))
     rows = tuple({"of": kind, **asdict(p)} for kind, points in both for p in points)
+
+    def draw(canvas: Canvas, rows: Sequence[Row]) -> None:
+        axes, text = canvas.subplots(), [row for row in rows if row["of"] == TEXT]
+        for batch in dict.fromkeys(row["batch"] for row in text):
+            own = [row for row in text if row["batch"] == batch]
+            label = "consecutive tokens of a text" + (f", {batch} sequences" if batch > 1 else "")
+            axes.plot([row["rows"] for row in own], [row["union"] for row in own], marker="o", label=label)
+        chain = [row for row in text if row["batch"] == 1]
+        guess = [row["guess"] for row in chain]
+        axes.plot([row["rows"] for row in chain], guess, "--", color=FAINT, label="1 - (1 - s)^n")
+        seen = [row for row in rows if row["of"] == PASSES]
+        axes.plot([row["rows"] for row in seen], [row["union"] for row in seen], "s", label="passes of this run")
+        axes.set(title=title, xlabel="rows of a pass", ylabel="neurons read", ylim=(0, 1.02))
+        axes.legend()
+
     caption = "Share of the neurons that some row of a pass keeps; 1 - (1 - s)^n is what independent rows would need."
-    return Figure("union", title, caption, rows, partial(_draw_unions, title=title), (6.0, 4.0))
-
-
-def _draw_unions(canvas: Canvas, rows: Sequence[Row], *, title: str) -> None:
-    axes = canvas.subplots()
-    chain = [row for row in rows if row["of"] == TEXT and row["batch"] == 1]
-    for batch in dict.fromkeys(row["batch"] for row in rows if row["of"] == TEXT):
-        own = [row for row in rows if row["of"] == TEXT and row["batch"] == batch]
-        label = "consecutive tokens of a text" + (f", {batch} sequences" if batch > 1 else "")
-        axes.plot([row["rows"] for row in own], [row["union"] for row in own], marker="o", label=label)
-    axes.plot([row["rows"] for row in chain], [row["guess"] for row in chain], "--", color=FAINT, label="1 - (1 - s)^n")
-    seen = [row for row in rows if row["of"] == PASSES]
-    axes.plot([row["rows"] for row in seen], [row["union"] for row in seen], "s", label="passes of this run")
-    axes.set(title=title, xlabel="rows of a pass", ylabel="neurons read", ylim=(0, 1.02))
-    axes.legend()
+    return Figure("union", title, caption, rows, draw, (6.0, 4.0))
 
 
 def cells_figure(found: Joined, title: str) -> Figure:
@@ -397,14 +349,14 @@ def cells_figure(found: Joined, title: str) -> Figure:
     rows = tuple(
         {"cell": c.name, "by_bytes": c.by_bytes, "measured": c.speedup.ratio_of_totals} for c in found.cells.values()
     )
-    return Figure("cells", title, "Over plain dense decoding.", rows, partial(_draw_speedups, title=title), (6.0, 4.0))
 
+    def draw(canvas: Canvas, rows: Sequence[Row]) -> None:
+        axes, place = canvas.subplots(), range(len(rows))
+        axes.bar([p - 0.2 for p in place], [row["by_bytes"] for row in rows], 0.4, label="by bytes")
+        axes.bar([p + 0.2 for p in place], [row["measured"] for row in rows], 0.4, label="measured")
+        axes.axhline(1.0, color=FAINT, linewidth=0.8)
+        axes.set_xticks(place, [row["cell"].replace(", ", "\n") for row in rows])
+        axes.set(title=title, ylabel="speed-up over plain dense decoding")
+        axes.legend()
 
-def _draw_speedups(canvas: Canvas, rows: Sequence[Row], *, title: str) -> None:
-    axes, place = canvas.subplots(), range(len(rows))
-    axes.bar([p - 0.2 for p in place], [row["by_bytes"] for row in rows], 0.4, label="by bytes")
-    axes.bar([p + 0.2 for p in place], [row["measured"] for row in rows], 0.4, label="measured")
-    axes.axhline(1.0, color=FAINT, linewidth=0.8)
-    axes.set_xticks(place, [row["cell"].replace(", ", "\n") for row in rows])
-    axes.set(title=title, ylabel="speed-up over plain dense decoding")
-    axes.legend()
+    return Figure("cells", title, "Over plain dense decoding.", rows, draw, (6.0, 4.0))

@@ -5,17 +5,21 @@ DecodingSettings -> model, prompts -> shown pass -> timed passes (plain and spec
 
 import dataclasses
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specsparse.experiments import sparse_model
+from specsparse.experiments import configured, decoding, sparse_model
+from specsparse.experiments.decoding import Bench, Passes, PreparedPrompt
 from specsparse.experiments.kind import Kind, RunContext, RunResult
-from specsparse.experiments.methods import configured, decoding, findings
-from specsparse.experiments.methods.decoding import Bench, Passes, PreparedPrompt
 from specsparse.experiments.settings import DecodingSettings
+from specsparse.measure import speedups
+from specsparse.measure.costs.explain import explain_record, oracles
 from specsparse.report import display, record
 from specsparse.report.record import DEFINITIONS, HOST, PLAIN, SPECULATIVE, Pass, RunRecord
 from specsparse.runtime import metrics, timing_cache
 from specsparse.runtime.method import Method, resolve
+from specsparse.runtime.metrics import Times
+from specsparse.runtime.timing_cache import FREE, CostTable
 
 
 class Speed(Kind[DecodingSettings]):
@@ -24,29 +28,29 @@ class Speed(Kind[DecodingSettings]):
     on_mesh = True
 
     def check(self, cfg: DecodingSettings) -> None:
-        """What `decoding.check` finds wrong, and a drafter, policy or verifier that does not fit are refused."""
-        decoding.check(cfg, [configured.spec_of(cfg)])
+        decoding.check(cfg, [cfg.spec])
 
     def run(self, cfg: DecodingSettings, ctx: RunContext) -> RunResult:
         """Decodes, with a line of prompts.jsonl for each pass."""
         started = time.perf_counter()
-        bench = decoding.prepare(cfg, ctx, [configured.spec_of(cfg)])
-        spec = configured.spec_of(configured.filled(cfg, bench.model, ctx.console))
+        bench = decoding.prepare(cfg, ctx, [cfg.spec])
+        spec = configured.filled(cfg, bench.model, ctx.console).spec
         method = spec.arguments()
-        tracker = ctx.tracker
-        passes = Passes(cfg, ctx, bench.model, sides(cfg, method))
-        side = SPECULATIVE if method else PLAIN
-        first_text_s = passes.show(bench.jobs, side, started) if cfg.warmup else None
-        done = []
-        for one in passes.timed(bench.jobs):
-            done.append(one)
-            tracker.log(one.row())
+        sides: dict[str, dict[str, Any]] = {PLAIN: {}}
+        if method:
+            sides[SPECULATIVE] = method
+        if method and cfg.loop == "host":
+            sides[HOST] = {**method, "loop": "host"}
+        passes = Passes(cfg, ctx, bench.model, sides)
+        shown = SPECULATIVE if method else PLAIN
+        first_text_s = passes.show(bench.jobs, shown, started) if cfg.warmup else None
+        done = passes.logged(bench.jobs)
         split = time_split(cfg, passes, bench) if method else {}
         done = [with_split(p, split.get(p.task)) for p in done]
         resolved = resolve(spec, bench.model)  # with what the passes have loaded
         found = _record(cfg, passes, done, bench, first_text_s=first_text_s, method=resolved)
         table, key = timing_cache.load(bench.model), configured.draft_key(cfg)
-        found = findings.explain(found, done, passes, split=split, table=table, drafter=key)
+        found = explain(found, done, passes, split=split, table=table, drafter=key)
         found = dataclasses.replace(found, notes=(*resolved.notes, *found.notes))
         parts = found.to_dict()
         return RunResult(
@@ -56,16 +60,8 @@ class Speed(Kind[DecodingSettings]):
         )  # fmt: skip
 
 
-def sides(cfg: DecodingSettings, method: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What is decoded in turn."""
-    if not method:
-        return {PLAIN: {}}
-    out = {PLAIN: {}, SPECULATIVE: method}
-    return {**out, HOST: {**method, "loop": "host"}} if cfg.loop == "host" else out
-
-
-def time_split(cfg: DecodingSettings, passes: Passes, bench: Bench) -> dict[str, metrics.Times]:
-    """Seconds of each stage in a few rounds stepped from the host, by task; the first prompt of each speaks for it."""
+def time_split(cfg: DecodingSettings, passes: Passes, bench: Bench) -> dict[str, Times]:
+    """Seconds of each stage in a few rounds of the host loop, by task; the first prompt of each speaks for it."""
     if not cfg.time_split:
         return {}
     first: dict[str, PreparedPrompt] = {}
@@ -76,7 +72,7 @@ def time_split(cfg: DecodingSettings, passes: Passes, bench: Bench) -> dict[str,
     return {task: passes.generate(job, SPECULATIVE, **more).stats.counters.times for task, job in first.items()}
 
 
-def with_split(done: Pass, stages: metrics.Times | None) -> Pass:
+def with_split(done: Pass, stages: Times | None) -> Pass:
     """The pass with its decode time shared out as the stages were; the loop in one program has no host time."""
     if stages is None or done.side != SPECULATIVE:
         return done
@@ -89,26 +85,22 @@ def with_split(done: Pass, stages: metrics.Times | None) -> Pass:
     return dataclasses.replace(done, counters=dataclasses.replace(done.counters, times=times))
 
 
-def size(cfg: DecodingSettings, method: Method) -> dict[str, int]:
-    """Tokens a draft has room for, and the levels of a tree."""
-    if method.drafter is None or not method.drafter.tree:
-        return {"gamma": cfg.policy.gamma}
-    return {"gamma": method.max_nodes, "levels": method.drafter.max_depth}
-
-
 def _record(
     cfg: DecodingSettings, loop: Passes, passes: list[Pass], bench: Bench, *, first_text_s: float | None, method: Method
 ) -> RunRecord:
     bytes_per_pass = bench.model.footprint.file
     conditions = loop.conditions()
     verifier = method.verifier.name if method.verifier else cfg.verifier.name
+    size = {"gamma": cfg.gamma}
+    if method.drafter is not None and method.drafter.tree:
+        size = {"gamma": method.max_nodes, "levels": method.drafter.max_depth}
     return RunRecord(
         name=cfg.name,
         method={
             "drafter": cfg.drafter.name,
             "verifier": verifier,
             "policy": cfg.policy.name,
-            **size(cfg, method),
+            **size,
             "equality": bench.model.promise,
             **({"stored": bench.model.storage} if bench.model.storage else {}),
             "label": decoding.label(method.verifier or verifier),
@@ -125,3 +117,74 @@ def _record(
         conditions=conditions,
         repeats=loop.repeats,
     )
+
+
+def explain(
+    found: RunRecord, passes: Sequence[Pass], loop: Passes, *,
+    split: Mapping[str, Times], table: CostTable | None, drafter: str,
+) -> RunRecord:  # fmt: skip
+    """The record with its findings and notes; `table` is what is known of the model's costs on this machine."""
+    everything = found.groups["all"]
+    if SPECULATIVE not in everything.sides:
+        return found
+    counters, levels = everything.sides[SPECULATIVE].counters, found.method.get("levels")
+    findings: dict[str, object] = {}
+    notes: list[str] = []
+    total = sum(split.values(), Times())
+    if total.draft or total.verify:
+        findings["time_split"] = dataclasses.asdict(total)
+        notes.append(
+            "time split: measured stage by stage on the first prompt of each task, applied to the timed passes"
+        )
+    _host(passes, findings, notes)
+    _policy(loop.policies, findings, notes)
+    if table is None:
+        measures = "+experiment=roofline measures this model's costs here and keeps them"
+        notes.append(f"predicted speed-up: unknown; {measures}")
+    elif (why := explain_record(found, table, drafter=drafter)) is not None:
+        findings["explanation"] = dataclasses.asdict(why)
+        notes += why.lines()
+    if everything.speedup is not None:
+        costs = {}
+        if table is not None:
+            costs = {"v": table.v, **table.draft_costs(table.drafts.get(drafter, FREE), 1)}
+        best = oracles(counters, everything.speedup.ratio_of_totals, levels=levels, **costs)
+        findings["oracles"] = best
+        words = {"free_draft": "were drafts free {:.2f}", "perfect_draft": "were every draft right {:.2f}"}
+        said = [text.format(best[key]) for key, text in words.items() if best[key] is not None]
+        if (hindsight := best["best_gamma"]) is not None:
+            length, speedup = hindsight["gamma"], hindsight["speedup"]
+            said.append(f"with the best fixed length in hindsight ({length}) {speedup:.2f}")
+        notes += [f"speed-up {', '.join(said)}"] if said else []
+    findings["exports"] = {style: metrics.export(counters, style, tree=levels is not None) for style in metrics.STYLES}
+    return dataclasses.replace(found, findings=findings, notes=tuple(notes))
+
+
+def _host(passes: Sequence[Pass], findings: dict[str, object], notes: list[str]) -> None:
+    """The ablation: one program against a program a stage."""
+    one = {(p.prompt_id, p.repeat): p for p in passes if p.side == SPECULATIVE}
+    pairs = [(p, one[p.prompt_id, p.repeat]) for p in passes if p.side not in (PLAIN, SPECULATIVE)]
+    timed = [(a.decode_s, b.decode_s, a.prompt_id) for a, b in pairs if a.decode_s > 0 and b.decode_s > 0]
+    if timed:
+        host_s, jit_s, ids = zip(*timed, strict=True)
+        ratio = speedups.speedup(host_s, jit_s, prompts=ids)
+        findings["jit_over_host_loop"] = ratio.to_dict()
+        notes.append(
+            f"one program for the whole decode is {ratio.ratio_of_totals:.2f} times as fast as the host loop "
+            f"({ratio.interval.sentence()}), same tokens"
+        )
+
+
+def _policy(reports: Sequence[Any], findings: dict[str, object], notes: list[str]) -> None:
+    """How often the policy left a round without a draft."""
+    if not reports:
+        return
+    rounds, off = sum(r.rounds_off for r in reports), sum(r.off for r in reports)
+    predicted = [r.predicted for r in reports if r.predicted is not None]
+    findings["policy"] = out = {"rounds_off": rounds, "passes": len(reports)}
+    if predicted:
+        mean = sum(predicted) / len(predicted)
+        out |= {"off_at_end": off, "predicted_speedup": mean}
+        state = "never turned drafting off" if not rounds else f"left {rounds} rounds without a draft"
+        at_end = f"at the end it was off in {off} of {len(reports)} passes (predicted speed-up {mean:.2f})"
+        notes.append(f"auto_off {state}; {at_end}")

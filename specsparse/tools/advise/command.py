@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
         if not name.startswith(hub.SCHEME) and catalogue.find(name) is None:
             catalogue.resolve(name)  # neither a known model nor a file
 
-    from specsparse.experiments.methods.decoding import bar_on  # after the names: JAX takes a second
+    from specsparse.experiments.decoding import bar_on  # after the names: JAX takes a second
     from specsparse.measure.costs import acceptance
     from specsparse.support import tables, terminal
     from specsparse.support.files import to_json, write_atomically

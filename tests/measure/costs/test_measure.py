@@ -11,10 +11,9 @@ import specsparse
 from specsparse import kernels
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
-from specsparse.experiments import runner
-from specsparse.experiments.compose.config import from_omegaconf
+from specsparse.experiments import configured, runner
 from specsparse.experiments.kinds import roofline
-from specsparse.experiments.methods import configured
+from specsparse.experiments.settings import from_omegaconf
 from specsparse.measure.costs import acceptance, measuring
 from specsparse.measure.costs.acceptance import acceptance_over_seeds
 from specsparse.run import conf_dir

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specsparse.experiments.methods.findings import explain
+from specsparse.experiments.kinds.speed import explain
 from specsparse.measure.costs.explain import oracles
 from specsparse.report import record
 from specsparse.report.record import PLAIN, SPECULATIVE, Pass, RunRecord

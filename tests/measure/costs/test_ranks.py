@@ -10,11 +10,10 @@ from rich.console import Console
 import specsparse
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.experiments.compose.parts import PARTS, completed
+from specsparse.experiments import configured
+from specsparse.experiments.command_line import PARTS, completed
 from specsparse.experiments.kinds import compare
 from specsparse.experiments.kinds.compare import CompareSpec
-from specsparse.experiments.methods import configured
-from specsparse.experiments.settings import PolicySpec
 from specsparse.measure.costs import acceptance, measuring
 from specsparse.runtime import timing_cache
 from specsparse.runtime.method import MethodSpec, resolve
@@ -179,25 +178,25 @@ def test_sequoia_measures_what_is_not_kept(model, table, cfg):
 
 
 def test_policies_read_the_measured_acceptance(model, table, cfg):
-    policy = PolicySpec("cost", 3, {"v": None, "prior": None})
+    policy = Choice("cost", {"gamma": 3, "v": None, "prior": None})
     method = {"drafter": Choice("prompt_lookup"), "verifier": Choice("greedy"), "policy": policy}
     cfg = replaced(cfg, **method, tree=Choice("chain"))
     key = acceptance.acceptance_key("prompt_lookup", "greedy", GREEDY, "chain")
     kept = dataclasses.replace(table, acceptance={key: (0.37,)})
     timing_cache.save(model, kept.with_draft("prompt_lookup", DraftCost(token_s=table.plain_s / 2)))
-    policy = resolve(configured.spec_of(found(cfg, model))).drafter.policy
+    policy = resolve(found(cfg, model).spec).drafter.policy
     assert policy.cost.prior == 0.37 and policy.cost.c == 0.5 and policy.cost.v == (1.0,) * 4
-    fixed = replaced(cfg, policy=PolicySpec("fixed", 3))
+    fixed = replaced(cfg, policy=Choice("fixed", {"gamma": 3}))
     assert found(fixed, model) is fixed
 
 
 def test_compare_reads_the_cost_of_each_drafter(model, table, cfg):
     pairs = CompareSpec(("prompt_lookup", "suffix"), ("greedy",))
-    policy = PolicySpec("cost", 3, {"v": None, "prior": 0.5})
+    policy = Choice("cost", {"gamma": 3, "v": None, "prior": 0.5})
     cfg = settings(replaced(cfg, kind="compare", compare=pairs, tree=Choice("chain"), policy=policy))
     for name, cost in (("prompt_lookup", 0.25), ("suffix", 0.75)):
         key = cost_key(name, configured.drafter_choice(cfg, name).options)  # as `roofline` keeps it
         table = table.with_draft(key, DraftCost(token_s=cost * table.plain_s))
     timing_cache.save(model, table)
-    drafters = [resolve(configured.spec_of(found(pair, model))).drafter for pair in compare.pairs(cfg)[0].values()]
+    drafters = [resolve(found(pair, model).spec).drafter for pair in compare.pairs(cfg)[0].values()]
     assert [drafter.policy.cost.c for drafter in drafters] == [0.25, 0.75]

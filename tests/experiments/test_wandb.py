@@ -12,7 +12,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from specsparse import run
-from specsparse.experiments import wandb_run
+from specsparse.experiments import trackers
 from tests.report import making
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the client
@@ -68,7 +68,7 @@ def published(directory, options):
     (directory / "record.json").write_text(json.dumps(record))
     (directory / "curve.csv").write_text("step,loss,note\n1,0.5,first\n2,,\n")
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        line = wandb_run.publish(directory, options)
+        line = trackers.publish(directory, trackers.WandbOptions(**options))
     assert "WARNING" not in said.getvalue()
     return line, [list(records(written_whole(f))) for f in directory.glob("wandb/offline-run-*/*.wandb")]
 

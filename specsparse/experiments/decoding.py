@@ -1,12 +1,10 @@
-"""What every experiment that decodes prompts shares: checks, the model, the prompts, and passes side by side."""
+"""The shared part of every experiment that decodes prompts: checks, the model, the prompts, and passes side by side."""
 
 import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -26,7 +24,7 @@ from specsparse.measure.speedups import Repeats, Width
 from specsparse.models import catalogue
 from specsparse.report import display, record
 from specsparse.report.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
-from specsparse.runtime.loops import RoundView, Watch
+from specsparse.runtime.loops import RoundView
 from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.runtime.results import Generation
 from specsparse.speculative.base import Verifier
@@ -40,8 +38,6 @@ WARM_UP = -1
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A prompt ready to decode."""
-
     prompt: prompts.Prompt
     ids: list[int]
 
@@ -56,7 +52,7 @@ class Bench:
 
 
 def check(cfg: DecodingSettings, specs: Iterable[MethodSpec], *, union_cap: bool = False) -> None:
-    """What can be found wrong without loading the model, so that a mistake costs no time and leaves no directory.
+    """Finds mistakes without loading the model, so that one costs no time and leaves no directory.
 
     Args:
         cfg: the run.
@@ -84,12 +80,12 @@ def check(cfg: DecodingSettings, specs: Iterable[MethodSpec], *, union_cap: bool
 
 
 def calibration(cfg: DecodingSettings, model: Model) -> list[list[int]]:
-    """What acceptance is measured on: the first built-in prompt of each task."""
+    """Token ids of the first built-in prompt of each task, by which acceptance is measured."""
     return [ids_of(model, p, chat=cfg.data.chat) for p in prompts.load(limit_per_task=1)]
 
 
 def bar_on(out: Console) -> Bar:
-    """Bars for what is measured, in the terminal."""
+    """Bars in the terminal for what is measured."""
 
     @contextlib.contextmanager
     def shown(what: str, steps: int) -> Iterator[Callable[[], None]]:
@@ -100,7 +96,6 @@ def bar_on(out: Console) -> Bar:
 
 
 def label(verifier: Verifier | str) -> str:
-    """What the verifier promises about the text."""
     name = verifier if isinstance(verifier, str) else verifier.name
     if name in SAME_TEXT_VERIFIERS:
         return "lossless: plain decoding's tokens"
@@ -110,9 +105,9 @@ def label(verifier: Verifier | str) -> str:
 
 
 def prepare(cfg: DecodingSettings, ctx: RunContext, specs: Iterable[MethodSpec] = ()) -> Bench:
-    """Loads the model, as wide as these methods need it where nobody says, and encodes the prompts.
+    """Loads the model, as wide as these methods need it if nobody says, and encodes the prompts.
 
-    Where steps have one width, all prompts share a size of caches.
+    If steps have one width, all prompts share a size of caches.
     """
     started = time.perf_counter()
     model = sparse_model.load(cfg, ctx)
@@ -126,10 +121,19 @@ def prepare(cfg: DecodingSettings, ctx: RunContext, specs: Iterable[MethodSpec] 
 def prepared_prompts(cfg: DecodingSettings, engine: Engine, model: Model) -> list[PreparedPrompt]:
     """The prompts of the run with their ids.
 
+    Text that a later turn refers to is decoded plainly first, the same for every method.
+
     Raises:
         UserError: as `prompts_of`; prompts that the context does not hold, before any is decoded.
     """
-    jobs = [PreparedPrompt(p, conversation_ids(cfg, engine, model, p)) for p in prompts_of(cfg)]
+    jobs = []
+    for prompt in prompts_of(cfg):
+        said = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        for turn in prompt.before:
+            said.append({"role": "user", "content": turn})
+            answer = engine.generate(model, _chat_ids(model, said), **draws(cfg, prompt))
+            said.append({"role": "assistant", "content": answer.text})
+        jobs.append(PreparedPrompt(prompt, ids_of(model, prompt, chat=cfg.data.chat, said=said)))
     context = model.config.context_length
     long = [job for job in jobs if len(job.ids) > context]
     if long:
@@ -142,25 +146,10 @@ def prepared_prompts(cfg: DecodingSettings, engine: Engine, model: Model) -> lis
 
 
 def prompts_of(cfg: DecodingSettings) -> list[prompts.Prompt]:
-    """The prompts of the run.
-
-    Raises:
-        UserError: a file that cannot be read, later turns without a chat template.
-    """
-    data = cfg.data
-    if data.turns == "both" and not data.chat:
+    """The prompts of the run. UserError: a file that cannot be read, later turns without a chat template."""
+    if cfg.data.turns == "both" and not cfg.data.chat:
         raise UserError("data.turns=both needs data.chat=true: a later turn answers within the chat template")
-    return data.prompts(turns=data.turns)
-
-
-def conversation_ids(cfg: DecodingSettings, engine: Engine, model: Model, prompt: prompts.Prompt) -> list[int]:
-    """Ids of a prompt; what a later turn refers to is decoded plainly first, the same for every method."""
-    said = [{"role": "system", "content": prompt.system}] if prompt.system else []
-    for turn in prompt.before:
-        said.append({"role": "user", "content": turn})
-        answer = engine.generate(model, _chat_ids(model, said), **draws(cfg, prompt))
-        said.append({"role": "assistant", "content": answer.text})
-    return ids_of(model, prompt, chat=cfg.data.chat, said=said)
+    return cfg.data.prompts(turns=cfg.data.turns)
 
 
 def draws(cfg: DecodingSettings, prompt: prompts.Prompt) -> dict[str, Any]:
@@ -183,38 +172,6 @@ def ids_of(model: Model, prompt: prompts.Prompt, *, chat: bool, said: Sequence[d
 
 def _chat_ids(model: Model, messages: Sequence[dict[str, str]]) -> list[int]:
     return model.tokenizer.encode(model.tokenizer.apply_chat_template(list(messages)), parse_special=True)
-
-
-class _Watching:
-    """The untimed pass is watched round by round: traced, or its distributions recorded, or both."""
-
-    def __init__(self, trace: Trace | None, recorder: Recorder | None, directory: Path):
-        self._watchers, self._recorder, self._directory = [w for w in (trace, recorder) if w], recorder, directory
-
-    @classmethod
-    def of(cls, cfg: DecodingSettings, ctx: RunContext) -> "_Watching | None":
-        """As the config asks for it; None if it does not."""
-        trace = Trace(ctx.directory / TRACE_FILE, ctx.console) if cfg.trace else None
-        recorder = Recorder(cfg.record_laws) if cfg.record_laws else None
-        return cls(trace, recorder, ctx.directory) if trace or recorder else None
-
-    def __enter__(self) -> "_Watching":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, where: TracebackType | None) -> None:
-        if self._recorder is not None and error is None:
-            self._recorder.recording().save(self._directory / LAWS_FILE)
-
-    def start(self, prompt_id: str) -> Watch:
-        """What to call with each round of the next prompt."""
-        for watcher in self._watchers:
-            watcher.start(prompt_id)
-
-        def watch(view: RoundView) -> None:
-            for watcher in self._watchers:
-                watcher.round(view)
-
-        return watch
 
 
 Sides = Mapping[str, Mapping[str, Any]]
@@ -243,6 +200,7 @@ class Passes:
         """`other_models`: of the sides that `model` does not decode."""
         self._cfg, self._ctx, self.model = cfg, ctx, model
         self.sides = sides
+        self._tracker = ctx.tracker  # makes the directory, into which an untimed pass may write
         self._other_models = other_models or {}
         self._meter, self._done = machine.Meter(), list[Pass]()
         self.repeats: Repeats | None = None
@@ -251,45 +209,58 @@ class Passes:
         self.policies: list[Any] = []
 
     def show(self, jobs: list[PreparedPrompt], side: str, started: float) -> float | None:
-        """Show every prompt's text once, untimed; returns the seconds from `started` to the first text."""
-        first = None
-        watched = _Watching.of(self._cfg, self._ctx) if side != PLAIN else None
-        with watched or contextlib.nullcontext():
-            for index, job in enumerate(jobs, 1):
-                if self._cfg.stream:
-                    display.show_prompt(self._ctx.console, index, len(jobs), job.prompt.task, job.prompt.text)
-                if watched is None:
-                    generation, at = self._stream(job, side, first is None)
-                else:
-                    generation = self.generate(job, side, watch=watched.start(job.prompt.id))
-                    at = time.perf_counter()
-                    if self._cfg.stream:
-                        self._ctx.console.out(generation.text, highlight=False)
-                first = first or at - started
-                self._keep(job, side, WARM_UP, generation)
+        """Show every prompt's text once, untimed; returns the seconds from `started` to the first text.
+
+        The pass may be watched round by round: traced, or its distributions recorded, or both.
+        """
+        cfg, ctx, first = self._cfg, self._ctx, None
+        recorder = Recorder(cfg.record_laws) if cfg.record_laws and side != PLAIN else None
+        watchers: list[Trace | Recorder] = [] if recorder is None else [recorder]
+        if cfg.trace and side != PLAIN:
+            watchers.insert(0, Trace(ctx.directory / TRACE_FILE, ctx.console))
+
+        def watch(view: RoundView) -> None:
+            for watcher in watchers:
+                watcher.round(view)
+
+        for index, job in enumerate(jobs, 1):
+            if cfg.stream:
+                display.show_prompt(ctx.console, index, len(jobs), job.prompt.task, job.prompt.text)
+            if watchers:
+                for watcher in watchers:
+                    watcher.start(job.prompt.id)
+                generation, at = self.generate(job, side, watch=watch), time.perf_counter()
+                if cfg.stream:
+                    ctx.console.out(generation.text, highlight=False)
+            else:
+                generation, at = self._stream(job, side, first is None)
+            first = first or at - started
+            self._keep(job, side, WARM_UP, generation)
+        if recorder is not None:
+            recorder.recording().save(ctx.directory / LAWS_FILE)
         return first
 
     def _stream(self, job: PreparedPrompt, side: str, is_first: bool) -> tuple[Generation, float]:
+        """The text as it comes, and when its first piece came."""
         stream = self._ctx.engine.stream(self.model, job.ids, **draws(self._cfg, job.prompt), **self.sides[side])
         pieces = iter(stream)
         what = "compiling and reading the prompt" if is_first else "reading the prompt"
         with terminal.busy(self._ctx.console, what):
             piece = next(pieces, "")
         at = time.perf_counter()
-        for text in itertools.chain([piece], pieces):
+        for text in itertools.chain([piece], pieces, ["\n\n"]):
             if self._cfg.stream:
                 self._ctx.console.out(text, end="", highlight=False)
-        if self._cfg.stream:
-            self._ctx.console.out("\n")
         return stream.generation, at
 
-    def _keep(self, job: PreparedPrompt, side: str, repeat: int, generation: Generation) -> None:
+    def _keep(self, job: PreparedPrompt, side: str, repeat: int, generation: Generation) -> Pass:
         done = Pass.from_generation(job.prompt.id, job.prompt.task, side, repeat, generation)
         self.compile_s += done.compile_s
-        self.warm_up.append(done)
+        (self.warm_up if repeat == WARM_UP else self._done).append(done)
+        return done
 
     def timed(self, jobs: list[PreparedPrompt]) -> Iterable[Pass]:
-        """Every job on every side, `repeats` times; neighbours in time are compared, and the order turns round.
+        """Every job on every side, `repeats` times; neighbours in time are compared, and the order alternates.
 
         The machine is looked at before each repeat and after the last.
         """
@@ -299,23 +270,28 @@ class Passes:
                     self._keep(jobs[0], side, WARM_UP, self.generate(jobs[0], side))
         total = speedups.most_repeats(self._cfg.repeats) * len(jobs) * len(self.sides)
         self._meter = machine.Meter()  # what was compiled before is no load of others
-        with terminal.counting(self._ctx.console, "timing", total) as progress:
+        with self._ctx.counting("timing", total) as step:
             names = [(job, side) for job in jobs for side in self.sides]
-            for repeat, (job, side) in schedule(
-                names, repeats=self._enough, order=self._order, before=self._meter.sample
-            ):
+            passes = schedule(names, repeats=self._enough, order=self._order, before=self._meter.sample)
+            for repeat, (job, side) in passes:
                 generation = self.generate(job, side)
-                done = Pass.from_generation(job.prompt.id, job.prompt.task, side, repeat, generation)
-                self.compile_s += done.compile_s
+                done = self._keep(job, side, repeat, generation)
                 if generation.stats.policy is not None:
                     self.policies.append(generation.stats.policy)
-                progress.advance(progress.task_ids[0])
-                self._done.append(done)
+                step()
                 yield done
         self._meter.sample()
 
+    def logged(self, jobs: list[PreparedPrompt]) -> list[Pass]:
+        """The timed passes, each a line of prompts.jsonl as soon as it is done."""
+        done = []
+        for one in self.timed(jobs):
+            done.append(one)
+            self._tracker.log(one.row())
+        return done
+
     def _order(self, names: Sequence[tuple[PreparedPrompt, str]], repeat: int) -> Iterator[tuple[PreparedPrompt, str]]:
-        """Job after job, the sides of every other one turned round."""
+        """Job after job, the sides of every other one in reverse."""
         sides = len(self.sides)
         for index, start in enumerate(range(0, len(names), sides)):
             yield from alternating(names[start : start + sides], repeat + index)
@@ -331,22 +307,22 @@ class Passes:
         found = [record.speedup_of(own, side, over=plain) for side in others]
         return [Width.from_speedup(f) for f in found if f is not None] or [Width.from_plain(self._plain_s()[:first])]
 
+    def _plain(self) -> list[Pass]:
+        return [done for done in self._done if done.side == next(iter(self.sides))]
+
     def _plain_s(self) -> list[float]:
         """Seconds of plain decoding, one entry a repeat."""
         plain: dict[int, float] = {}
-        for done in self._done:
-            if done.side == next(iter(self.sides)):
-                plain[done.repeat] = plain.get(done.repeat, 0.0) + done.decode_s
+        for done in self._plain():
+            plain[done.repeat] = plain.get(done.repeat, 0.0) + done.decode_s
         return list(plain.values())
 
     def conditions(self) -> Conditions:
-        """What the timed passes were taken at."""
-        plain = [d for d in self._done if d.side == next(iter(self.sides))]
+        plain = self._plain()
         seconds = sum(d.decode_s for d in plain)
         rate = sum(d.counters.num_emitted_tokens for d in plain) / seconds if seconds else None
         return self._meter.conditions(rate, self._plain_s())
 
     def generate(self, job: PreparedPrompt, side: str, **more: Any) -> Generation:
-        """One decoding."""
         model = self._other_models.get(side, self.model)
         return self._ctx.engine.generate(model, job.ids, **{**draws(self._cfg, job.prompt), **self.sides[side], **more})

@@ -1,1 +1,0 @@
-"""From files and a command line to a checked config; Hydra and OmegaConf stop here."""
