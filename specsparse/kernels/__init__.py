@@ -18,14 +18,16 @@ from specsparse.kernels.neurons import (
     ChosenFfn,
     NeuronChoice,
     NeuronRows,
+    SignRows,
+    SkipWeights,
     SparseStats,
     pack_neurons,
+    pack_signs,
     regroup_neurons,
-    take_neurons,
+    skip_weights,
+    skippable,
     unpack_neurons,
 )
-from specsparse.kernels.packing.signbits import SignRows, pack_signs
-from specsparse.kernels.packing.stripes import SkipWeights, skip_weights, skippable
 from specsparse.kernels.qtensor import Layout, QTensor
 
 __all__ = [
@@ -59,7 +61,6 @@ __all__ = [
     "skip_weights",
     "skippable",
     "status",
-    "take_neurons",
     "take_rows",
     "unpack_neurons",
 ]

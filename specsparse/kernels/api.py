@@ -3,21 +3,20 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 
 from specsparse.errors import UserError
-from specsparse.kernels.gpu import attend as gpu_attention
-from specsparse.kernels.gpu import product as gpu_product
+from specsparse.kernels.gpu import ops
 from specsparse.kernels.gpu.weights import Kept
-from specsparse.kernels.native import cpu, layers, sparse
-from specsparse.kernels.reference import dense
-from specsparse.kernels.reference import sparse as reference_neurons
+from specsparse.kernels.native import cpu, layers
+from specsparse.kernels.reference import dense, sparse
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The functions a forward pass is made of. All take and return float32 rows; see `reference` for the definitions.
+    """The functions of a forward pass. All take and return float32 rows; see `reference` for the definitions.
 
     Attributes:
         name: "native", "reference", "xla", "packed" or "bf16".
@@ -26,11 +25,11 @@ class Kernels:
         embed: rows of a packed matrix by index.
         attend: rotary embedding, cache append and attention.
         argmax: index of the largest value of each row.
-        sparse_ffn: an FFN of which each row computes its own neurons only; see `reference.sparse`.
+        sparse_ffn: an FFN in which each row computes only its own neurons; see `reference.sparse`.
         signbit_keep: neurons predicted from sign bits.
         layers: all layers of a dense model in one call, equal to their composition from `linear` and `attend` bit for
-            bit, the zeros of a ReLU model skipped where it is given `SkipWeights`, `sparse_ffn` where it is given
-            `ChosenFfn`, the rows that enter chosen layers kept; None where the backend has no such call.
+            bit. It skips the zeros of a ReLU model if it is given `SkipWeights`, computes `sparse_ffn` if it is given
+            `ChosenFfn`, and keeps the rows that enter chosen layers. None if the backend has no such call.
         normalise: RMS norm of rows.
         exact: whether a row's bits do not depend on the number of rows (contract C1).
         kept: how dense models keep their matrices for these kernels (`gpu.weights.on_card`); None: as `QTensor`.
@@ -57,8 +56,8 @@ NATIVE = Kernels(
     cpu.embed,
     cpu.attend,
     cpu.argmax,
-    sparse.sparse_ffn,
-    sparse.signbit_keep,
+    layers.sparse_ffn,
+    layers.signbit_keep,
     layers.layers,
 )
 REFERENCE = Kernels(
@@ -68,36 +67,34 @@ REFERENCE = Kernels(
     dense.embed,
     dense.attend,
     dense.argmax,
-    reference_neurons.sparse_ffn,
-    reference_neurons.signbit_keep,
+    sparse.sparse_ffn,
+    sparse.signbit_keep,
 )
 XLA = Kernels(
     "xla",
-    gpu_product.linear,
-    dense.add_normed_batched,
-    gpu_product.embed,
+    ops.linear,
+    partial(dense.add_normed, over_rows=dense.at_once),
+    ops.embed,
     dense.attend_batched,
-    dense.argmax_batched,
-    reference_neurons.sparse_ffn_batched,
-    reference_neurons.signbit_keep,
-    normalise=dense.normalise_batched,
+    dense.argmax,
+    partial(sparse.sparse_ffn, over_rows=dense.at_once),
+    sparse.signbit_keep,
+    normalise=partial(dense.normalise, over_rows=dense.at_once),
     exact=False,
 )
 """Fast on a GPU, but its bits depend on the number of rows: the contract C1 does not hold."""
-PACKED = replace(
-    XLA,
-    name="packed",
-    attend=gpu_attention.attend,
-    kept="packed",
-)
-"""XLA's but for products, which read weights as they are packed, on a GPU by a kernel of its own, and for caches, which
-hold finite numbers alone."""
+PACKED = replace(XLA, name="packed", attend=ops.attend, kept="packed")
+"""XLA's, but products read weights as they are packed, on a GPU by a kernel of its own, and caches hold finite numbers
+only."""
 BF16 = replace(PACKED, name="bf16", kept="bf16")
 """XLA's on weights of two bytes: quantised ones are widened to bfloat16."""
 
 BACKENDS = {k.name: k for k in (NATIVE, REFERENCE, XLA)}
 """Implementations of all functions."""
 _NAMED = {**BACKENDS, PACKED.name: PACKED, BF16.name: BF16}
+
+TILE_ROWS = 8
+"""Rows of a tile of matrix units: widths of steps are multiples of it."""
 
 
 def platform() -> str:
@@ -108,7 +105,7 @@ def platform() -> str:
     """
     try:
         return jax.default_backend()
-    except (RuntimeError, AssertionError) as error:  # the latter where JAX has no plugin for it
+    except (RuntimeError, AssertionError) as error:  # the latter if JAX has no plugin for it
         given = os.environ.get("JAX_PLATFORMS") or jax.config.jax_platforms
         if not given:
             raise
@@ -116,12 +113,12 @@ def platform() -> str:
 
 
 def get(name: str | None = None) -> Kernels:
-    """The kernels called `name`; by default native on a CPU that has them, else reference; packed on a GPU, and bf16 on
+    """The kernels called `name`, by default native on a CPU that has them, else reference; packed on a GPU, and bf16 on
     other devices.
 
-    `specsparse.load` chooses bf16 on a GPU too where a model fits so.
-    `SPECSPARSE_KERNELS` overrides the default. Raises UserError for an unknown name, for native kernels that are
-    missing while `SPECSPARSE_REQUIRE_NATIVE=1`, and as `platform`.
+    `specsparse.load` chooses bf16 on a GPU too if a model fits so. `SPECSPARSE_KERNELS` overrides the default. Raises
+    UserError for an unknown name, for native kernels that are missing if they are named or
+    `SPECSPARSE_REQUIRE_NATIVE=1`, and as `platform`.
     """
     device, name = platform(), name or os.environ.get("SPECSPARSE_KERNELS")
     if name is None:
@@ -130,37 +127,25 @@ def get(name: str | None = None) -> Kernels:
         name = "native" if cpu.available() else "reference"
     if name not in _NAMED:
         raise UserError(f"kernels {name!r} do not exist; there are {', '.join(_NAMED)}")
-    missing = not cpu.available()
-    if missing and (name == "native" or os.environ.get("SPECSPARSE_REQUIRE_NATIVE") == "1"):
-        raise UserError(f"the native kernels are not there ({cpu.why_missing()}); build them with `make native`")
+    if name == "native" or os.environ.get("SPECSPARSE_REQUIRE_NATIVE") == "1":
+        cpu.needed()
     return _NAMED[name]
 
 
-TILE_ROWS = 8
-"""Rows of a tile of matrix units: widths of steps are multiples of it."""
-
-
 def depends_on_rows(name: str) -> bool:
-    """Whether a row's bits depend on how many rows are computed beside it, so that a width makes sense."""
+    """Whether a row's bits depend on the number of rows computed beside it, so that a width makes sense."""
     return name in _NAMED and not _NAMED[name].exact
 
 
 def automatic_width(name: str) -> int:
-    """Rows of every step of a dense model on one device where nobody says: `TILE_ROWS` where bits depend on it.
-
-    That is xla, packed and bf16 kernels on an accelerator; 0, none, elsewhere.
-    """
+    """Default width of the steps of a dense model on one device: `TILE_ROWS` if bits depend on it, that is for xla,
+    packed and bf16 kernels on an accelerator; else 0, for no fixed width."""
     return TILE_ROWS if depends_on_rows(name) and jax.default_backend() != "cpu" else 0
 
 
 def promise(name: str, width: int = 0, *, why: str = "") -> str:
-    """Which equality of speculative and plain text kernels give, and why.
-
-    Args:
-        name: of the kernels.
-        width: as in `engine.fixed_width`.
-        why: the width is that one.
-    """
+    """The equality of speculative and plain text that the kernels called `name` give with steps of `width` rows
+    (`engine.fixed_width`), and why; `why` is the reason for the width."""
     if not depends_on_rows(name):
         return "equal bits: a row depends on its own path alone, whatever is computed beside it (contract C1)"
     if width:
@@ -172,7 +157,7 @@ def promise(name: str, width: int = 0, *, why: str = "") -> str:
 
 
 def status() -> dict:
-    """What runs and why, for records and for the terminal; `promise` is of dense models on the default kernels."""
+    """The default kernels and the reasons for them, for records and the terminal; `promise` is for dense models."""
     chosen = get().name
     width = automatic_width(chosen)
     return {

@@ -13,10 +13,10 @@ import threading
 import numpy as np
 
 ALIGN = 64
-"""A buffer with this alignment is taken by the CPU backend without a copy."""
+"""The CPU backend takes a buffer with this alignment without a copy."""
 HUGE_PAGE = 2 << 20
 CHUNK = 32 << 20
-"""Bytes of a shared mapping. What nobody wrote to takes no memory."""
+"""Bytes of a shared mapping. Untouched pages take no memory."""
 
 _lock = threading.Lock()
 _rest = np.empty(0, np.uint8)

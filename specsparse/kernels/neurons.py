@@ -1,17 +1,18 @@
-"""Weights of an FFN row by row: what the sparse kernels gather.
+"""Weights of an FFN as the sparse kernels read them: rows of neurons, their sign bits, stripes of a down projection.
 
-A neuron is a row of gate, of up and of down transposed. Each row lies in one piece, so that only the rows of kept
-neurons are read. Columns are filled up with zeros to chunks of 64, and a row to whole cache lines:
+A neuron is a row of gate, of up and of down transposed. Each row is contiguous, so that only the rows of kept neurons
+are read. Columns are filled up with zeros to chunks of 64, and a row to whole cache lines:
 
 * float codes: the columns in order.
 * `int8`: one byte a column. `nibble`: 32 bytes a chunk; byte i holds columns i (its low bits) and 32 + i of the chunk.
 * then the scales, each field for the whole row: `d` f16 d[blocks]; `dm` f16 d[blocks], m[blocks]; `f32` f32 d[subs];
   `super` f16 d[supers], int8 sc[subs]; `super_min` f16 d[supers], dmin[supers], int8 sc[subs], uint8 mn[subs].
 
-A weight's value is that of `kernels.qtensor`.
+The value of a weight is that of `kernels.qtensor`.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -19,19 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 from gguf import GGMLQuantizationType as GGML
 
-from specsparse.errors import UserError
 from specsparse.kernels.arena import aligned_empty
 from specsparse.kernels.packing import dequant, pack
-from specsparse.kernels.packing.block_types import Parts
-from specsparse.kernels.packing.signbits import SignRows
-from specsparse.kernels.qtensor import BLOCK, ROWS, SUPER, Layout, Packed, QTensor, packed_pytree
+from specsparse.kernels.qtensor import BLOCK, ROWS, SUPER, Fields, Layout, Packed, QTensor, packed_pytree
 
 CHUNK = 64
 """Columns that a kernel reads at a time: two blocks."""
 LINE = 64
 """Bytes of a cache line; a row begins and ends with one."""
-
-_FLOATS = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}
+STRIPE = 128
+"""Outputs of a stripe."""
 
 
 @packed_pytree
@@ -39,19 +37,45 @@ _FLOATS = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}
 class NeuronRows(Packed):
     """A matrix of neurons of shape (F, D).
 
-    Invariant: data is uint8[F, row_bytes(layout, D)]; `layout.group_bytes` is not meant for these rows.
+    Invariant: data is uint8[F, row_bytes(layout, D)]; `layout.group_bytes` does not apply to these rows.
     """
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["shape"])
+@dataclass(frozen=True)
+class SignRows:
+    """Sign bits of a gate. Invariant: data is uint8[F, 8 * ceil(D / 64)]; bits past the last column are 0.
+
+    Attributes:
+        data: bit c % 8 of byte c / 8 of row j says whether weight c of neuron j is below 0.
+        shape: (neurons, columns) = (F, D).
+    """
+
+    data: jax.Array
+    shape: tuple[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read by one prediction."""
+        return int(self.data.size)
+
+
+class SkipWeights(NamedTuple):
+    """Weights that skipping zeros reads beside the gate: up as rows [F, D], down [D, F] as `stripes`."""
+
+    up: NeuronRows
+    down: jax.Array
+
+
 class SparseStats(NamedTuple):
-    """What a sparse FFN did; "row" is a row of activations. Where the gate decides, it is read for all neurons, and
-    `kept` and `union` are `nonzero` and `active`.
+    """Counts of a sparse FFN; R are rows of activations. If the gate decides, it is read for all neurons, and `kept`
+    and `union` are `nonzero` and `active`.
 
     Attributes:
         kept: int32[R], neurons computed for each row.
         union: int32[], neurons whose gate was read (their up, without one): those that any row keeps.
         nonzero: int32[R], kept neurons of each row whose activation was not 0.
-        active: int32[], neurons of which that is so in any row: those whose down row was read.
+        active: int32[], neurons with an activation other than 0 in any row: those whose down row was read.
     """
 
     kept: jax.Array
@@ -64,8 +88,8 @@ class NeuronChoice(NamedTuple):
     """Which neurons the rows of a layer compute, as `layers` of the native kernels decides it.
 
     Attributes:
-        rule: "all", and the gate alone decides; "scores", where second relu(first z) reaches the threshold; "signs",
-            where that many products of signs are positive (`signbit_keep`).
+        rule: "all": the gate alone decides; "scores": neurons with second relu(first z) >= threshold; "signs": neurons
+            with that many positive products of signs (`signbit_keep`).
         first: QTensor [r, D], of "scores".
         second: QTensor [F, r], of "scores".
         relu: whether there is the ReLU.
@@ -86,7 +110,7 @@ class NeuronChoice(NamedTuple):
 
 
 class ChosenFfn(NamedTuple):
-    """A layer's FFN in which a predictor chooses the neurons: rows as `sparse_ffn` takes them, and its choice."""
+    """A layer's FFN with predicted neurons: rows as `sparse_ffn` takes them, and the predictor's choice."""
 
     gate: NeuronRows | None
     up: NeuronRows
@@ -94,8 +118,8 @@ class ChosenFfn(NamedTuple):
     choice: NeuronChoice
 
 
-def fields(layout: Layout, cols: int) -> dict[str, slice]:
-    """Where each field of a row lies, in bytes: "codes", and those of "d", "m", "sc", "mn" that there are."""
+def field_places(layout: Layout, cols: int) -> dict[str, slice]:
+    """The place of each field of a row, in bytes: "codes", and those of "d", "m", "sc", "mn" that there are."""
     padded = -(-cols // CHUNK) * CHUNK
     blocks, subs, supers = padded // BLOCK, padded // layout.sub, cols // SUPER
     code = {"nibble": padded // 2, "int8": padded, "f32": 4 * padded}.get(layout.codes, 2 * padded)
@@ -107,135 +131,148 @@ def fields(layout: Layout, cols: int) -> dict[str, slice]:
         "super": {"d": 2 * supers, "sc": subs},
         "super_min": {"d": 2 * supers, "m": 2 * supers, "sc": subs, "mn": subs},
     }[layout.scales]
-    found, at = {}, 0
+    places, at = {}, 0
     for name, size in {"codes": code, **sizes}.items():
-        found[name] = slice(at, at + size)
+        places[name] = slice(at, at + size)
         at += size
-    return found
+    return places
 
 
 def row_bytes(layout: Layout, cols: int) -> int:
     """Bytes of a row, whole cache lines."""
-    return -(-max(place.stop for place in fields(layout, cols).values()) // LINE) * LINE
+    return -(-max(place.stop for place in field_places(layout, cols).values()) // LINE) * LINE
 
 
 def pack_neurons(raw: np.ndarray, ggml_type: GGML, shape: tuple[int, int]) -> NeuronRows:
-    """Packs a matrix [F, D] from a file's bytes, any GGUF type without loss.
-
-    Args:
-        raw: the tensor's bytes as `packing.pack.pack_qtensor` takes them.
-        ggml_type: their GGUF type.
-        shape: (F, D); for the down projection its transpose, one row a neuron.
+    """Packs a matrix (F, D) from a file's bytes, any GGUF type without loss; the down projection is given transposed.
 
     Raises:
         UserError: the type has no layout, or the byte count or the columns do not fit it.
     """
     ggml_type = GGML(ggml_type)
-    layout, (rows, cols) = pack.layout_of(ggml_type), (int(n) for n in shape)
-    raw = pack.rows_of(raw, ggml_type, (rows, cols))
-    out = aligned_empty(rows, row_bytes(layout, cols))
-    place = fields(layout, cols)
+    layout = pack.layout_of(ggml_type)
+    raw = pack.rows_of(raw, ggml_type, shape)
+    out = aligned_empty(len(raw), row_bytes(layout, shape[1]))
     step = max(1, pack.CHUNK_BYTES // out.shape[1])
-    for start in range(0, rows, step):
-        part, to = raw[start : start + step], out[start : start + step]
-        to[...] = 0
-        if layout.is_float:
-            to[:, : part.shape[1]] = part
-        else:
+    for start in range(0, len(raw), step):
+        part = raw[start : start + step]
+        fields = Fields(part)
+        if not layout.is_float:
             kind = pack.KINDS[ggml_type]
-            _write(to, kind.decode(part.view(kind.block)), layout, place)
+            fields = kind.decode(part.view(kind.block))
+        _write(out[start : start + step], fields, layout, shape[1])
     out.flags.writeable = False
-    return NeuronRows(jax.device_put(out), layout, (rows, cols))
-
-
-def _write(out: np.ndarray, parts: Parts, layout: Layout, place: dict[str, slice]) -> None:
-    """Decoded rows into their places; what lies past the last column stays zero."""
-    rows = len(out)
-    codes = np.ascontiguousarray(parts.codes).view(np.uint8).reshape(rows, -1)
-    if layout.codes == "nibble":
-        codes = _pair_blocks(codes)
-    for name, field in {"codes": codes, "d": parts.d, "m": parts.m, "sc": parts.sc, "mn": parts.mn}.items():
-        if field is not None:
-            stored = np.ascontiguousarray(field).reshape(rows, -1).view(np.uint8)
-            start = place[name].start
-            out[:, start : start + stored.shape[1]] = stored
-
-
-def _pair_blocks(codes: np.ndarray) -> np.ndarray:
-    """Nibbles of blocks of 32 (columns j and 16 + j in a byte) as nibbles of chunks of 64 (j and 32 + j)."""
-    blocks = codes.reshape(len(codes), -1, 16)
-    if blocks.shape[1] % 2:
-        blocks = np.concatenate([blocks, np.zeros_like(blocks[:, :1])], axis=1)
-    first, second = blocks[:, ::2], blocks[:, 1::2]
-    four, low, high = np.uint8(4), np.uint8(0x0F), np.uint8(0xF0)
-    halves = [(first & low) | (second << four), (first >> four) | (second & high)]
-    return np.stack(halves, axis=2).reshape(len(codes), -1)
-
-
-def unpack_neurons(rows: NeuronRows) -> jax.Array:
-    """All values, float32[F, D]; equal to gguf's dequantiser."""
-    layout, (count, cols) = rows.layout, rows.shape
-    field = {name: rows.data[:, place] for name, place in fields(layout, cols).items()}
-    if layout.is_float:
-        dtype = _FLOATS[layout.codes]
-        values = jax.lax.bitcast_convert_type(field["codes"].reshape(count, -1, dtype.dtype.itemsize), dtype)
-        return values[:, :cols].astype(jnp.float32)
-    codes = _codes(field["codes"], layout)
-    scale = _scales(field, "d", "sc", layout)
-    values = codes.reshape(count, scale.shape[1], -1) * scale[..., None]
-    if "m" in field:
-        mins = _scales(field, "m", "mn", layout)[..., None]
-        values = values - mins if layout.scales == "super_min" else values + mins
-    return values.reshape(count, -1)[:, :cols]
-
-
-def _codes(stored: jax.Array, layout: Layout) -> jax.Array:
-    """Code bytes of rows as the float32[F, padded columns] that scales multiply."""
-    if layout.codes == "int8":
-        return jax.lax.bitcast_convert_type(stored, jnp.int8).astype(jnp.float32)
-    chunks = stored.reshape(len(stored), -1, CHUNK // 2)
-    halves = jnp.concatenate([chunks & jnp.uint8(0x0F), chunks >> jnp.uint8(4)], axis=2).reshape(len(stored), -1)
-    return dequant._lookup(halves, layout.lut) if layout.lut else halves.astype(jnp.float32) - float(layout.zero)
-
-
-def _scales(field: dict[str, jax.Array], name: str, fine: str, layout: Layout) -> jax.Array:
-    """A scale for each block or sub-block, float32[F, blocks]: `name`, times the bytes `fine` of super-blocks."""
-    count = len(field[name])
-    coarse = field[name].reshape(count, -1, 1, 4 if layout.scales == "f32" else 2)
-    if fine not in field:
-        return dequant._float(coarse)[..., 0]
-    dtype = jnp.int8 if fine == "sc" else jnp.uint8
-    return dequant._scaled(coarse, field[fine].reshape(count, -1, 1, 1), dtype)[..., 0]
+    return NeuronRows(jax.device_put(out), layout, shape)
 
 
 def regroup_neurons(matrix: QTensor) -> NeuronRows:
     """A matrix packed in groups of 16 rows as rows of neurons: the same codes and scales. Runs on the host."""
     (rows, cols), layout = matrix.shape, matrix.layout
-    out = pack.aligned_empty(rows, row_bytes(layout, cols))
-    out[...] = 0
-    place = fields(layout, cols)
+    out = aligned_empty(rows, row_bytes(layout, cols))
     data = np.asarray(matrix.data)
     step = max(1, pack.CHUNK_BYTES // data.shape[1])
     for start in range(0, len(data), step):
-        split = dequant._split(data[start : start + step], layout, cols)
-        parts = Parts(*(None if f is None else f.transpose(0, 2, 1, 3).reshape(len(f) * ROWS, -1) for f in split))
         to = out[start * ROWS : (start + step) * ROWS]
-        _write(to, Parts(*(None if part is None else part[: len(to)] for part in parts)), layout, place)
+        split = layout.split(data[start : start + step], cols)
+        by_row = (f if f is None else f.transpose(0, 2, 1, 3).reshape(len(f) * ROWS, -1)[: len(to)] for f in split)
+        _write(to, Fields(*by_row), layout, cols)
     out.flags.writeable = False
     return NeuronRows(jax.device_put(out), layout, (rows, cols))
 
 
-def take_neurons(rows: NeuronRows, ids: np.ndarray) -> NeuronRows:
-    """Neurons `ids` int[N] in that order, for instance the hot ones: shape (N, D), same layout. Runs on the host.
+def _write(out: np.ndarray, fields: Fields, layout: Layout, cols: int) -> None:
+    """Decoded rows into their places; bytes past the last column become zero."""
+    out[...] = 0
+    places, rows = field_places(layout, cols), len(out)
+    for name, field in fields._asdict().items():
+        if field is None:
+            continue
+        stored = np.ascontiguousarray(field).view(np.uint8).reshape(rows, -1)
+        if name == "codes" and layout.codes == "nibble":
+            # from blocks of 32 (columns j and 16 + j in a byte) to chunks of 64 (j and 32 + j)
+            blocks = stored.reshape(rows, -1, 16)
+            if blocks.shape[1] % 2:
+                blocks = np.pad(blocks, ((0, 0), (0, 1), (0, 0)))
+            first, second = blocks[:, ::2], blocks[:, 1::2]
+            four, low, high = np.uint8(4), np.uint8(0x0F), np.uint8(0xF0)
+            halves = [(first & low) | (second << four), (first >> four) | (second & high)]
+            stored = np.stack(halves, axis=2).reshape(rows, -1)
+        start = places[name].start
+        out[:, start : start + stored.shape[1]] = stored
 
-    Raises:
-        UserError: no ids, or one outside the matrix.
+
+def unpack_neurons(rows: NeuronRows) -> jax.Array:
+    """All values, float32[F, D]; equal to gguf's dequantiser."""
+    layout, (count, cols) = rows.layout, rows.shape
+    stored = {name: rows.data[:, place] for name, place in field_places(layout, cols).items()}
+    codes = stored.pop("codes")
+    if layout.is_float:
+        dtype = dequant.FLOATS[layout.codes]
+        values = jax.lax.bitcast_convert_type(codes.reshape(count, -1, dtype.dtype.itemsize), dtype)
+        return values[:, :cols].astype(jnp.float32)
+    if layout.codes == "nibble":
+        codes = codes.reshape(count, -1, CHUNK // 2)
+        codes = jnp.concatenate([codes & jnp.uint8(0x0F), codes >> jnp.uint8(4)], axis=2)
+    # as packed groups with a single lane
+    numbers = dequant.numbers(codes.reshape(count, -1, 1), layout)
+    item = {"d": 4 if layout.scales == "f32" else 2, "m": 2, "sc": 1, "mn": 1}
+    scales = {name: field.reshape(count, -1, 1, item[name]) for name, field in stored.items()}
+    return dequant.scaled(numbers, Fields(None, **scales), layout).reshape(count, -1)[:, :cols]
+
+
+def pack_signs(weights_FD: np.ndarray, norm_D: np.ndarray | None = None) -> SignRows:
+    """Sign bits of a gate's weights, read by the training-free predictor of SparseInfer (arXiv:2411.12692).
+
+    Runs on the host. With the weight of the norm before the gate the bits go with rows that are not normalised yet: the
+    sign of w * norm * x counts.
     """
-    ids = np.asarray(ids, np.int64)
-    count, cols = rows.shape
-    if ids.ndim != 1 or ids.size == 0 or ids.min() < 0 or ids.max() >= count:
-        raise UserError(f"neurons to take must be a list of at least one, each in 0..{count - 1}")
-    out = aligned_empty(len(ids), rows.data.shape[1])
-    np.take(np.asarray(rows.data), ids, axis=0, out=out)
+    below = np.asarray(weights_FD) < 0
+    if norm_D is not None:
+        below = below ^ (np.asarray(norm_D) < 0)
+    bits = np.packbits(below, axis=1, bitorder="little")
+    words = np.pad(bits, ((0, 0), (0, -bits.shape[1] % 8)))  # kernels count bits by words of 64
+    return SignRows(jax.device_put(words), below.shape)
+
+
+def skippable(matrix: QTensor) -> bool:
+    """Whether its layout is Q4_0's, the only one that zeros are skipped in."""
+    layout = matrix.layout
+    return layout.codes == "nibble" and layout.scales == "d" and layout.zero == 8 and not layout.lut
+
+
+def skip_weights(up: QTensor, down: QTensor) -> SkipWeights:
+    """The weights of one layer."""
+    return SkipWeights(regroup_neurons(up), stripes(down))
+
+
+def stripes(down: QTensor) -> jax.Array:
+    """A `skippable` down projection [D, F] cut into stripes of 128 outputs. Runs on the host.
+
+    A stripe has for each block of 32 neurons f16 scales of its outputs, in order; then 64 bytes for each neuron, where
+    nibble k of lane l of 16 bits is the code of output 32 k + l. Codes and scales are those of the Q4_0 matrix, whose
+    blocks run along the neurons, so that nothing is rounded again. Zeros fill outputs up to whole stripes.
+
+    Returns:
+        uint8[stripes, neurons / 32 * (256 + 32 * 64)].
+    """
+    assert skippable(down), down.layout
+    outputs, neurons = down.shape
+    blocks, count, groups, lanes = neurons // BLOCK, -(-outputs // STRIPE), STRIPE // ROWS, 32
+    out = aligned_empty(count, blocks * (2 * STRIPE + BLOCK * STRIPE // 2))
+    data = np.asarray(down.data)
+    for s in range(count):
+        part = np.zeros((groups, data.shape[1]), np.uint8)
+        some = data[s * groups : (s + 1) * groups]
+        part[: len(some)] = some
+        fields = down.layout.split(part, neurons)
+        scales = fields.d.reshape(groups, blocks, ROWS, 2).transpose(1, 0, 2, 3)
+        out[s, : 2 * STRIPE * blocks] = scales.reshape(-1)
+        # four chunks of a block, two columns a byte
+        codes = fields.codes.reshape(groups, blocks, 4, ROWS, 4).transpose(1, 2, 4, 0, 3)
+        codes = codes.reshape(blocks, BLOCK // 2, STRIPE)
+        codes = np.concatenate([codes & 15, codes >> 4], axis=1).astype(np.uint16)  # [blocks, neuron, output]
+        by_lane = codes.reshape(blocks, BLOCK, STRIPE // lanes, lanes)
+        words = sum(by_lane[:, :, k] << np.uint16(4 * k) for k in range(STRIPE // lanes))
+        out[s, 2 * STRIPE * blocks :] = words.astype("<u2").view(np.uint8).reshape(-1)
     out.flags.writeable = False
-    return NeuronRows(jax.device_put(out), rows.layout, (len(ids), cols))
+    return jax.device_put(out)

@@ -1,21 +1,25 @@
-"""What processor this is, and how many cores this process may use."""
+"""What this processor is and can do at best: memory reads, int8 and float32 multiply-adds.
 
+Rates are measured with the kernels' own threads and instruction set, or by numpy if the native library is missing.
+"""
+
+import ctypes
+import functools
 import os
 import platform
 import re
-from functools import cache
+import time
 from pathlib import Path
 from typing import TypedDict
+
+import numpy as np
+
+from specsparse.kernels.native import cpu
 
 _FLAGS = (
     "f16c", "avx", "avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni",
     "avx512_bf16", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "sve",
 )  # fmt: skip
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class CpuInfo(TypedDict):
@@ -27,9 +31,9 @@ class CpuInfo(TypedDict):
     cores: int
 
 
-@cache
+@functools.cache
 def cpu_info() -> CpuInfo:
-    """Of this machine; parts that the system does not tell are left empty."""
+    """Facts about this machine's processor, empty if the system does not tell them."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -41,5 +45,54 @@ def cpu_info() -> CpuInfo:
         "model": name.group(1).strip() if name else platform.processor() or platform.machine(),
         "architecture": platform.machine(),
         "flags": [flag for flag in _FLAGS if flag in have],
-        "cores": usable_cores(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
     }
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The library with the functions of peaks.cc typed, or None. Raises UserError for an older build."""
+    if (library := cpu.library()) is None:
+        return None
+    seconds = [ctypes.c_double]
+    of = {"read_rate": [ctypes.c_void_p, ctypes.c_int64], "int8_rate": seconds, "f32_rate": seconds}
+    for name, arguments in of.items():
+        function = cpu.symbol(library, f"specsparse_{name}")
+        function.argtypes, function.restype = arguments, ctypes.c_double
+    return library
+
+
+class ReadBuffer:
+    """Memory to measure read bandwidth with, by default larger than any cache. It is kept between measurements."""
+
+    def __init__(self, mebibytes: int = 256):
+        self._data = np.ones(mebibytes * 2**20 // 8, np.int64)
+
+    def rate(self, passes: int = 3) -> float:
+        """Bytes per second, the best of `passes` (256 MiB each, about 10 ms)."""
+        library = _library()
+        if library is not None:
+            return max(library.specsparse_read_rate(self._data.ctypes.data, self._data.nbytes) for _ in range(passes))
+        rates = []
+        for _ in range(passes):
+            start = time.perf_counter()
+            self._data.min()  # one vector instruction a load, so memory is the limit
+            rates.append(self._data.nbytes / (time.perf_counter() - start))
+        return max(rates)
+
+
+def int8_rate(seconds: float = 0.02) -> float | None:
+    """int8 multiply-adds per second on all threads; None without the native library (numpy has no such product)."""
+    library = _library()
+    return None if library is None else library.specsparse_int8_rate(seconds)
+
+
+def f32_rate(seconds: float = 0.02) -> float:
+    """float32 multiply-adds per second on all threads."""
+    library = _library()
+    if library is not None:
+        return library.specsparse_f32_rate(seconds)
+    a = np.ones((768, 768), np.float32)
+    start = time.perf_counter()
+    a @ a
+    return 768**3 / (time.perf_counter() - start)

@@ -1,18 +1,21 @@
-"""Packed weight matrices: what the kernels read.
+"""Packed weight matrices, the operands of all kernels.
 
-A matrix is cut into groups of 16 rows; within a group the columns follow each other in tiles, scales before codes, so
-that one
-thread reads one stream of memory. `docs/layouts.md` gives the byte layout.
+A matrix is cut into groups of 16 rows. Within a group the columns follow each other in tiles, scales before codes, so
+that one thread reads one stream of memory. `docs/layouts.md` gives the byte layout.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
+
+from specsparse.errors import UserError
 
 ROWS = 16
-"""Rows of a group; one lane of a 16-wide float vector each."""
+"""Rows of a group: one lane each of a vector of 16 floats."""
 BLOCK = 32
 """Columns that share one activation scale."""
 SUPER = 256
@@ -22,16 +25,37 @@ Codes = Literal["nibble", "int8", "f32", "f16", "bf16"]
 Scales = Literal["none", "d", "dm", "f32", "super", "super_min"]
 
 
+class Fields(NamedTuple):
+    """The parts of packed blocks. The axes between the first and the last run along the columns.
+
+    Of a packed group they are uint8[N, count, 16, bytes of one item]. A decoder of a file's blocks gives
+    them as [rows, *blocks, items] in the types below.
+
+    Attributes:
+        codes: 4-byte words: 4 words of 2 x 4 nibbles a block, or 8 words of 4 int8, see `Layout.codes`.
+        d: f16 scales of blocks or super-blocks, or float32 scales if `Layout.scales` is "f32".
+        m: f16 mins: m of "dm", dmin of "super_min".
+        sc: int8 scales of "super" and "super_min".
+        mn: uint8 mins of "super_min".
+    """
+
+    codes: Any
+    d: Any = None
+    m: Any = None
+    sc: Any = None
+    mn: Any = None
+
+
 @dataclass(frozen=True)
 class Layout:
     """How the bytes of a group are read. Static under jit.
 
     Attributes:
-        codes: what a stored weight is.
+        codes: type of a stored weight.
         scales: how its scale (and min) is coded.
         sub: columns under one scale, 32 or 16.
         zero: subtracted from a nibble code (8 for Q4_0).
-        lut: 16 int8 values a nibble code stands for, or () when it stands for itself.
+        lut: the 16 int8 values of nibble codes, or () if a code is its own value.
         source: the GGUF type it was packed from, for reports.
     """
 
@@ -44,27 +68,55 @@ class Layout:
 
     @property
     def is_float(self) -> bool:
-        """Whether weights are stored as floats, without blocks."""
         return self.codes in ("f32", "f16", "bf16")
 
     @property
+    def has_min(self) -> bool:
+        return self.scales in ("dm", "super_min")
+
+    @property
     def unit(self) -> int:
-        """Columns that cannot be parted: one, a block, or a super-block. A multiple of them is a range of bytes."""
+        """Columns that stay together: 1, a block or a super-block. A multiple of them is a range of bytes."""
         if self.is_float:
             return 1
         return SUPER if self.scales in ("super", "super_min") else BLOCK
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Bytes of 16 rows: a super-block's header, the scales of a block of 32 columns, a whole block."""
+        if self.is_float:
+            return 0, 0, BLOCK * ROWS * (4 if self.codes == "f32" else 2)
+        subs = BLOCK // self.sub
+        header = {"super": 32, "super_min": 64}.get(self.scales, 0)
+        scales = {"d": 32, "dm": 64, "f32": 64 * subs, "super": 16 * subs, "super_min": 32 * subs}[self.scales]
+        return header, scales, scales + ROWS * BLOCK // (2 if self.codes == "nibble" else 1)
+
     def group_bytes(self, cols: int) -> int:
         """Bytes of one group of 16 rows with `cols` columns."""
+        header, _, block = self.sizes
+        return cols * block // BLOCK + cols // SUPER * header
+
+    def split(self, data: Any, cols: int) -> Fields:
+        """The fields of groups [N, group_bytes], an array of numpy or jax."""
+        header, scales, block = self.sizes
         if self.is_float:
-            return cols * ROWS * (4 if self.codes == "f32" else 2)
-        subs = BLOCK // self.sub
-        code = ROWS * BLOCK // (2 if self.codes == "nibble" else 1)
-        per_block = {"d": 32, "dm": 64, "f32": 64 * subs, "super": 16 * subs, "super_min": 32 * subs}[
-            self.scales
-        ] + code
-        header = {"super": 32, "super_min": 64}.get(self.scales, 0)
-        return cols // BLOCK * per_block + (cols // SUPER * header if header else 0)
+            return Fields(data.reshape(len(data), -1, ROWS, block // (BLOCK * ROWS)))
+        heads, blocks = None, data
+        if header:
+            supers = data.reshape(len(data), cols // SUPER, -1)
+            heads, blocks = supers[..., :header], supers[..., header:]
+        blocks = blocks.reshape(len(data), cols // BLOCK, block)
+
+        def cut(field: Any, item: int) -> Iterator[Any]:
+            """Scales, then mins if there are any: [N, count, 16, item]."""
+            size = field.shape[-1] // (2 if self.has_min else 1)
+            for at in range(0, field.shape[-1], size):
+                yield field[..., at : at + size].reshape(len(data), -1, ROWS, item)
+
+        coarse = cut(heads if header else blocks[..., :scales], 4 if self.scales == "f32" else 2)
+        fine = cut(blocks[..., :scales], 1) if header else ()
+        found = dict(zip(("d", "m"), coarse)) | dict(zip(("sc", "mn"), fine))
+        return Fields(blocks[..., scales:].reshape(len(data), -1, ROWS, 4), **found)
 
 
 @dataclass(frozen=True)
@@ -73,7 +125,7 @@ class Packed:
 
     Attributes:
         data: uint8 bytes.
-        layout: what codes and scales are.
+        layout: codes and scales.
         shape: (rows, cols) = (outputs, inputs).
     """
 
@@ -97,3 +149,28 @@ class QTensor(Packed):
 
     Invariant: data is uint8[ceil(rows/16), layout.group_bytes(cols)]; padding rows are zero.
     """
+
+
+def take_rows(w: QTensor, ids: np.ndarray) -> QTensor:
+    """Rows `ids` int[N] of a matrix, in that order: shape (N, cols), same layout, same values.
+
+    Runs on the host, once, when a model is built. Raises UserError for no ids, or one outside the matrix.
+    """
+    rows, cols = w.shape
+    ids = checked_ids(ids, rows)
+    data = np.asarray(w.data)
+    # int64[16, bytes of a row]: the place of each row's bytes in a group, in one order for all rows
+    fields = w.layout.split(np.arange(data.shape[1])[None], cols)
+    place = np.concatenate([f[0].transpose(1, 0, 2).reshape(ROWS, -1) for f in fields if f is not None], axis=1)
+    out = np.zeros((-(-len(ids) // ROWS), data.shape[1]), np.uint8)
+    new = np.arange(len(ids))
+    out[(new // ROWS)[:, None], place[new % ROWS]] = data[(ids // ROWS)[:, None], place[ids % ROWS]]
+    return QTensor(jax.device_put(out), w.layout, (len(ids), cols))
+
+
+def checked_ids(ids: np.ndarray, rows: int) -> np.ndarray:
+    """Ids int64[N] of rows to take. Raises UserError for no ids, or one outside a matrix of so many rows."""
+    ids = np.asarray(ids, np.int64)
+    if ids.size == 0 or ids.min() < 0 or ids.max() >= rows:
+        raise UserError(f"rows to take must be at least one and lie in 0..{rows - 1}")
+    return ids

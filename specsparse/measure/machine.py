@@ -22,7 +22,7 @@ def read_bandwidth(*, mebibytes: int = 256, passes: int = 8) -> float:
 
     Measured now, in about a fifth of a second.
     """
-    from specsparse.kernels.peaks import ReadBuffer  # here: JAX takes a second, and the lock needs none
+    from specsparse.kernels.processor import ReadBuffer  # here: JAX takes a second, and the lock needs none
 
     return ReadBuffer(mebibytes).rate(passes)
 

@@ -25,7 +25,7 @@ from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.engine.prefill import Chunk, prefill
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.kernels import peaks
+from specsparse.kernels import processor
 from specsparse.runtime import manifest
 from specsparse.runtime.method import Method
 from specsparse.runtime.session import Request, Session
@@ -120,11 +120,11 @@ class MachinePeaks:
     int8: list[float] = field(default_factory=list)
     f32: list[float] = field(default_factory=list)
 
-    def measure(self, buffer: peaks.ReadBuffer) -> None:
+    def measure(self, buffer: processor.ReadBuffer) -> None:
         """Adds a measurement of each (about 80 ms); none of int8 without the native library."""
         self.read.append(buffer.rate())
-        self.f32.append(peaks.f32_rate())
-        int8 = peaks.int8_rate()
+        self.f32.append(processor.f32_rate())
+        int8 = processor.int8_rate()
         if int8 is not None:
             self.int8.append(int8)
 
@@ -149,7 +149,7 @@ def run(plan: TrialPlan, sides: Sequence[Side], done: Callable[[], None] = lambd
 
     Sides alternate test by test (A B A B), and the order of the tests turns round with each repeat.
     """
-    tests, machine, buffer = plan.tests(), MachinePeaks(), peaks.ReadBuffer()
+    tests, machine, buffer = plan.tests(), MachinePeaks(), processor.ReadBuffer()
 
     def order(_, repeat: int) -> Iterator[tuple[Trial, str]]:
         return ((test, side.name) for test in alternating(tests, repeat) for side in sides)

@@ -6,6 +6,7 @@ from tables of F16. For comparing, not for speed.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +35,7 @@ def faithful(kernels: Kernels) -> Kernels:
             outs = [_activate(outs[0], act) * outs[1]]
         return tuple(outs) if residual is None else (outs[0] + residual,)
 
-    def attend(*args, **options):
-        return dense._attend(*args, over_rows=_over_rows, **options)
-
+    attend = functools.partial(dense.attend, attend_row=_attend_row)
     return dataclasses.replace(kernels, linear=linear, attend=attend, layers=None)
 
 
@@ -98,13 +97,9 @@ def _activate(x, act):
     return round_f16(activate(round_f16(x), act)) if act == "silu" else activate(x, act)
 
 
-def _over_rows(_, q, keys, values, paths):
-    return dense._attend_rowwise(_attend_row, q, keys, values, paths)
-
-
 def _attend_row(q_HD, keys_GCd, values_GCd, path_C):
     """One query over its path, with every operand of a product in F16 and exp rounded to it on both sides."""
-    keys, values, live = dense._gather_path(keys_GCd, values_GCd, path_C, jnp.sum(path_C))
+    keys, values, live = dense.gather_path(keys_GCd, values_GCd, path_C, jnp.sum(path_C))
     groups, d = keys.shape[0], keys.shape[-1]
     q = round_f16(q_HD.reshape(groups, -1, d))
     scores = jnp.einsum("ghd,gcd->ghc", q, keys, precision=jax.lax.Precision.HIGHEST)

@@ -25,8 +25,7 @@ from specsparse.errors import UserError
 from specsparse.kernels import QTensor, SkipWeights
 from specsparse.kernels.packing.dequant import dequantize, pack_float
 from specsparse.kernels.packing.pack import pack_qtensor
-from specsparse.kernels.packing.rows import take_rows
-from specsparse.kernels.qtensor import BLOCK
+from specsparse.kernels.qtensor import BLOCK, take_rows
 from specsparse.powerinfer import zero_skip
 from specsparse.powerinfer.modes import PREDICTED
 from specsparse.powerinfer.sparse_ffn import SparseWeights, by_gate, make_ffn, sparse_params

@@ -20,7 +20,7 @@ from specsparse.engine.rope_config import RopeConfig
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize
-from specsparse.kernels.packing.rows import take_rows
+from specsparse.kernels.qtensor import take_rows
 from specsparse.models.convert.write import out_type, write_model
 from specsparse.speculative.drafters.heads.eagle3 import default_layers
 from specsparse.support.options import Count

@@ -17,7 +17,7 @@ from specsparse.engine.rope import rope_tables
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize
-from specsparse.kernels.packing.rows import take_rows
+from specsparse.kernels.qtensor import take_rows
 from specsparse.support.options import Count, Internal, Positive, Range, Size
 from specsparse.training.corpus import Features, Text, Window, fill, pack, spans
 from specsparse.training.form import Form, Frozen, id_counts

@@ -17,9 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from specsparse.engine import llama
 from specsparse.engine.fixed_width import fixed_width
 from specsparse.kernels import get
-from specsparse.kernels.gpu import attention, entry, mosaic, product
+from specsparse.kernels.gpu import attention, entry, mosaic, ops
 from specsparse.kernels.gpu import fragments as fr
-from specsparse.kernels.gpu.attend import attend
+from specsparse.kernels.gpu.ops import attend
 from specsparse.kernels.gpu.plan import Plan, plan
 from specsparse.kernels.gpu.weights import PlainMatrix
 from specsparse.kernels.packing.pack import layout_of
@@ -42,7 +42,7 @@ CONTEXT = 512
 ATTEND = partial(attend, compiled=True)
 KEPT = {
     "packed": (
-        dataclasses.replace(get("packed"), linear=partial(product.linear, compiled=True), attend=ATTEND),
+        dataclasses.replace(get("packed"), linear=partial(ops.linear, compiled=True), attend=ATTEND),
         lambda rows, cols: fr.abstract(layout_of(GGML.Q4_0), (rows, cols)),
     ),
     "bf16": (
@@ -151,7 +151,7 @@ def test_no_product_spills_at_any_width(mesh, kind, capfd):
     w, found = fr.abstract(layout_of(GGML[kind]), (4096, 4096)), []
     for count in KERNELS[kind]:
         capfd.readouterr()
-        compiling.lowered(lambda x, w: product.multiply(x, w, compiled=True), (array([count, 4096]), w), mesh).compile()
+        compiling.lowered(lambda x, w: ops.multiply(x, w, compiled=True), (array([count, 4096]), w), mesh).compile()
         kernels = [r for r in compiling.registers("".join(capfd.readouterr())) if "mosaic" in r.name]
         found += [(count, max(r.used for r in kernels), sum(r.spilled for r in kernels))] if kernels else []
     with capfd.disabled():

@@ -17,14 +17,14 @@ from gguf import GGMLQuantizationType as GGML
 
 from specsparse.errors import UserError
 from specsparse.kernels import take_rows
-from specsparse.kernels.gpu import card, product, rows
 from specsparse.kernels.gpu import fragments as fr
+from specsparse.kernels.gpu import ops
 from specsparse.kernels.gpu.plan import Plan, plan
 from specsparse.kernels.packing import dequant
 from specsparse.kernels.packing.pack import pack_qtensor
-from specsparse.kernels.packing.rows import take_rows as packed_rows
+from specsparse.kernels.qtensor import take_rows as packed_rows
 from specsparse.kernels.reference import dense
-from specsparse.kernels.reference.dense import activate, normalise_batched
+from specsparse.kernels.reference.dense import activate, normalise
 from specsparse.testing import random_quantised
 from tests.kernels import emulation
 from tests.other_process import found_by
@@ -57,8 +57,8 @@ def row_arrays(name: str, count: int):
 
     @jax.jit
     def quantised(x):
-        codes, scales = rows.quantise(x)
-        return codes, scales, rows.pack_rows(codes, scales)
+        codes, scales = fr.quantise(x)
+        return codes, scales, fr.pack_rows(codes, scales)
 
     return quantised(some_rows(name, count))
 
@@ -76,7 +76,7 @@ def test_fragments_hold_the_weights_and_their_product_is_the_native_definition(n
 
     @jax.jit
     def found(f, x):
-        return fr.widened(f, jnp.float32), fr.embed_rows(f, ids), product._in_order(f, *rows.quantise(x), how)
+        return fr.widened(f, jnp.float32), fr.embed_rows(f, ids), ops._in_order(f, *fr.quantise(x), how)
 
     values, embedded, got = (np.asarray(a) for a in found(f, x))
     dense = np.asarray(dequant.dequantize(w))
@@ -176,9 +176,9 @@ def test_the_kernel_in_the_interpreter_is_the_product(name, shape, count, how):
 
     @jax.jit
     def found(f, x):
-        codes, scales = rows.quantise(x)
-        got = mosaic.product((f,), rows.pack_rows(codes, scales), how, interpret=True)
-        return got, product._in_order(f, codes, scales, how)
+        codes, scales = fr.quantise(x)
+        got = mosaic.product((f,), fr.pack_rows(codes, scales), how, interpret=True)
+        return got, ops._in_order(f, codes, scales, how)
 
     got, wanted = (np.asarray(a) for a in found(f, x))
     got = got if how.splits == 1 else got.sum(0)
@@ -196,9 +196,9 @@ def test_gate_up_residual_and_rows_that_do_not_count_in_the_interpreter():
 
     @jax.jit
     def found(gate, up, x):
-        codes, scales = rows.quantise(x)
-        packed = rows.pack_rows(codes, scales)
-        one, two = (product._in_order(f, codes, scales, how) for f in (gate, up))
+        codes, scales = fr.quantise(x)
+        packed = fr.pack_rows(codes, scales)
+        one, two = (ops._in_order(f, codes, scales, how) for f in (gate, up))
         return (
             (mosaic.product((gate, up), packed, how, act="silu", interpret=True), activate(one, "silu") * two),
             (
@@ -220,7 +220,7 @@ def test_the_rows_kernel_in_the_interpreter_norms_and_quantises(columns):
     x[1] = 0
 
     def wanted(x):
-        return rows.pack_rows(*rows.quantise(normalise_batched(x, norm, eps=1e-5)))
+        return fr.pack_rows(*fr.quantise(normalise(x, norm, eps=1e-5, over_rows=dense.at_once)))
 
     got, wanted = entry.pack(x, norm, 1e-5, interpret=True), jax.jit(wanted)(x)
     np.testing.assert_array_equal(got.codes, wanted.codes)
@@ -319,6 +319,6 @@ def test_three_warpgroups_with_other_numbers_of_rows_are_attention_too(tmp_path)
 )
 def test_cards_before_hopper_take_xlas_operations(monkeypatch, backend, capability, has):
     device = SimpleNamespace(compute_capability=capability)
-    monkeypatch.setattr(card.jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(card.jax, "devices", lambda: [device])
-    assert card.has_kernels() is has
+    monkeypatch.setattr(ops.jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(ops.jax, "devices", lambda: [device])
+    assert ops.has_kernels() is has

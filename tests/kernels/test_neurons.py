@@ -7,7 +7,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
 from specsparse.errors import UserError
-from specsparse.kernels import pack_neurons, regroup_neurons, take_neurons, unpack_neurons
+from specsparse.kernels import pack_neurons, regroup_neurons, unpack_neurons
 from specsparse.kernels.neurons import LINE, row_bytes
 from specsparse.kernels.packing.pack import SUPPORTED, pack_qtensor
 from specsparse.testing import random_quantised
@@ -49,23 +49,6 @@ def test_a_row_has_the_bytes_that_the_file_has(name):
     """At a real width nothing is filled up."""
     raw = random_quantised(name, 2, 4096)
     assert pack_neurons(raw, TYPES[name], (2, 4096)).data.shape == raw.shape
-
-
-@pytest.mark.parametrize("name", ["F16", "Q4_0", "Q4_K", "Q6_K", "MXFP4"])
-def test_taken_neurons_are_the_same_in_the_order_asked_for(name):
-    packed = pack_neurons(random_quantised(name, F, columns(name)), TYPES[name], (F, columns(name)))
-    ids = np.array([20, 3, 3, 0])
-    taken = take_neurons(packed, ids)
-    assert taken.shape == (4, columns(name)) and taken.layout == packed.layout
-    unpack = jax.jit(unpack_neurons)
-    np.testing.assert_array_equal(unpack(taken), np.asarray(unpack(packed))[ids])
-
-
-@pytest.mark.parametrize("ids", [[], [21], [-1], [[0, 1]]])
-def test_neurons_that_are_not_there(ids):
-    packed = pack_neurons(random_quantised("F16", F, 50), TYPES["F16"], (F, 50))
-    with pytest.raises(UserError, match=r"neurons to take must be .* in 0\.\.20"):
-        take_neurons(packed, np.array(ids))
 
 
 def test_bytes_that_are_no_matrix():

@@ -8,7 +8,7 @@ from gguf import GGMLQuantizationType
 from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.kernels.packing.pack import pack_qtensor
-from specsparse.kernels.packing.rows import take_rows
+from specsparse.kernels.qtensor import take_rows
 from specsparse.testing import random_quantised
 
 IDS = np.array([39, 0, 16, 15, 7, 7, 31, 32, 3, 20, 21, 22, 1, 2, 38, 37, 36, 5])

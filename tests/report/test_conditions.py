@@ -173,7 +173,7 @@ def test_a_meter_keeps_the_median_and_the_spread(monkeypatch):
 def test_a_later_run_of_the_same_process_measures_the_bandwidth_anew(monkeypatch):
     """The cells of a sweep are one process."""
     rates = iter([20e9, 30e9])
-    monkeypatch.setattr("specsparse.kernels.peaks.ReadBuffer.rate", lambda self, passes: next(rates))
+    monkeypatch.setattr("specsparse.kernels.processor.ReadBuffer.rate", lambda self, passes: next(rates))
     assert [machine.read_bandwidth(mebibytes=1) for _ in range(2)] == [20e9, 30e9]
 
 

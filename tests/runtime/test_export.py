@@ -9,8 +9,8 @@ import pytest
 from gguf import GGMLQuantizationType as GGML
 
 from specsparse.kernels import BACKENDS, QTensor
-from specsparse.kernels.gpu import fragments, product
-from specsparse.kernels.gpu.attend import attend
+from specsparse.kernels.gpu import fragments, ops
+from specsparse.kernels.gpu.ops import attend
 from specsparse.kernels.packing.pack import FLOATS, layout_of
 from specsparse.testing import tiny_config
 from tests.card_programs import array, params_of, programs
@@ -45,7 +45,7 @@ def test_a_program_is_exported_for_cuda_and_tpu_and_calls_no_host(tiny, name):
 def test_the_packed_product_is_exported_for_cuda(kind):
     """Pallas lowers it to calls of Mosaic GPU, rows and product; no dense weight is in the program around them."""
     w = fragments.abstract(layout_of(GGML[kind]), (320, 512))
-    text = for_cuda(lambda x, w: product.multiply(x, w, compiled=True), array([8, 512]), w)
+    text = for_cuda(lambda x, w: ops.multiply(x, w, compiled=True), array([8, 512]), w)
     assert calls_of(text) == 2 and "dot_general" not in text
 
 
@@ -54,7 +54,7 @@ def test_an_ffn_and_attention_of_a_step_are_a_few_kernels_each():
     gate, down = (fragments.abstract(layout_of(GGML["Q4_0"]), shape) for shape in ((128, 64), (64, 128)))
 
     def ffn(x, gate, up, down, n_valid):
-        both = partial(product.linear, compiled=True, n_valid=n_valid)
+        both = partial(ops.linear, compiled=True, n_valid=n_valid)
         (h,) = both(x, (gate, up), norm=jnp.ones(64), eps=1e-5, act="silu")
         return both(h, (down,), residual=x)[0]
 

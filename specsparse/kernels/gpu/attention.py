@@ -8,27 +8,35 @@ and all before them by their slots, so that its bits depend neither on the tree 
 import functools
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from specsparse.kernels.gpu import jax_versions
-from specsparse.kernels.gpu.registers import InArrays, InRegisters, Layout, Replicated, arrangement, registers
+from specsparse.kernels.gpu.pallas_calls import (
+    InArrays,
+    InRegisters,
+    Layout,
+    Replicated,
+    arrangement,
+    meet,
+    mosaic_kernel,
+    registers,
+)
 
 SLOTS = 256
-"""Of a warpgroup: two a thread."""
+"""Slots of a warpgroup: two a thread."""
 _BLOCKS, _LANES = 4, 16
-"""Of keys: blocks a warp, positions a block."""
+"""Blocks of keys a warp, positions a block."""
 _SHARED = 228_000
 """Bytes of shared memory that a block may take of an H200's 232,448, some of which the compiler takes."""
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def parts_of(rows: int, heads: int, d: int, capacity: int) -> int:
-    """Warpgroups of a block for so many rows, heads a group, numbers a head and slots; 0 where the kernel cannot."""
+    """Warpgroups of a block for so many rows, heads a group, numbers a head and slots; 0 if the kernel cannot."""
     parts = capacity // SLOTS
     lines = d + parts * (SLOTS + 8 + 4 * d) + 1 + rows  # numbers a row and head
     size = 4 * rows * heads * lines + 4 * rows * d
@@ -49,17 +57,16 @@ def attend(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """f32[B, n, G, h, d] of n rows of a sequence.
+    """Attention of n rows of each sequence, f32[B, n, G, h, d].
 
     Args:
-        q: f32[B, n, G, h, d], turned and scaled.
+        q: f32[B, n, G, h, d], rotated and scaled.
         keys: f16[B, G, C/16, d, 16].
         values: f16[B, G, C, d].
-        first: int32[B, n], a row sees slots under it..
-        low: int32[B, n], .. and above this one,
-        near: int32[B, n, n], and its newest positions in the slots `start` + near; -1 where there is none.
+        first, low: int32[B, n]; a row sees slots under `first` and above `low`,
+        near: int32[B, n, n]; and its newest positions in the slots `start` + near; -1 for no slot.
         start: int32[B], such that near < 2 n.
-        keep: int32[B, n], rows where it is 0 come out as zeros.
+        keep: int32[B, n]; 0 makes a row zeros.
         interpret: runs it on a CPU, very slowly.
     """
     batch, n, groups, h, d = q.shape
@@ -76,28 +83,36 @@ def attend(
         shared((n, n, h), f32),
         plgpu.Barrier(num_arrivals=parts),
     ]  # of `_Scratch`
-    layouts, ops = _Layouts.of(n, h, d), registers(interpret)
+    vector = d // 32
+    layouts = _Layouts(
+        by_slot=arrangement(((1, 1, 4, _BLOCKS, _LANES), (1, 1, 1, 1, 2)), (-8,), (-7, -6)),
+        summed=arrangement(((4, 1, 1, d), (1, 1, 1, vector)), (-8,), (-5,)),
+        row=arrangement(((1, d), (1, vector)), (Replicated(4),), (-3,)),
+        queries=arrangement(((8, 1, d), (2, 1, d), (1, 1, vector)), (-9,), (-4,)),
+        newest=arrangement(((8, d), (2, d), (1, vector)), (-6,), (-3,)),
+    )
+    ops = registers(interpret)
 
     def body(*refs):
         ins, out, own = _Inputs(*refs[:9]), refs[9], _Scratch(*refs[10:])
         at = [jax.lax.axis_index(name) for name in ("sequence", "group", "part")]
         block = _Heads(n, h, d, parts, layouts, ops, ins, own, *at)
         block.load_queries_and_newest_values()
-        block.meet()
+        meet(own.barrier)
         seen = block.write_scores()
-        block.meet()
+        meet(own.barrier)
         block.weigh_newest()
         weights = block.weigh(seen)
-        block.meet()  # nobody reads scores any more
+        meet(own.barrier)  # nobody reads scores any more
         ops.write(own.weights.at[block.part], weights, layouts.by_slot, (2, 3, 4, 0, 1))
-        block.meet()
+        meet(own.barrier)
         block.sum_values()
-        block.meet()
+        meet(own.barrier)
         block.write_rows(out)
 
     by_block = keys.reshape(batch, groups, parts, 4, _BLOCKS, d, _LANES)
     by_part = values.reshape(batch, groups, parts, 4, SLOTS // 4, d)
-    return jax_versions.mosaic_kernel(
+    return mosaic_kernel(
         body,
         out=jax.ShapeDtypeStruct(q.shape, f32),
         scratch=scratch,
@@ -110,7 +125,7 @@ def attend(
 
 
 class _Inputs(NamedTuple):
-    """What `attend` is given; keys and values by warpgroup and warp, and the values by slot too."""
+    """References to the arguments of `attend`; keys and values by warpgroup and warp, and the values by slot too."""
 
     q: jax.Ref
     keys: jax.Ref
@@ -124,7 +139,7 @@ class _Inputs(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """What a block of threads keeps in shared memory.
+    """A block's shared memory.
 
     Attributes:
         queries: f32[d, n, h].
@@ -134,7 +149,7 @@ class _Scratch(NamedTuple):
         sums: f32[parts, warp, n, h, d] of weighted values.
         newest_tops: f32[n, h], the highest score of a row's newest positions.
         newest_weights: f32[n, n, h] of those.
-        barrier: where its warpgroups meet.
+        barrier: of its warpgroups.
     """
 
     queries: jax.Ref
@@ -148,8 +163,7 @@ class _Scratch(NamedTuple):
     barrier: jax.Ref
 
 
-@dataclass(frozen=True)
-class _Layouts:
+class _Layouts(NamedTuple):
     """Which thread has which numbers.
 
     Attributes:
@@ -166,29 +180,12 @@ class _Layouts:
     queries: Layout
     newest: Layout
 
-    @classmethod
-    def of(cls, n: int, h: int, d: int) -> Self:
-        """Those of n rows of h heads of d numbers."""
-        vector = d // 32
-        return cls(
-            by_slot=arrangement(((1, 1, 4, _BLOCKS, _LANES), (1, 1, 1, 1, 2)), (-8,), (-7, -6)),
-            summed=arrangement(((4, 1, 1, d), (1, 1, 1, vector)), (-8,), (-5,)),
-            row=arrangement(((1, d), (1, vector)), (Replicated(4),), (-3,)),
-            queries=arrangement(((8, 1, d), (2, 1, d), (1, 1, vector)), (-9,), (-4,)),
-            newest=arrangement(((8, d), (2, d), (1, vector)), (-6,), (-3,)),
-        )
-
 
 @dataclass(frozen=True)
 class _Heads:
-    """The work of a block of threads: a group of h heads of one sequence; a warpgroup has `SLOTS` slots of the cache.
-
-    Attributes:
-        n, h, d, parts: rows, heads, numbers a head, warpgroups.
-        layouts, ops: where numbers lie, and how they are moved.
-        ins, own: references in memory and in shared memory.
-        sequence, group, part: which sequence, group of heads and warpgroup this is.
-    """
+    """The work of a block of threads: a group of h heads of one sequence, n rows of d numbers a head, `parts`
+    warpgroups with `SLOTS` slots of the cache each. `ins` lie in memory, `own` in shared memory; `sequence`, `group`
+    and `part` are indices."""
 
     n: int
     h: int
@@ -204,18 +201,13 @@ class _Heads:
 
     @property
     def by_slot_shape(self) -> tuple[int, ...]:
-        """Of scores and weights of a warpgroup."""
+        """Shape of scores and weights of a warpgroup."""
         return self.n, self.h, 4, _BLOCKS, _LANES
 
     @property
     def rows(self) -> int:
-        """That a warpgroup joins."""
+        """Rows that a warpgroup joins."""
         return -(-self.n // self.parts)
-
-    def meet(self) -> None:
-        """Waits for the other warpgroups."""
-        plgpu.barrier_arrive(self.own.barrier)
-        plgpu.barrier_wait(self.own.barrier)
 
     def load_queries_and_newest_values(self) -> None:
         """To shared memory, by the first warpgroup."""
@@ -233,10 +225,22 @@ class _Heads:
         """Scores of this warpgroup's slots and the highest that a row sees go to shared memory.
 
         Returns:
-            The scores, the lowest number where a row does not see the slot.
+            The scores, the lowest number if a row does not see the slot.
         """
         ops, by_slot, shape = self.ops, self.layouts.by_slot, self.by_slot_shape
-        scores = self._scores()
+        slots_of, per_head = by_slot.reduce((0, 1)), by_slot.reduce((2, 3, 4))
+
+        def add(i, scores):
+            for j in range(8):
+                at = i * 8 + j
+                column = ops.read(self.ins.keys.at[self.sequence, self.group, self.part, :, :, at], slots_of)
+                queries = ops.read(self.own.queries.at[at], per_head)
+                scores = scores + ops.spread(queries, shape, (0, 1), by_slot) * ops.spread(
+                    column.astype(jnp.float32), shape, (2, 3, 4), by_slot
+                )
+            return scores
+
+        scores = jax.lax.fori_loop(0, self.d // 8, add, ops.cast(jnp.zeros(shape, jnp.float32), by_slot))
         place = [ops.cast(jax.lax.broadcasted_iota(jnp.int32, shape, axis), by_slot) for axis in (2, 3, 4)]
         slot = self.part * SLOTS + place[0] * (SLOTS // 4) + place[1] * _LANES + place[2]
         per_row, per_warp = by_slot.reduce((1, 2, 3, 4)), by_slot.reduce((3, 4))
@@ -248,24 +252,6 @@ class _Heads:
         ops.write(self.own.weights.at[self.part], scores, by_slot, (2, 3, 4, 0, 1))
         ops.write(self.own.tops.at[self.part], jnp.max(jnp.max(seen, axis=4), axis=3), per_warp, (2, 0, 1))
         return seen
-
-    def _scores(self) -> jax.Array:
-        ops, by_slot, shape = self.ops, self.layouts.by_slot, self.by_slot_shape
-        slots_of, per_head = by_slot.reduce((0, 1)), by_slot.reduce((2, 3, 4))
-
-        def scored(i, scores):
-            for j in range(8):
-                at = i * 8 + j
-                column = ops.read(self.ins.keys.at[self.sequence, self.group, self.part, :, :, at], slots_of).astype(
-                    jnp.float32
-                )
-                of_rows = ops.read(self.own.queries.at[at], per_head)
-                scores = scores + ops.spread(of_rows, shape, (0, 1), by_slot) * ops.spread(
-                    column, shape, (2, 3, 4), by_slot
-                )
-            return scores
-
-        return jax.lax.fori_loop(0, self.d // 8, scored, ops.cast(jnp.zeros(shape, jnp.float32), by_slot))
 
     def weigh_newest(self) -> None:
         """The highest score of each row's newest positions, and their weights, from scores in shared memory."""
@@ -326,7 +312,15 @@ class _Heads:
 
         def join(i, _):
             r = jnp.minimum(self.part * self.rows + i, self.n - 1)
-            total, summed, top = self._of_slots(r)
+            total, summed, top = None, None, None
+            for p in range(self.parts):
+                for w in range(4):
+                    more = ops.read(self.own.sums.at[p, w, r], row)
+                    summed = more if summed is None else summed + more
+                    more = ops.read(self.own.totals.at[p, w, r], one)
+                    total = more if total is None else total + more
+                    more = ops.read(self.own.tops.at[p, w, r], one)
+                    top = more if top is None else jnp.maximum(top, more)
             newest_total, newest_sum = self._of_newest(r)
             newest_top = ops.read(self.own.newest_tops.at[r], one)
             highest = jnp.maximum(top, newest_top)
@@ -338,20 +332,6 @@ class _Heads:
             return 0
 
         jax.lax.fori_loop(0, self.rows, join, 0)
-
-    def _of_slots(self, r: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Sum of weights, weighted values and highest score of a row's slots before its newest ones."""
-        ops, row, one = self.ops, self.layouts.row, self.layouts.row.reduce((1,))
-        total, summed, top = None, None, None
-        for p in range(self.parts):
-            for w in range(4):
-                of_warp = ops.read(self.own.sums.at[p, w, r], row)
-                summed = of_warp if summed is None else summed + of_warp
-                of_warp = ops.read(self.own.totals.at[p, w, r], one)
-                total = of_warp if total is None else total + of_warp
-                of_warp = ops.read(self.own.tops.at[p, w, r], one)
-                top = of_warp if top is None else jnp.maximum(top, of_warp)
-        return total, summed, top
 
     def _of_newest(self, r: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Sum of weights and weighted values of a row's newest positions."""
@@ -369,7 +349,7 @@ class _Heads:
 
 
 def core(step, q: jax.Array, first: jax.Array, low: jax.Array, near: jax.Array, *, interpret: bool = False):
-    """`reference.dense.Core` by the kernel, None where it cannot."""
+    """`reference.dense.Core` by the kernel, None if it cannot."""
     _, n, _, h, d = q.shape
     capacity = step.cache_v.shape[2]
     if step.cache_v.dtype != jnp.float16 or not parts_of(n, h, d, capacity):

@@ -1,7 +1,7 @@
-"""Rows on their way into packed products as a Pallas kernel (Mosaic GPU): RMS norm and int8 codes, read once.
+"""Rows packed for products by a Pallas kernel (Mosaic GPU): RMS norm and int8 codes, read once.
 
-`rows.quantise` and `rows.pack_rows` are the definition. A block of threads has eight rows, so that a row's bits depend
-neither on its place nor on the other rows; a piece of 64 columns is one word of four codes a thread.
+`fragments.quantise` and `fragments.pack_rows` are the definition. A block of threads has eight rows, so that a row's
+bits depend neither on its place nor on the other rows; a piece of 64 columns is one word of four codes a thread.
 """
 
 from collections.abc import Callable
@@ -12,10 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from specsparse.kernels.gpu import jax_versions
-from specsparse.kernels.gpu.fragments import PIECE
-from specsparse.kernels.gpu.registers import InArrays, InRegisters, arrangement, registers
-from specsparse.kernels.gpu.rows import PackedRows
+from specsparse.kernels.gpu.fragments import PIECE, PackedRows
+from specsparse.kernels.gpu.pallas_calls import InArrays, InRegisters, arrangement, meet, mosaic_kernel, registers
 
 T = TypeVar("T")
 
@@ -23,13 +21,13 @@ _SHAPE = (4, 2, 2, 2, 4, 4)
 """Eight rows of a piece: rows as (t, c), blocks, halves of a block, words of a half, columns of a word."""
 _WORDS = arrangement((_SHAPE, (1, 1, 1, 1, 1, 4)), (-12,), (-11, -10, -9, -8))
 _KEPT = 16
-"""Pieces whose numbers a warpgroup keeps in registers; of more it reads rows twice, for the norm and for the codes."""
+"""Pieces whose numbers a warpgroup keeps in registers; if there are more, it reads rows twice, for norm and codes."""
 _PARTS = 4
 
 
 @partial(jax.jit, static_argnames=("eps", "interpret"))  # one kernel for all layers
 def pack(x: jax.Array, norm: jax.Array | None, eps: float, *, interpret: bool = False) -> PackedRows:
-    """Rows f32[R, K] as packed products take them, after an RMS norm with weights f32[K] where there are any."""
+    """Rows f32[R, K] as packed products take them, after an RMS norm with weights f32[K], if any."""
     rows, columns = x.shape
     tiles, pieces = -(-rows // 8), -(-columns // PIECE)
     short = tiles * 8 - rows, pieces * PIECE - columns
@@ -66,7 +64,7 @@ def pack(x: jax.Array, norm: jax.Array | None, eps: float, *, interpret: bool = 
 
         own.each(write, 0)
 
-    codes, scales = jax_versions.mosaic_kernel(
+    codes, scales = mosaic_kernel(
         body,
         out=(of((pieces, tiles, 4, 2, 4, 2, 2), jnp.int32), of((pieces, tiles, 4, 2, 2), jnp.float32)),
         scratch=scratch,
@@ -80,7 +78,7 @@ def pack(x: jax.Array, norm: jax.Array | None, eps: float, *, interpret: bool = 
 
 
 class _Pieces:
-    """The `count` pieces from `first` on of a tile of rows, a warpgroup's, kept in registers where they are few."""
+    """The `count` pieces from `first` on of a tile of rows, a warpgroup's, kept in registers if they are few."""
 
     def __init__(self, ops: InArrays | InRegisters, x: jax.Ref, tile: jax.Array, first: jax.Array, count: int):
         self._ops, self._x, self._tile, self._first, self._count = ops, x, tile, first, count
@@ -90,11 +88,10 @@ class _Pieces:
         return self._ops.read(self._x.at[self._tile, :, :, self._first + i], _WORDS)
 
     def read(self, i) -> jax.Array:
-        """Numbers of the i-th."""
         return self._loaded(i) if self._kept is None else self._kept[i]
 
     def each(self, step: Callable[..., T], state: T) -> T:
-        """`step(i, state)` for each of them, in order; a loop where they are many."""
+        """`step(i, state)` for each of them, in order; a loop if they are many."""
         if self._kept is None:
             return jax.lax.fori_loop(0, self._count, step, state)
         for i in range(self._count):
@@ -117,8 +114,7 @@ class _Pieces:
 def _in_all(ops: InArrays | InRegisters, own: jax.Array, part: jax.Array, parts: int, shared, barrier) -> jax.Array:
     """A sum over all warpgroups of a number a row, in order."""
     ops.write(shared.at[part], own)
-    plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)
+    meet(barrier)
     lines = _WORDS.reduce((2, 3, 4, 5))
     total = ops.read(shared.at[0], lines)
     for other in range(1, parts):

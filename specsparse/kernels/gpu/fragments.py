@@ -1,19 +1,19 @@
-"""Packed weights in the order in which the threads of a GPU read them: one long load a thread, unpacked in registers.
+"""Operands of a GPU's packed product in the order in which its threads read them: one long load a thread.
 
-A tile is 64 outputs of four warps, a piece 64 columns of it. Thread (warp, g, t) of a tile holds what the instruction
-mma.m16n8k32 wants of it: of rows 16 warp + g and 8 below, columns 16 h + 4 t + 0..3 of each block of 32, h = 0, 1.
+A tile is 64 outputs of four warps, a piece 64 columns of it. Thread (warp, g, t) of a tile holds the operand of the
+instruction mma.m16n8k32: of rows 16 warp + g and 8 below, columns 16 h + 4 t + 0..3 of each block of 32, h = 0, 1.
+Rows of activations are int8 codes, and a scale for each block of 32.
 """
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.errors import UserError
-from specsparse.kernels.packing import dequant
-from specsparse.kernels.qtensor import BLOCK, SUPER, Layout, QTensor
+from specsparse.kernels.qtensor import BLOCK, SUPER, Fields, Layout, QTensor
 
 TILE = 64
 """Outputs of a tile."""
@@ -22,14 +22,13 @@ PIECE = 64
 _BLOCKS = PIECE // BLOCK
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["codes", "scales", "subs"],
-    meta_fields=["layout", "shape"],
-)
+_register = jax.tree_util.register_dataclass
+
+
+@partial(_register, data_fields=["codes", "scales", "subs"], meta_fields=["layout", "shape"])
 @dataclass(frozen=True)
 class Fragments:
-    """A packed weight matrix for `gpu.product`. T tiles, P pieces; what is padded has scale 0.
+    """A packed weight matrix of T tiles and P pieces; padding has scale 0.
 
     Attributes:
         codes: int32[T, P, 128, w]: words of a thread, 4 of nibbles (word 2 h + e is of row g + 8 e) or 8 of bytes, the
@@ -54,21 +53,14 @@ class Fragments:
 
     @property
     def tiles(self) -> int:
-        """T."""
         return self.codes.shape[0]
 
     @property
     def pieces(self) -> int:
-        """P."""
         return self.codes.shape[1]
 
-    @property
-    def per_piece(self) -> int:
-        """Scales of one row in a piece."""
-        return PIECE // self.layout.sub
 
-
-class Unpacked:
+class Unpacked(NamedTuple):
     """Numbers of some tiles, rows of a tile in order; P pieces.
 
     Attributes:
@@ -77,37 +69,48 @@ class Unpacked:
         m: the same, added to each weight, or None.
     """
 
-    def __init__(self, codes: jax.Array, d: jax.Array, m: jax.Array | None):
-        self.codes, self.d, self.m = codes, d, m
+    codes: jax.Array
+    d: jax.Array
+    m: jax.Array | None
 
 
-def reads_packed(layout: Layout) -> bool:
-    """Whether matrices of this layout have fragments; others are widened to floats."""
-    return not layout.is_float
+@partial(_register, data_fields=["codes", "scales"], meta_fields=["tiles"])
+@dataclass(frozen=True)
+class PackedRows:
+    """R rows of activations in n tiles of eight, P pieces of 64 columns.
+
+    Attributes:
+        codes: int32[P, 32 n, 4]: lane 4 g + t of a tile has columns 16 h + 4 t + 0..3 of row g, block by block.
+        scales: f32[P, 4 n, 4]: for rows 2 t and 2 t + 1 of a tile, block by block.
+        tiles: n.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    tiles: int
 
 
 def fragments(w: QTensor) -> Fragments:
-    """The same weights in a GPU's order, made on the host once.
-
-    Raises:
-        UserError: weights that are floats.
-    """
-    if not reads_packed(w.layout):
-        raise UserError(f"{w.layout.source or w.layout.codes} weights are floats and have no fragments")
+    """Quantised weights in a GPU's order, made on the host once."""
+    assert not w.layout.is_float, w.layout
     rows, cols = w.shape
-    fields = jax.tree.map(np.asarray, dequant._split(np.asarray(w.data), w.layout, cols))
-    codes = _columns(fields.codes, w.layout)
+    fields = Fields(*(f if f is None else np.asarray(f) for f in w.layout.split(np.asarray(w.data), cols)))
+    chunks = fields.codes  # of four columns, uint8[N, chunks, 16, 4]
+    if w.layout.codes == "nibble":
+        blocks = chunks.reshape(len(chunks), -1, 1, 4, *chunks.shape[2:])
+        chunks = np.concatenate([blocks & 15, blocks >> 4], axis=2).reshape(len(chunks), -1, *chunks.shape[2:])
     tiles, pieces = -(-rows // TILE), -(-cols // PIECE)
 
     def padded(values: np.ndarray, per_piece: int) -> np.ndarray:
-        """[T, 4 warps, 2, 8, pieces or supers, per_piece, bytes] of values [rows of groups, count, bytes]."""
+        """[T, 4 warps, 2, 8, pieces or supers, per_piece, bytes] of values [N, count, 16, bytes]."""
+        values = values.transpose(0, 2, 1, 3).reshape(-1, values.shape[1], values.shape[3])
         count = -(-values.shape[1] // per_piece) * per_piece
         room = np.zeros((tiles * TILE, count, values.shape[2]), np.uint8)
         some = values[: tiles * TILE]
         room[: len(some), : some.shape[1]] = some
         return room.reshape(tiles, 4, 2, 8, -1, per_piece, values.shape[2])
 
-    a = padded(codes, 2 * _BLOCKS * 4)  # chunks of four columns: block, half, t
+    a = padded(chunks, 2 * _BLOCKS * 4)  # chunks of four columns: block, half, t
     a = a.reshape(*a.shape[:5], _BLOCKS, 2, 4, 4).transpose(0, 4, 1, 3, 7, 5, 6, 2, 8)  # T P warp g t block h e byte
     if w.layout.codes == "nibble":
         a = a[:, :, :, :, :, 0] | (a[:, :, :, :, :, 1] << np.uint8(4))
@@ -115,7 +118,7 @@ def fragments(w: QTensor) -> Fragments:
 
     def by_group(values: np.ndarray, per_piece: int, dtype: np.dtype) -> np.ndarray:
         """[T, pieces or supers, 32, 2 per_piece] of a scale of each row."""
-        laid = padded(_lanes_last(values), per_piece).transpose(0, 4, 1, 3, 5, 2, 6)
+        laid = padded(values, per_piece).transpose(0, 4, 1, 3, 5, 2, 6)
         return np.ascontiguousarray(laid).reshape(*laid.shape[:2], 32, -1).view(dtype)
 
     is_super = fields.sc is not None
@@ -156,9 +159,9 @@ def take_rows(w: Fragments, ids: np.ndarray) -> Fragments:
 
 
 def abstract(layout: Layout, shape: tuple[int, int]) -> Fragments:
-    """What `fragments` makes of such a matrix, by shapes and types alone (`jax.ShapeDtypeStruct`)."""
+    """`fragments` of such a matrix by shapes and types alone (`jax.ShapeDtypeStruct`)."""
     tiles, pieces, subs = -(-shape[0] // TILE), -(-shape[1] // PIECE), PIECE // layout.sub
-    fields = 2 if layout.scales in ("dm", "super_min") else 1
+    fields = 2 if layout.has_min else 1
     of = jax.ShapeDtypeStruct
     words = 4 if layout.codes == "nibble" else 8
     if layout.scales.startswith("super"):
@@ -194,25 +197,26 @@ def unpack(codes: jax.Array, scales: jax.Array, subs: jax.Array | None, layout: 
         laid = values.reshape(-1, values.shape[-3], 4, 8, n, 2).transpose(0, 2, 5, 3, 1, 4)
         return laid.reshape(*lead, TILE, -1)
 
-    has_min = layout.scales in ("dm", "super_min")
-    d, m = jnp.split(scales, 2, axis=-1) if has_min else (scales, None)
+    def times(head: jax.Array, words: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Headers [.., S] times byte scales [.., S * (256 / sub)]."""
+        fine = rows(jax.lax.bitcast_convert_type(words, dtype).reshape(*words.shape[:-1], -1))
+        return jnp.repeat(head, SUPER // layout.sub, axis=-1)[..., : fine.shape[-1]] * fine.astype(jnp.float32)
+
+    d, m = jnp.split(scales, 2, axis=-1) if layout.has_min else (scales, None)
     d = rows(d.astype(jnp.float32))
     m = None if m is None else rows(m.astype(jnp.float32))
     if subs is not None:
-        sc, mn = jnp.split(subs, 2, axis=-1) if has_min else (subs, None)
-        d = _times(d, rows(_bytes_of(sc, jnp.int8)), layout)
-        m = None if mn is None else -_times(m, rows(_bytes_of(mn, jnp.uint8)), layout)
+        sc, mn = jnp.split(subs, 2, axis=-1) if layout.has_min else (subs, None)
+        d = times(d, sc, jnp.int8)
+        m = None if mn is None else -times(m, mn, jnp.uint8)
     return Unpacked(numbers, d, m)
 
 
 def widened(w: Fragments, dtype: jnp.dtype) -> jax.Array:
-    """The whole matrix as floats [rows, cols]: what a prompt is multiplied with."""
+    """The whole matrix as floats [rows, cols], the operand of a prompt's product."""
     rows, cols = w.shape
-    return (
-        _values(unpack(w.codes, w.scales, w.subs, w.layout), w.layout)
-        .astype(dtype)
-        .reshape(-1, w.pieces * PIECE)[:rows, :cols]
-    )
+    values = _values(unpack(w.codes, w.scales, w.subs, w.layout), w.layout)
+    return values.astype(dtype).reshape(-1, w.pieces * PIECE)[:rows, :cols]
 
 
 def embed_rows(w: Fragments, ids: jax.Array) -> jax.Array:
@@ -233,23 +237,43 @@ def _values(u: Unpacked, layout: Layout) -> jax.Array:
     return values.reshape(u.codes.shape)
 
 
-def _times(head: jax.Array, subs: jax.Array, layout: Layout) -> jax.Array:
-    """Headers [.., S] times byte scales [.., S * (256 / sub)]."""
-    return jnp.repeat(head, SUPER // layout.sub, axis=-1)[..., : subs.shape[-1]] * subs.astype(jnp.float32)
+def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rows f32[R, K] as int8[R, K] and a scale f32[R, K / 32], as docs/layouts.md defines them."""
+    blocks = x.reshape(x.shape[0], -1, BLOCK)
+    largest = jnp.max(jnp.abs(blocks), axis=-1)
+    some = largest > jnp.float32(0)
+    inverse = jnp.where(some, jnp.float32(127) / jnp.where(some, largest, jnp.float32(1)), jnp.float32(0))
+    codes = jnp.round(blocks * inverse[..., None]).astype(jnp.int8)
+    return codes.reshape(x.shape), largest / jnp.float32(127)
 
 
-def _bytes_of(words: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    return jax.lax.bitcast_convert_type(words, dtype).reshape(*words.shape[:-1], -1)
+def block_sums(codes: jax.Array, scales: jax.Array, w: Fragments) -> jax.Array | None:
+    """Sums of codes under a weight's scale, [R, K / sub]: int32 if a zero is subtracted from codes, f32 times the row's
+    scale if a weight has a min, else None."""
+    layout = w.layout
+    if not layout.zero and not layout.has_min:
+        return None
+    sums = jnp.sum(codes.reshape(len(codes), -1, layout.sub).astype(jnp.int32), axis=-1)
+    if layout.zero:
+        return sums
+    return jnp.repeat(scales, BLOCK // layout.sub, axis=-1) * sums.astype(jnp.float32)
 
 
-def _columns(chunks: np.ndarray, layout: Layout) -> np.ndarray:
-    """Codes uint8[rows of groups, chunks of four columns, 4] of fields uint8[N, chunks, 16, 4]."""
-    if layout.codes == "nibble":
-        blocks = chunks.reshape(len(chunks), -1, 1, 4, *chunks.shape[2:])
-        chunks = np.concatenate([blocks & 15, blocks >> 4], axis=2).reshape(len(chunks), -1, *chunks.shape[2:])
-    return _lanes_last(chunks)
+def pack_rows(codes: jax.Array, scales: jax.Array) -> PackedRows:
+    """Quantised rows, padded with zeros to whole tiles and pieces."""
+    pieces = -(-codes.shape[1] // PIECE)
+    tiles = -(-codes.shape[0] // 8)
 
+    def laid(values: jax.Array, per_piece: int) -> jax.Array:
+        """[n, 8, P, per_piece]."""
+        short = tiles * 8 - values.shape[0], pieces * per_piece - values.shape[1]
+        return jnp.pad(values, ((0, short[0]), (0, short[1]))).reshape(tiles, 8, pieces, per_piece)
 
-def _lanes_last(field: np.ndarray) -> np.ndarray:
-    """uint8[N, count, 16, bytes] -> uint8[16 N, count, bytes]."""
-    return field.transpose(0, 2, 1, 3).reshape(-1, field.shape[1], field.shape[3])
+    def by_pair(values: jax.Array, per_piece: int) -> jax.Array:
+        """[P, 4 n, 2 per_piece]."""
+        a = laid(values, per_piece).reshape(tiles, 4, 2, pieces, per_piece)
+        return a.transpose(3, 0, 1, 4, 2).reshape(pieces, 4 * tiles, 2 * per_piece)
+
+    a = laid(codes, PIECE).reshape(tiles, 8, pieces, 2, 2, 4, 4).transpose(2, 0, 1, 5, 3, 4, 6)
+    words = jax.lax.bitcast_convert_type(a, jnp.int32).reshape(pieces, 32 * tiles, 4)
+    return PackedRows(words, by_pair(scales, 2), tiles)

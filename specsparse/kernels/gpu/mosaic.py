@@ -1,4 +1,4 @@
-"""The product of `gpu.product` as a Pallas kernel for NVIDIA's matrix units (Mosaic GPU): mma.m16n8k32, int8 to int32.
+"""The product of `gpu.ops` as a Pallas kernel for NVIDIA's matrix units (Mosaic GPU): mma.m16n8k32, int8 to int32.
 
 Codes go from memory to registers in one long load a thread, are masked there, and never lie in memory as numbers. A
 warpgroup multiplies `Plan.tiles` tiles with a range of the columns; the warpgroups of a block take ranges beside each
@@ -8,7 +8,8 @@ bits depend neither on the rows beside it nor on the place of its row.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import add
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
@@ -20,11 +21,17 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
-from specsparse.kernels.gpu import jax_versions
-from specsparse.kernels.gpu.fragments import PIECE, TILE, Fragments, unpack
+from specsparse.kernels.gpu.fragments import PIECE, TILE, Fragments, PackedRows, unpack
+from specsparse.kernels.gpu.pallas_calls import (
+    InArrays,
+    InRegisters,
+    Replicated,
+    arrangement,
+    meet,
+    mosaic_kernel,
+    tiled,
+)
 from specsparse.kernels.gpu.plan import Plan
-from specsparse.kernels.gpu.registers import InArrays, InRegisters, Replicated, arrangement, tiled
-from specsparse.kernels.gpu.rows import PackedRows
 from specsparse.kernels.qtensor import BLOCK, Layout
 from specsparse.kernels.reference.dense import activate
 
@@ -46,18 +53,19 @@ def product(
     keep: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """A matrix times 8 n rows, or act(gate product) * up product of two; `interpret` runs it on a CPU, very slowly.
+    """A matrix times 8 n rows, or act(gate product) * up product of two.
 
     Args:
         weights: the matrix, or gate and up, of one shape and one layout.
         rows: n tiles.
-        plan: of these; with splits there is no act, residual or keep.
+        plan: with splits there is no act, residual or keep.
         act: of the gate, as `reference.dense.activate` names it; two matrices.
         residual: f32[8 n, 64 T], added to the product.
-        keep: int32[8 n], rows where it is 0 come out as zeros.
+        keep: int32[8 n]; 0 makes a row zeros.
+        interpret: runs it on a CPU, very slowly.
 
     Returns:
-        f32[8 n, 64 T], or partial sums f32[splits, 8 n, 64 T] where there are splits.
+        f32[8 n, 64 T], or partial sums f32[splits, 8 n, 64 T] if there are splits.
     """
     w, width = weights[0], rows.tiles * 8
     ops = (_Interpreted if interpret else _Compiled)(w.layout)
@@ -72,8 +80,7 @@ def product(
         tiles = [(i, group * plan.tiles + t) for i in range(len(weights)) for t in range(plan.tiles)]
         block = _Block(plan, ops, dict(zip(arrays, refs)), shared, tiles, width)
         block.multiply(first, part)
-        plgpu.barrier_arrive(barrier)
-        plgpu.barrier_wait(barrier)
+        meet(barrier)
         for t in range(plan.tiles):
 
             @pl.when(part == t % plan.parts)
@@ -81,7 +88,7 @@ def product(
                 columns = pl.ds(tiles[t][1] * TILE, TILE)
                 ops.write(out.at[split, :, columns], block.finished(t, columns, act), _ACC, (1, 0))
 
-    added = jax_versions.mosaic_kernel(
+    added = mosaic_kernel(
         body,
         out=jax.ShapeDtypeStruct((plan.splits, width, w.tiles * TILE), jnp.float32),
         scratch=[
@@ -102,7 +109,7 @@ class _Block:
     """The work of a block of threads: `Plan.tiles` tiles of each matrix times all rows, a range of columns a warpgroup.
 
     Attributes:
-        plan: what is shared out to whom.
+        plan: of the product.
         ops: the steps, on registers or on whole arrays.
         ins: references by name, those of matrix i as (i, name).
         shared: f32[parts, tiles of all matrices * 64, 8 n], the warpgroups' sums.
@@ -141,22 +148,21 @@ class _Block:
 
     def finished(self, t: int, columns: jax.Array, act: str | None) -> jax.Array:
         """Tile t of the result, [64, rows]; `columns` are its columns of the residual."""
-        y = self._total(t)
+
+        def total(t: int) -> jax.Array:
+            """The warpgroups' sums of a tile, added in order."""
+            parts = range(self.plan.parts)
+            return reduce(add, (self.ops.read(self.shared.at[p, pl.ds(t * TILE, TILE)], _ACC) for p in parts))
+
+        y = total(t)
         if act is not None:
-            y = activate(y, act) * self._total(self.plan.tiles + t)
+            y = activate(y, act) * total(self.plan.tiles + t)
         if "residual" in self.ins:
             y = self.ops.read_across(self.ins["residual"].at[:, columns], _ACC) + y
         if "keep" in self.ins:
             counts = self.ops.read(self.ins["keep"], _ACC.reduce((0,)))
             y = jnp.where(self.ops.spread(counts, (TILE, self.width), (1,), _ACC) > 0, y, jnp.float32(0))
         return y
-
-    def _total(self, t: int) -> jax.Array:
-        """The warpgroups' sums of a tile, added in order."""
-        added = self.ops.read(self.shared.at[0, pl.ds(t * TILE, TILE)], _ACC)
-        for other in range(1, self.plan.parts):
-            added = added + self.ops.read(self.shared.at[other, pl.ds(t * TILE, TILE)], _ACC)
-        return added
 
 
 class _Interpreted(InArrays):
@@ -214,7 +220,7 @@ class _Compiled(InRegisters):
 
     def row_sums(self, x, dx):
         """Of each scale's columns: what the zero subtracts from sums (int32), or the sum times the row's scale."""
-        if not self.layout.zero and self.layout.scales not in ("dm", "super_min"):
+        if not self.layout.zero and not self.layout.has_min:
             return ()
         width, dtype = x.shape[0] // 4, jnp.int32 if self.layout.zero else jnp.float32
         one = plgpu.ShapeDtypeStruct((TILE, width), dtype, layout=tiled(_ACC))
@@ -293,7 +299,7 @@ def _add(layout: Layout, acc, codes, scales, subs, x, dx, row_sums):
 def _rows_of(layout: Layout, x, k: int, width: int):
     """The rows' operand of `mma` for the columns of scale k."""
     block, half = divmod(k * layout.sub, BLOCK)
-    none, whole = _constant(0, ir.IntegerType.get_signless(32)), layout.sub == BLOCK
+    none, whole = _i32(0), layout.sub == BLOCK
     words = [
         _at(reg, 2 * block + h) if whole or h == half // 16 else none for reg in x.registers.flatten() for h in range(2)
     ]
@@ -303,7 +309,7 @@ def _rows_of(layout: Layout, x, k: int, width: int):
 def _row_sums(layout: Layout, x, dx, width: int):
     """Sums of each scale's columns, by `mma` with a matrix of equal numbers: then they lie where products do."""
     f32, equal = ir.F32Type.get(), np.array([-layout.zero or 1] * 4, np.int8).view("<i4")[0]
-    word = _constant(int(equal), ir.IntegerType.get_signless(32))
+    word = _i32(int(equal))
     a = _fragment([word] * 4, mgpu.MMALayouts(ir.IntegerType.get_signless(8)).lhs, (TILE, BLOCK))
     found, scales = [], dx.registers.flatten()
     for k in range(PIECE // layout.sub):
@@ -321,7 +327,7 @@ def _row_sums(layout: Layout, x, dx, width: int):
 
 def _nothing(shape):
     """Sums of integers, zero."""
-    return mgpu.FragmentedArray.splat(_constant(0, ir.IntegerType.get_signless(32)), shape, _ACC, is_signed=True)
+    return mgpu.FragmentedArray.splat(_i32(0), shape, _ACC, is_signed=True)
 
 
 def _sums_of(pairs, like):
@@ -333,72 +339,62 @@ def _sums_of(pairs, like):
 
 
 def _weight_scales(layout: Layout, scale, subs, per: int):
-    """([per][2] of d, the same of m or None) as float32: k-th scale of the piece, row g + 8 e."""
+    """Float32 scales [per][2] d, and m or None: of the k-th scale of the piece and row g + 8 e."""
     f32 = ir.F32Type.get()
 
     def wide(i):
         value = _at(scale, i)
         return value if layout.scales == "f32" else arith.extf(f32, value)
 
-    grid = [(k, e) for k in range(per) for e in range(2)]
+    def by_scale(of):
+        return [[of(k, e) for e in range(2)] for k in range(per)]
+
     if subs is None:
-        d = [[wide(2 * k + e) for e in range(2)] for k in range(per)]
-        return d, [[wide(2 * (per + k) + e) for e in range(2)] for k in range(per)] if layout.scales == "dm" else None
+        d = by_scale(lambda k, e: wide(2 * k + e))
+        return d, by_scale(lambda k, e: wide(2 * (per + k) + e)) if layout.scales == "dm" else None
     head = [wide(e) for e in range(2)]
-    d = _pairs(grid, lambda k, e: arith.mulf(head[e], _byte(subs, 2 * k + e, signed=True)))
+    d = by_scale(lambda k, e: arith.mulf(head[e], _byte(subs, 2 * k + e, signed=True)))
     if layout.scales == "super":
         return d, None
     low = [arith.negf(wide(2 + e)) for e in range(2)]
-    return d, _pairs(grid, lambda k, e: arith.mulf(low[e], _byte(subs, 2 * (per + k) + e, signed=False)))
-
-
-def _pairs(grid, of):
-    out = {}
-    for k, e in grid:
-        out.setdefault(k, []).append(of(k, e))
-    return [out[k] for k in sorted(out)]
+    return d, by_scale(lambda k, e: arith.mulf(low[e], _byte(subs, 2 * (per + k) + e, signed=False)))
 
 
 def _byte(words, i: int, *, signed: bool):
     """Byte i of a vector of words as float32."""
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    word = _at(words, i // 4)
+    f32, word = ir.F32Type.get(), _at(words, i // 4)
     if signed:
-        up = arith.shli(word, _constant(24 - 8 * (i % 4), i32))
-        return arith.sitofp(f32, arith.shrsi(up, _constant(24, i32)))
-    return arith.sitofp(f32, arith.andi(arith.shrui(word, _constant(8 * (i % 4), i32)), _constant(255, i32)))
+        up = arith.shli(word, _i32(24 - 8 * (i % 4)))
+        return arith.sitofp(f32, arith.shrsi(up, _i32(24)))
+    return arith.sitofp(f32, arith.andi(arith.shrui(word, _i32(8 * (i % 4))), _i32(255)))
 
 
 def _codes(layout: Layout, words, block: int, r: int):
     """Word r of a thread's fragment of a block: four int8."""
-    i32 = ir.IntegerType.get_signless(32)
     if layout.codes == "int8":
         return _at(words, 4 * block + r)
     word = _at(words, r)
     if block:
-        word = arith.shrui(word, _constant(4, i32))
-    nibbles = arith.andi(word, _constant(0x0F0F0F0F, i32))
+        word = arith.shrui(word, _i32(4))
+    nibbles = arith.andi(word, _i32(0x0F0F0F0F))
     return _looked_up(nibbles, layout.lut) if layout.lut else nibbles
 
 
 def _looked_up(nibbles, table: tuple[int, ...]):
     """table[nibble] for the four bytes of a word: two permutations of eight bytes and a choice by the fourth bit."""
-    i32 = ir.IntegerType.get_signless(32)
     packed = np.array(table, np.int8).view("<u4")
-    low = arith.andi(nibbles, _constant(0x07070707, i32))
-    select = arith.ori(low, arith.shrui(low, _constant(4, i32)))  # bytes 0 and 2: two nibbles each
-    select = arith.ori(arith.andi(select, _constant(0xFF, i32)),
-                       arith.andi(arith.shrui(select, _constant(8, i32)), _constant(0xFF00, i32)))  # fmt: skip
+    low = arith.andi(nibbles, _i32(0x07070707))
+    select = arith.ori(low, arith.shrui(low, _i32(4)))  # bytes 0 and 2: two nibbles each
+    select = arith.ori(arith.andi(select, _i32(0xFF)), arith.andi(arith.shrui(select, _i32(8)), _i32(0xFF00)))
     first, second = (_permute(packed[i], packed[i + 1], select) for i in (0, 2))
-    upper = arith.muli(arith.andi(arith.shrui(nibbles, _constant(3, i32)), _constant(0x01010101, i32)),
-                       _constant(0xFF, i32))  # fmt: skip
-    return arith.ori(arith.andi(second, upper), arith.andi(first, arith.xori(upper, _constant(-1, i32))))
+    upper = arith.muli(arith.andi(arith.shrui(nibbles, _i32(3)), _i32(0x01010101)), _i32(0xFF))
+    return arith.ori(arith.andi(second, upper), arith.andi(first, arith.xori(upper, _i32(-1))))
 
 
 def _permute(low: np.uint32, high: np.uint32, select):
     """PTX's prmt.b32: byte i is byte (select >> 4 i) & 7 of the eight bytes of high and low."""
     i32 = ir.IntegerType.get_signless(32)
-    words = [_constant(int(np.int32(np.uint32(w).view(np.int32))), i32) for w in (low, high)]
+    words = [_i32(int(np.int32(np.uint32(w).view(np.int32)))) for w in (low, high)]
     return llvm.inline_asm(i32, [*words, select], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", has_side_effects=False)
 
 
@@ -418,10 +414,11 @@ def _at(value, i: int):
     return vector.extract(value, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
 
 
-def _constant(value: int, dtype):
+def _i32(value: int):
+    dtype = ir.IntegerType.get_signless(32)
     return arith.constant(dtype, ir.IntegerAttr.get(dtype, value))
 
 
 def _fma(a, b, c):
-    """One rounding, whatever the compiler would make of a product and a sum."""
+    """A product and a sum with one rounding, whatever the compiler does."""
     return mlir_math.fma(a, b, c)

@@ -1,4 +1,4 @@
-"""How a product is divided over a GPU: which tiles and columns a warpgroup takes. Static, by shapes alone."""
+"""How a product is divided over a GPU: the tiles and columns of each warpgroup. Static, by shapes alone."""
 
 from dataclasses import dataclass
 
@@ -8,25 +8,25 @@ from specsparse.kernels.qtensor import SUPER
 SUMS = 8
 """Tiles times row tiles that a warpgroup sums: four registers of a thread each."""
 _TILES = 4
-"""Of a warpgroup at most."""
+"""Tiles of a warpgroup at most."""
 _PARTS = (4, 2)
 """Warpgroups of a block at most, for up to three row tiles and for more: 512 threads may have 128 registers each."""
 _BLOCKS = 264
 """Blocks that are enough: two for each processor of an H200."""
 _SPLIT_SHARE = 0.06
-"""Of the weights' bytes, what partial sums of a matrix may add in reads."""
+"""Share of the weights' bytes that reads of partial sums may add."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one product; T = groups * tiles, and columns = splits * parts * steps * unit pieces.
+    """The division of one product; T = groups * tiles, and columns = splits * parts * steps * unit pieces.
 
     Attributes:
         tiles: of 64 outputs of each matrix that one warpgroup computes, so that rows are read once for all of them.
         parts: ranges of columns in a block, one a warpgroup.
         splits: ranges of columns that blocks take; their sums are added up outside.
         steps: of a warpgroup.
-        unit: pieces of 64 columns in a step: four where scales are of super-blocks, else one.
+        unit: pieces of 64 columns in a step: four if scales are of super-blocks, else one.
     """
 
     tiles: int
@@ -42,10 +42,10 @@ class Plan:
 
 
 def plan(w: Fragments, row_tiles: int, *, matrices: int = 1) -> Plan:
-    """For a matrix, or for `matrices` of one shape that one kernel multiplies, and 8 `row_tiles` rows."""
+    """The plan for 8 `row_tiles` rows and a matrix, or `matrices` of one shape that one kernel multiplies."""
     unit = SUPER // PIECE if w.subs is not None else 1
     units = w.pieces // unit
-    sums = SUMS - (w.layout.scales in ("dm", "super_min"))  # sums of rows take registers too
+    sums = SUMS - w.layout.has_min  # sums of rows take registers too
     at_once = max(1, min(_TILES, sums // row_tiles) // matrices)
     tiles = max(n for n in range(1, at_once + 1) if w.tiles % n == 0)
     parts = max(n for n in range(1, _PARTS[row_tiles > 3] + 1) if units % n == 0)

@@ -1,4 +1,4 @@
-"""What a packed matrix becomes on an accelerator: fragments that are read packed, or plain numbers of two bytes."""
+"""Matrices on an accelerator: fragments that are read packed, or plain numbers of two bytes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,29 +9,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.kernels.gpu.fragments import Fragments, fragments, reads_packed
+from specsparse.kernels.gpu.fragments import Fragments, fragments
 from specsparse.kernels.gpu.fragments import take_rows as fragment_rows
 from specsparse.kernels.packing import dequant
-from specsparse.kernels.packing.rows import checked_ids
-from specsparse.kernels.packing.rows import take_rows as packed_rows
-from specsparse.kernels.qtensor import Layout, QTensor
+from specsparse.kernels.qtensor import Layout, QTensor, checked_ids
+from specsparse.kernels.qtensor import take_rows as packed_rows
 
 Kept = Literal["packed", "bf16", "f32"]
-"""How quantised matrices are kept. Matrices of floats are plain in all: with f32 as f32, else as they are."""
+"""How quantised matrices are kept. Float matrices are always plain: with f32 as f32, else as they are."""
 
 FITS = 0.8
-"""Of a card's memory, what weights may take: the rest is for the cache, activations and programs."""
+"""Share of a card's memory that weights may take: the rest is for the cache, activations and programs."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["layout"])
 @dataclass(frozen=True)
 class PlainMatrix:
-    """A matrix as plain numbers.
-
-    Attributes:
-        data: bf16, f16 or f32 [rows, cols].
-        layout: codes are the type of `data`; `source` is the type that the file has.
-    """
+    """A matrix as plain numbers bf16, f16 or f32 [rows, cols]; `layout.source` is the type that the file has."""
 
     data: jax.Array
     layout: Layout
@@ -52,8 +46,8 @@ Matrix = QTensor | Fragments | PlainMatrix
 
 
 def on_card(w: QTensor, kept: Kept = "packed") -> Fragments | PlainMatrix:
-    """The matrix as an accelerator's programs take it; made on the host, once."""
-    if kept == "packed" and reads_packed(w.layout):
+    """The matrix for an accelerator's programs; made on the host, once."""
+    if kept == "packed" and not w.layout.is_float:
         return fragments(w)
     layout = Layout("f32", source=w.layout.source) if kept == "f32" else w.layout
     return plain(jax.jit(dequant.dequantize)(replace(w, data=jnp.asarray(w.data))), layout)
@@ -62,8 +56,7 @@ def on_card(w: QTensor, kept: Kept = "packed") -> Fragments | PlainMatrix:
 def take_rows(w: Matrix, ids: np.ndarray) -> Matrix:
     """Rows `ids` int[N] of a matrix, in that order, kept as it is; on the host, once, when a model is built.
 
-    Raises:
-        UserError: no ids, or one outside the matrix.
+    Raises UserError for no ids, or one outside the matrix.
     """
     ids = checked_ids(ids, w.shape[0])
     if isinstance(w, PlainMatrix):
@@ -72,20 +65,16 @@ def take_rows(w: Matrix, ids: np.ndarray) -> Matrix:
 
 
 def plain(values: jax.Array, layout: Layout) -> PlainMatrix:
-    """f32[rows, cols] as they are kept plainly: in the type of the layout where that is a float, else in bf16."""
-    if reads_packed(layout):
+    """f32[rows, cols] as plain numbers: in the type of the layout if that is a float, else in bf16."""
+    if not layout.is_float:
         layout = Layout("bf16", source=layout.source)
     dtype = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}[layout.codes]
     return PlainMatrix(values.astype(dtype), layout)
 
 
 def kept_as(weights: int, memory: int | None) -> tuple[Kept, str]:
-    """How the quantised weights of a model are kept on a card where nobody says, and why.
-
-    Args:
-        weights: how many there are.
-        memory: bytes of the card, None where it does not say.
-    """
+    """How a number of quantised weights is kept by default on a card with so many bytes of memory, and why. Memory is
+    None if the card does not say."""
     size, room = 2 * weights, None if memory is None else FITS * memory
     billions = f"{size / 1e9:.3g} GB of bf16 weights"
     if room is None:
@@ -99,8 +88,8 @@ def described(kinds: Sequence[str], kept: Kept) -> str:
     """How matrices of these GGUF types run, in one line; the types as `engine.weights.types` names them."""
     floats = [k for k in kinds if k in ("F32", "F16", "BF16")]
     coded = [k for k in kinds if k not in floats]
-    says = [f"{', '.join(coded)} {'read packed' if kept == 'packed' else 'widened to bf16'}"] if coded else []
-    return "; ".join([*says, *([f"{', '.join(floats)} as stored"] if floats else [])])
+    ways = {"read packed" if kept == "packed" else "widened to bf16": coded, "as stored": floats}
+    return "; ".join(f"{', '.join(names)} {way}" for way, names in ways.items() if names)
 
 
 def multiply_plain(x: jax.Array, w: PlainMatrix) -> jax.Array:

@@ -1,22 +1,63 @@
-"""All layers of a forward pass in one native call."""
+"""FFNs of chosen neurons, and all layers of a forward pass in one call, by the C++ kernels behind `jax.ffi`."""
 
-from collections.abc import Sequence
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.kernels.native import cpu, sparse
-from specsparse.kernels.neurons import ChosenFfn
+from specsparse.kernels.native import cpu
+from specsparse.kernels.native.cpu import given
+from specsparse.kernels.neurons import SparseStats
+from specsparse.kernels.reference import sparse
 
 MOST_CHOSEN_ROWS = 64
 """Rows of a call whose neurons are chosen: bits of a mask in the kernels."""
 _RULES = ("all", "scores", "signs")
-_CHOSEN_TARGET = "specsparse_predicted_layers"
-
+_ACTS = {None: 0, "silu": 1, "relu": 2, "relu2": 3, "fatrelu": 4}
 _NORMS = ("attn_norm", "ffn_norm", "attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm")
 _ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_output")
 _MATRICES = (*_ATTENTION, "ffn_gate", "ffn_up", "ffn_down")
+
+
+def _act(act) -> tuple[np.int64, np.float32]:
+    """Number and threshold of an activation as `reference.sparse.sparse_ffn` takes it."""
+    name, threshold = act if isinstance(act, tuple) else (act, 0.0)
+    return np.int64(_ACTS[name]), np.float32(threshold)
+
+
+def sparse_ffn(
+    x_RD, keep_RF, gate, up, down_t, *,
+    n_valid, norm=None, eps=0.0, act=None, up_act=None, residual=None, least=None,
+):  # fmt: skip
+    """`reference.sparse.sparse_ffn` by the C++ kernels."""
+    sparse.check(x_RD, keep_RF, gate, up, down_t, act, up_act)
+    counts, one = (x_RD.shape[:1], jnp.int32), ((), jnp.int32)
+    (kind, threshold), (up_kind, up_threshold) = _act(act), _act(up_act)
+    y_RD, *stats = cpu.call(
+        "sparse_ffn",
+        [(x_RD.shape, jnp.float32), counts, one, counts, one],
+        x_RD,
+        keep_RF,
+        given(None if gate is None else gate.data, jnp.uint8),
+        up.data,
+        down_t.data,
+        given(norm),
+        given(residual),
+        n_valid,
+        jnp.zeros((), jnp.float32) if least is None else least,
+        description=cpu.describe(*(w for w in (up, down_t, gate) if w is not None)),
+        act=kind,
+        threshold=threshold,
+        up_act=up_kind,
+        up_threshold=up_threshold,
+        eps=np.float32(eps),
+    )
+    return y_RD, SparseStats(*stats)
+
+
+def signbit_keep(x_RD, signs, *, threshold, n_valid):
+    """`reference.sparse.signbit_keep` by the C++ kernels; the same neurons."""
+    assert x_RD.shape[1] == signs.shape[1], (x_RD.shape, signs.shape)
+    shape = (x_RD.shape[0], signs.shape[0])
+    return cpu.call("signbit_keep", (shape, jnp.uint8), x_RD, signs.data, n_valid, jnp.asarray(threshold, jnp.float32))
 
 
 def layers(
@@ -46,44 +87,52 @@ def layers(
         in any row; with `features` also f32[R, len(features) * D], those rows side by side, 0 where a row does not
         count.
     """
-    empty = jnp.zeros((0,), jnp.float32)
-    operands, matrices, shapes, aliases = [], [], [jax.ShapeDtypeStruct(x.shape, jnp.float32)], {}
+    operands, matrices, results, aliases = [], [], [(x.shape, jnp.float32)], {}
     none = [None] * len(weights)
     for layer, k, v, more, ffn in zip(weights, cache_k, cache_v, skip or none, chosen or none, strict=True):
         names = _MATRICES if ffn is None else _ATTENTION
-        own, biases = [getattr(layer, name) for name in names], [layer.biases.get(name, empty) for name in names]
+        own, biases = [getattr(layer, name) for name in names], [layer.biases.get(name) for name in names]
         if ffn is not None and ffn.choice.rule == "scores":
-            own, biases = [*own, ffn.choice.first, ffn.choice.second], [*biases, empty, empty]
+            own, biases = [*own, ffn.choice.first, ffn.choice.second], [*biases, None, None]
         matrices += own
         norms = [getattr(layer, name) for name in _NORMS]
-        operands += [*(empty if norm is None else norm for norm in norms), *(w.data for w in own), *biases, k, v]
+        operands += [*map(given, norms), *(w.data for w in own), *map(given, biases), k, v]
         for back, cache in ((2, k), (1, v)):
-            aliases[6 + len(operands) - back] = len(shapes)
-            shapes.append(jax.ShapeDtypeStruct(cache.shape, cache.dtype))
+            aliases[6 + len(operands) - back] = len(results)
+            results.append((cache.shape, cache.dtype))
         if more is not None:
             operands += [more.up.data, more.down]
-        if ffn is not None:
-            operands += _operands_of(ffn)
+        if ffn is not None:  # in the order in which ffi.cc reads them
+            c = ffn.choice
+            packed = [None if w is None else w.data for w in (ffn.gate, ffn.up, ffn.down_t, c.signs)]
+            operands += [given(a, jnp.uint8) for a in packed] + [given(a) for a in (c.threshold, c.least, c.norm)]
     if skip is not None:
-        shapes += [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((len(skip), x.shape[0]), (len(skip),))]
+        results += [((len(skip), x.shape[0]), jnp.int32), ((len(skip),), jnp.int32)]
     if chosen is not None:
-        shapes += [jax.ShapeDtypeStruct((len(chosen), *s), jnp.int32) for s in ((x.shape[0],), ()) * 2]
+        results += [((len(chosen), *s), jnp.int32) for s in ((x.shape[0],), ()) * 2]
     if features:
-        shapes.append(jax.ShapeDtypeStruct((x.shape[0], len(features) * x.shape[1]), jnp.float32))
+        results.append(((x.shape[0], len(features) * x.shape[1]), jnp.float32))
     if chosen:
-        cpu.register(_CHOSEN_TARGET)
-        target, own = _CHOSEN_TARGET, _described(chosen, act, up_act)
+        cpu.register("specsparse_predicted_layers")
+        first, ((kind, least), (up_kind, up_least)) = chosen[0], (_act(act), _act(up_act))
+        head = [_RULES.index(first.choice.rule), first.choice.relu, kind, up_kind, first.gate is not None]
+        rows = [cpu.describe(f.up, f.down_t, f.gate or f.up) for f in chosen]
+        target, thresholds = "predicted_layers", np.array([least, up_least], np.float32)
+        own = {"neurons": np.concatenate([np.array(head, np.int64), *rows]), "thresholds": thresholds}
     else:
-        target, own = "specsparse_layers", {"act": np.int64(cpu.ACTS[act]), "skip": np.int64(skip is not None)}
-    out, *rest = cpu._call(target, shapes, input_output_aliases=aliases)(
+        target, own = "layers", {"act": np.int64(cpu.ACTS[act]), "skip": np.int64(skip is not None)}
+    out, *rest = cpu.call(
+        target,
+        results,
         x,
         cos,
         sin,
         length,
         n_valid,
-        jnp.zeros((0,), jnp.int32) if parents is None else parents,
+        given(parents, jnp.int32),
         *operands,
-        description=np.append(cpu.describe(tuple(matrices)), np.array(features, np.int64)),  # the layers kept follow
+        aliases=aliases,
+        description=np.append(cpu.describe(*matrices), np.array(features, np.int64)),  # the layers kept follow
         kinds=np.array(kinds or [(0, 0)] * len(weights), np.int64).reshape(-1),
         eps=np.float32(eps),
         neox=np.int64(pairing == "neox"),
@@ -96,22 +145,3 @@ def layers(
     if chosen is not None:
         found = (*found, tuple(rest[n : n + 4]))
     return (*found, rest[-1]) if features else found
-
-
-def _operands_of(ffn: ChosenFfn) -> list:
-    """The arrays of a layer's chosen FFN, in the order in which ffi.cc reads them; empty ones for what is not there."""
-    c, floats = ffn.choice, jnp.zeros((0,), jnp.float32)
-    signs = jnp.zeros((0,), jnp.uint8) if c.signs is None else c.signs.data
-    gate = jnp.zeros((0,), jnp.uint8) if ffn.gate is None else ffn.gate.data
-    others = (floats if a is None else a for a in (c.threshold, c.least, c.norm))
-    return [gate, ffn.up.data, ffn.down_t.data, signs, *others]
-
-
-def _described(chosen: Sequence[ChosenFfn], act, up_act) -> dict[str, np.ndarray]:
-    """Attributes of a call: what all layers share, each one's up, down and gate (23 integers a matrix), thresholds."""
-    (kind, least), (up_kind, up_least) = sparse.act_of(act), sparse.act_of(up_act)
-    first = chosen[0]
-    head = [_RULES.index(first.choice.rule), first.choice.relu, kind, up_kind, first.gate is not None]
-    parts = [sparse.describe(f.up, f.down_t, f.up if f.gate is None else f.gate) for f in chosen]
-    neurons = np.concatenate([np.array(head, np.int64), *parts])
-    return {"neurons": neurons, "thresholds": np.array([least, up_least], np.float32)}

@@ -1,8 +1,8 @@
 """GGUF bytes to the packed layouts of `docs/layouts.md`.
 
-A decoder (`packing_types`, `packing_codebooks`) turns the blocks of some rows into `Parts`: codes in column order, and
-scales, as views of the file where it already stores them so. This module lays the parts out in groups of 16 rows by
-strided copies, a few groups at a time, so that the work stays in the cache and the only large allocation is the result.
+A decoder of `block_types` turns the blocks of some rows into `Fields`: codes in column order, and scales, as views of
+the file if it stores them so. This module lays the fields out in groups of 16 rows by strided copies, a few groups at a
+time, so that the work stays in the cache and the only large allocation is the result.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,12 @@ from gguf.constants import GGML_QUANT_SIZES
 from specsparse.errors import UserError
 from specsparse.kernels.arena import aligned_empty
 from specsparse.kernels.native import cpu
-from specsparse.kernels.packing.block_types import PLAIN_KINDS, BlockKind, Parts, as_stored
-from specsparse.kernels.packing.codebooks import CODEBOOK_KINDS
-from specsparse.kernels.qtensor import BLOCK, ROWS, SUPER, Layout, QTensor
+from specsparse.kernels.packing.block_types import KINDS, as_stored
+from specsparse.kernels.qtensor import BLOCK, ROWS, SUPER, Fields, Layout, QTensor
 
 CHUNK_BYTES = 512 << 10
 """Packed bytes written between two looks at the file: the decoder's temporaries stay in the L2 cache."""
 
-KINDS: dict[GGML, BlockKind] = {**PLAIN_KINDS, **CODEBOOK_KINDS}
 FLOATS: dict[GGML, Layout] = {
     GGML.F32: Layout("f32", source="F32"),
     GGML.F16: Layout("f16", source="F16"),
@@ -35,14 +33,9 @@ SUPPORTED: tuple[GGML, ...] = (*FLOATS, *KINDS)
 
 
 def pack(raw: np.ndarray, qtype: GGML, shape: tuple[int, int]) -> tuple[np.ndarray, Layout]:
-    """Packs one matrix.
+    """Packs a matrix (rows, cols) from a file's bytes, contiguous, in any shape and dtype.
 
     Scales are copied as they are, finite or not.
-
-    Args:
-        raw: the tensor's bytes as they lie in the file, contiguous, in any shape and dtype.
-        qtype: the GGUF type of the bytes.
-        shape: (rows, cols).
 
     Returns:
         data uint8[ceil(rows/16), layout.group_bytes(cols)], aligned to 64 bytes and read-only, and its layout.
@@ -52,10 +45,18 @@ def pack(raw: np.ndarray, qtype: GGML, shape: tuple[int, int]) -> tuple[np.ndarr
     """
     qtype = GGML(qtype)
     layout = layout_of(qtype)
-    rows, cols = (int(n) for n in shape)
-    raw = rows_of(raw, qtype, (rows, cols))
-    out = aligned_empty(-(-rows // ROWS), layout.group_bytes(cols))
-    if not _packed_natively(out, raw, qtype, layout):
+    raw = np.ascontiguousarray(rows_of(raw, qtype, shape))
+    out = aligned_empty(-(-len(raw) // ROWS), layout.group_bytes(shape[1]))
+    # The compiled kernels are ten times as fast. They know floats, types that are stored as packed, and K-quants.
+    if layout.is_float:
+        done = cpu.pack(out, raw, item=4 if layout.codes == "f32" else 2)
+    elif qtype in _SUPER_BITS:
+        done = cpu.pack(out, raw, bits=_SUPER_BITS[qtype])
+    elif KINDS[qtype].decode is as_stored:
+        done = cpu.pack(out, raw, scales=1 + layout.has_min, words=8 if layout.codes == "int8" else 4)
+    else:
+        done = False
+    if not done:
         _fill(out, raw, _row_writer(qtype, layout))
     out.flags.writeable = False
     return out, layout
@@ -102,20 +103,6 @@ def rows_of(raw: np.ndarray, qtype: GGML, shape: tuple[int, int]) -> np.ndarray:
     return raw if qtype in SUPPORTED else quants.dequantize(raw, qtype).view(np.uint8)
 
 
-def _packed_natively(out: np.ndarray, raw: np.ndarray, qtype: GGML, layout: Layout) -> bool:
-    """The same by the compiled kernels, ten times as fast; they know floats, the types that are stored as packed, and
-    the K-quants that files are made of."""
-    raw = np.ascontiguousarray(raw)
-    if layout.is_float:
-        return cpu.pack(out, raw, item=4 if layout.codes == "f32" else 2)
-    if qtype in _SUPER_BITS:
-        return cpu.pack(out, raw, bits=_SUPER_BITS[qtype])
-    if KINDS[qtype].decode is not as_stored:
-        return False
-    scales, words = 2 if layout.scales == "dm" else 1, 8 if layout.codes == "int8" else 4
-    return cpu.pack(out, raw, scales=scales, words=words)
-
-
 def _fill(out: np.ndarray, raw: np.ndarray, write: Callable[[np.ndarray, np.ndarray], None]) -> None:
     """Runs write(out[g], raw[g, lanes, bytes]) over all groups; the lanes past the last row become zero."""
     whole = raw.shape[0] // ROWS
@@ -130,63 +117,43 @@ def _fill(out: np.ndarray, raw: np.ndarray, write: Callable[[np.ndarray, np.ndar
 
 def _row_writer(qtype: GGML, layout: Layout) -> Callable[[np.ndarray, np.ndarray], None]:
     """The function that packs raw rows [groups, lanes, bytes] into out [groups, group_bytes]."""
-    if layout.is_float:
-        item = np.dtype("<u4" if layout.codes == "f32" else "<u2")
-        return lambda out, raw: _write_floats(out, raw.view(item))
-    kind = KINDS[qtype]
 
-    def write(out: np.ndarray, raw: np.ndarray) -> None:
+    def write_floats(out: np.ndarray, raw: np.ndarray) -> None:
+        values = raw.view("<u4" if layout.codes == "f32" else "<u2")
+        out.view(values.dtype).reshape(len(out), -1, ROWS)[..., : raw.shape[1]] = values.transpose(0, 2, 1)
+
+    def write_blocks(out: np.ndarray, raw: np.ndarray) -> None:
         groups, lanes, _ = raw.shape
-        blocks = raw.reshape(groups * lanes, -1).view(kind.block)
-        _write_blocks(out, kind.decode(blocks), layout, (groups, lanes))
+        kind = KINDS[qtype]
+        _write_fields(out, kind.decode(raw.reshape(groups * lanes, -1).view(kind.block)), layout, lanes)
 
-    return write
-
-
-def _write_floats(out: np.ndarray, values: np.ndarray) -> None:
-    """values [groups, lanes, cols] of 2 or 4 bytes -> [groups, cols, 16]."""
-    lanes = values.shape[1]
-    out.view(values.dtype).reshape(len(out), -1, ROWS)[..., :lanes] = values.transpose(0, 2, 1)
+    return write_floats if layout.is_float else write_blocks
 
 
-def _write_blocks(out: np.ndarray, parts: Parts, layout: Layout, group_lanes: tuple[int, int]) -> None:
-    """Lays out decoded parts; `group_lanes` splits their leading row axis."""
-    header, before, size = _sizes(layout)
-    per_block = [parts.d, parts.m]
+def _write_fields(out: np.ndarray, fields: Fields, layout: Layout, lanes: int) -> None:
+    """Lays out decoded fields [groups * lanes, *blocks, items] in out uint8[groups, group_bytes]."""
+    header, scales, block = layout.sizes
+
+    def put(dst: np.ndarray, *values: np.ndarray | None) -> None:
+        """Writes values into each block of dst uint8[groups, *blocks, bytes], one after the other, lanes innermost.
+
+        The block axes of values may be cut finer than those of dst. No reshape may copy, since what is written to a
+        copy would be lost.
+        """
+        present = [v for v in values if v is not None]
+        size = dst.shape[-1] // len(present)
+        for i, value in enumerate(present):
+            inner = value.shape[1:]
+            words = dst[..., i * size : (i + 1) * size].view(value.dtype)
+            words = words.reshape((len(out), *inner, ROWS), copy=False)
+            words[..., :lanes] = np.moveaxis(value.reshape((len(out), lanes, *inner), copy=False), 1, -1)
+
     if header:
-        supers = out.reshape(len(out), -1, header + SUPER // BLOCK * size)
-        _put(supers[..., :header], per_block, group_lanes)
-        blocks = _view(supers[..., header:], (*supers.shape[:2], SUPER // BLOCK, size))
-        per_block = [parts.sc, parts.mn]
+        supers = out.reshape(len(out), -1, header + SUPER // BLOCK * block)
+        put(supers[..., :header], fields.d, fields.m)
+        blocks = supers[..., header:].reshape((*supers.shape[:2], SUPER // BLOCK, block), copy=False)
+        put(blocks[..., :scales], fields.sc, fields.mn)
     else:
-        blocks = out.reshape(len(out), -1, size)
-    _put(blocks[..., :before], per_block, group_lanes)
-    _put(blocks[..., before:], [parts.codes], group_lanes)
-
-
-def _sizes(layout: Layout) -> tuple[int, int, int]:
-    """Bytes of a super-block header, of the scales of a block, and of a whole block."""
-    subs = BLOCK // layout.sub
-    header = {"super": 32, "super_min": 64}.get(layout.scales, 0)
-    before = {"d": 32, "dm": 64, "f32": 64 * subs, "super": 16 * subs, "super_min": 32 * subs}[layout.scales]
-    return header, before, before + ROWS * BLOCK // (2 if layout.codes == "nibble" else 1)
-
-
-def _put(dst: np.ndarray, fields: list[np.ndarray | None], group_lanes: tuple[int, int]) -> None:
-    """Writes the fields that are there into each block of dst, one after the other, each with its lanes innermost.
-
-    A field [rows, *blocks, units] fills units * 16 items of dst uint8[groups, *blocks, bytes]. Its block axes may be
-    cut finer than those of dst, as long as they stand for the same blocks in the same order.
-    """
-    groups, lanes = group_lanes
-    present = [field for field in fields if field is not None]
-    size = dst.shape[-1] // len(present)
-    for i, field in enumerate(present):
-        inner = field.shape[1:]
-        words = _view(dst[..., i * size : (i + 1) * size].view(field.dtype), (groups, *inner, ROWS))
-        words[..., :lanes] = np.moveaxis(_view(field, (groups, lanes, *inner)), 1, -1)
-
-
-def _view(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """A reshape that must not copy, since what is written to a copy would be lost: numpy raises instead."""
-    return array.reshape(shape, copy=False)
+        blocks = out.reshape(len(out), -1, block)
+        put(blocks[..., :scales], fields.d, fields.m)
+    put(blocks[..., scales:], fields.codes)

@@ -1,14 +1,11 @@
 """The kernels in jnp: the definition, the oracle of every test, and the fallback where there is no compiler.
 
-Rows of activations stay in float32 here; the native kernels quantise them for quantised weights, which is the whole
-difference
-between the two. The plain functions map over rows, so that a row's bits do not depend on its neighbours (contract C1);
-the
-`_batched` ones leave the batching to XLA, for GPUs.
+Rows of activations stay in float32 here. The native kernels quantise them for quantised weights, which is the whole
+difference between the two. By default functions map over rows, so that a row's bits do not depend on its neighbours
+(contract C1). With `over_rows=at_once`, and in `attend_batched`, XLA does the batching, for GPUs.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -18,40 +15,36 @@ from specsparse.kernels.packing import dequant
 from specsparse.kernels.reference.q8_cache import decode, encode, head_size
 
 LANES = 16
-_HIGHEST = jax.lax.Precision.HIGHEST
+HIGHEST = jax.lax.Precision.HIGHEST
 _LOWEST = jnp.finfo(jnp.float32).min
 
 
-def _rowwise(function, *rows):
+def rowwise(function, *rows):
     """function over the leading axis, one row after the other."""
     return jax.lax.map(lambda args: function(*args), rows)
 
 
-def _alone(function, *rows):
-    """`_rowwise`, never fused with what is around it: XLA unrolls a loop of one step, and then may join a product in it
+def alone(function, *rows):
+    """`rowwise`, never fused with its neighbours: XLA unrolls a loop of one step, and then may join a product in it
     with a sum outside, unrounded."""
     if rows[0].shape[0] > 1:
-        return _rowwise(function, *rows)
-    return _rowwise(function, *(jnp.concatenate([x, x]) for x in rows))[:1]
+        return rowwise(function, *rows)
+    return rowwise(function, *(jnp.concatenate([x, x]) for x in rows))[:1]
 
 
-def _at_once(function, *rows):
+def at_once(function, *rows):
     """function of all rows together."""
     return function(*rows)
 
 
-def normalise(x, norm, *, eps):
+def normalise(x, norm, *, eps, over_rows=alone):
     """RMS norm of each row f32[..., D] on its own, times norm f32[D]."""
     rows = x.reshape(-1, x.shape[-1])
-    return _alone(lambda row: _normalise(row, norm, eps), rows).reshape(x.shape)
+    return over_rows(lambda row: normalise_row(row, norm, eps), rows).reshape(x.shape)
 
 
-def normalise_batched(x, norm, *, eps):
-    """`normalise` of all rows at once."""
-    return _normalise(x, norm, eps)
-
-
-def _normalise(x, norm, eps):
+def normalise_row(x, norm, eps):
+    """RMS norm over the last axis, of one row or of rows at once."""
     return (
         x
         * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + jnp.float32(eps))
@@ -70,7 +63,7 @@ def activate(x, act: str):
 
 
 def valid(n_valid, rows: int):
-    """bool[R]: which rows count."""
+    """bool[R]: the rows that count."""
     n = rows // n_valid.shape[0]
     return (jnp.arange(n)[None] < n_valid[:, None]).reshape(rows)
 
@@ -80,21 +73,39 @@ def multiplier(w):
     groups = dequant.dequantize_groups(w.data, w.layout, w.shape[1])
 
     def multiply(h):
-        y = jnp.einsum("...k,gkr->...gr", h, groups, precision=_HIGHEST)
+        y = jnp.einsum("...k,gkr->...gr", h, groups, precision=HIGHEST)
         return y.reshape(*h.shape[:-1], -1)[..., : w.shape[0]]
 
     return multiply
 
 
-def _linear(
-    x, weights, *, over_rows, n_valid, norm=None, eps=0.0, biases=None, residual=None, act=None, zeros=True,
+def linear(
+    x, weights, *,
+    n_valid, norm=None, eps=0.0, biases=None, residual=None, act=None, zeros=True, over_rows=rowwise,
     multiplier=multiplier,
 ):  # fmt: skip
+    """Matrices times rows: y_i = W_i norm(x) + b_i (+ residual), or act(W_0 norm(x)) * (W_1 norm(x)) with `act`.
+
+    Args:
+        x: f32[R, D].
+        weights: QTensors [O_i, D].
+        n_valid: int32[B]; rows i >= n_valid[b] of sequence b come out as zeros.
+        norm: f32[D] weight of an RMS norm before the product, or None; `eps` belongs to it.
+        biases: one f32[O_i] or None for each matrix, or None.
+        residual: f32[R, O] added to the product, or None.
+        act: None, or "silu" | "relu" | "relu2" | "gelu_tanh": the matrices are gate and up.
+        zeros: False if nobody reads the rows that do not count: they may hold anything, and cost no writing.
+        over_rows: `rowwise` or `at_once`.
+        multiplier: makes the function h f32[.., D] -> f32[.., O_i] of a matrix, for other kinds than QTensors.
+
+    Returns:
+        A tuple of f32[R, O_i]; one entry with `act`.
+    """
     multipliers = [multiplier(w) for w in weights]
 
     def product(h):
         if norm is not None:
-            h = _normalise(h, norm, eps)
+            h = normalise_row(h, norm, eps)
         outs = []
         for i, multiply in enumerate(multipliers):
             y = multiply(h)
@@ -112,44 +123,10 @@ def _linear(
     return tuple(jnp.where(keep, y, jnp.float32(0)) for y in outs)
 
 
-def linear(x, weights, **options):
-    """Matrices times rows: y_i = W_i norm(x) + b_i (+ residual), or act(W_0 norm(x)) * (W_1 norm(x)) with `act`.
-
-    Args:
-        x: f32[R, D].
-        weights: QTensors [O_i, D].
-        n_valid: int32[B]; rows i >= n_valid[b] of sequence b come out as zeros.
-        norm: f32[D] weight of an RMS norm before the product, or None; `eps` belongs to it.
-        biases: one f32[O_i] or None for each matrix, or None.
-        residual: f32[R, O] added to the product, or None.
-        act: None, or "silu" | "relu" | "relu2" | "gelu_tanh": the matrices are gate and up.
-        zeros: False where nobody looks at the rows that do not count; they hold anything then, and cost no writing.
-        multiplier: makes the function h f32[.., D] -> f32[.., O_i] of a matrix, for other kinds than QTensors.
-
-    Returns:
-        A tuple of f32[R, O_i]; one entry with `act`.
-    """
-    return _linear(x, weights, over_rows=_rowwise, **options)
-
-
-def linear_batched(x, weights, **options):
-    """`linear` as one batched product."""
-    return _linear(x, weights, over_rows=_at_once, **options)
-
-
-def _add_normed(x, y, norm, *, over_rows, n_valid, eps):
-    out = over_rows(lambda a, b: a + _normalise(b, norm, eps), x, y)
-    return jnp.where(valid(n_valid, x.shape[0])[:, None], out, jnp.float32(0))
-
-
-def add_normed(x, y, norm, **options):
+def add_normed(x, y, norm, *, n_valid, eps, over_rows=alone):
     """x + y / rms(y) * norm, row by row: x, y f32[R, D], norm f32[D]; `n_valid` and `eps` as `linear` takes them."""
-    return _add_normed(x, y, norm, over_rows=_alone, **options)
-
-
-def add_normed_batched(x, y, norm, **options):
-    """`add_normed` of all rows at once."""
-    return _add_normed(x, y, norm, over_rows=_at_once, **options)
+    out = over_rows(lambda a, b: a + normalise_row(b, norm, eps), x, y)
+    return jnp.where(valid(n_valid, x.shape[0])[:, None], out, jnp.float32(0))
 
 
 def embed(w, ids):
@@ -159,26 +136,21 @@ def embed(w, ids):
 
 def argmax(x):
     """Lowest index of the largest value of each row: f32[R, V] -> int32[R]; NaN never wins."""
-    return argmax_batched(x)
-
-
-def argmax_batched(x):
-    """`argmax`; the largest value does not depend on the order of comparison."""
     return jnp.argmax(jnp.where(jnp.isnan(x), -jnp.inf, x), axis=-1).astype(jnp.int32)
 
 
 def rotate(x, cos, sin, pairing: str):
     """Rotary embedding of x f32[..., d] by cos, sin f32[..., r/2]; "norm" pairs (2i, 2i+1), "neox" (i, i + r/2)."""
     half = cos.shape[-1]
-    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    rotated, rest = x[..., : 2 * half], x[..., 2 * half :]
     if pairing == "neox":
-        a, b = turned[..., :half], turned[..., half:]
+        a, b = rotated[..., :half], rotated[..., half:]
     else:
-        a, b = turned[..., 0::2], turned[..., 1::2]
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
     a, b = a * cos - b * sin, a * sin + b * cos
     if pairing == "neox":
         return jnp.concatenate([a, b, rest], axis=-1)
-    return jnp.concatenate([jnp.stack([a, b], axis=-1).reshape(turned.shape), rest], axis=-1)
+    return jnp.concatenate([jnp.stack([a, b], axis=-1).reshape(rotated.shape), rest], axis=-1)
 
 
 def ancestors(parents_Bn):
@@ -190,12 +162,12 @@ def ancestors(parents_Bn):
     index = jnp.arange(n, dtype=jnp.int32)
     seen = ((index[:, None] == index[None])[None] | (parents_Bn[:, :, None] == index[None, None])).astype(jnp.float32)
     for _ in range((n - 1).bit_length()):
-        seen = (jnp.einsum("bij,bjk->bik", seen, seen, precision=_HIGHEST) > 0).astype(jnp.float32)
+        seen = (jnp.einsum("bij,bjk->bik", seen, seen, precision=HIGHEST) > 0).astype(jnp.float32)
     return seen > 0
 
 
 def append(cache_k, cache_v, k_BnGd, v_BnGd, slots_Bn, keep_Bn):
-    """A layer's two cache arrays with keys and values f32[B, n, G, d] in slots int32[B, n], where `keep` bool[B, n]."""
+    """A layer's two cache arrays with keys and values f32[B, n, G, d] in slots int32[B, n], if `keep` bool[B, n]."""
     capacity = cache_v.shape[2]
     slots = jnp.where(keep_Bn, slots_Bn, capacity)  # dropped
 
@@ -206,30 +178,11 @@ def append(cache_k, cache_v, k_BnGd, v_BnGd, slots_Bn, keep_Bn):
     return jax.vmap(one)(cache_k, cache_v, k_BnGd, v_BnGd, slots)
 
 
-def _gather_path(keys, values, path, seen):
-    """Keys and values of one row's path in position order: what makes a tree row equal to its chain."""
-    order = jnp.argsort(jnp.where(path, jnp.arange(path.shape[0]), path.shape[0]), stable=True)
-    live = jnp.arange(path.shape[0]) < seen
-    return keys[:, order], values[:, order], live
-
-
-def _attend_row(q_HD, keys_GCd, values_GCd, path_C):
-    """One query row over the slots of its path; the reduction runs in position order."""
-    keys, values, live = _gather_path(keys_GCd, values_GCd, path_C, jnp.sum(path_C))
-    groups, d = keys.shape[0], keys.shape[-1]
-    q = q_HD.reshape(groups, -1, d) * (jnp.float32(1) / jnp.sqrt(jnp.float32(d)))
-    scores = jnp.einsum("ghd,gcd->ghc", q, keys, precision=_HIGHEST)
-    scores = jnp.where(live[None, None], scores, -jnp.inf)
-    p = jax.nn.softmax(scores, axis=-1)
-    values = jnp.where(live[None, :, None], values, jnp.float32(0))
-    return jnp.einsum("ghc,gcd->ghd", p, values, precision=_HIGHEST).reshape(-1)
-
-
 class Step(NamedTuple):
-    """What both forms of attention begin with.
+    """The rows of a step of attention, with the cache they were appended to.
 
     Attributes:
-        q: f32[B, n, H, d], turned.
+        q: f32[B, n, H, d], rotated.
         cache_k, cache_v: with the new rows.
         length: int32[B].
         keep: bool[B, n], rows that count.
@@ -246,8 +199,9 @@ class Step(NamedTuple):
     positions: jax.Array
 
 
-def _appended(
-    q, k, v, cache_k, cache_v, *, each_row, cos, sin, length, n_valid, parents, pairing, q_norm, k_norm, eps, table,
+def _begin_step(
+    q, k, v, cache_k, cache_v, *,
+    each_row, cos, sin, length, n_valid, parents=None, pairing="norm", q_norm=None, k_norm=None, eps=0.0, table=0,
     finite=False,
 ) -> Step:  # fmt: skip
     batch, groups, capacity, _ = cache_v.shape
@@ -265,7 +219,7 @@ def _appended(
     def heads(x, norm):
         x = x.reshape(batch * n, -1, d)
         if norm is not None:
-            x = each_row(lambda row: _normalise(row, norm, eps), x)
+            x = each_row(lambda row: normalise_row(row, norm, eps), x)
         return rotate(x.reshape(batch, n, -1, d), c, s, pairing)
 
     q, k = heads(q, q_norm), heads(k, k_norm)
@@ -277,42 +231,33 @@ def _appended(
     return Step(q, cache_k, cache_v, length, keep, seen_Bnn, positions)
 
 
-def _attend(
-    q, k, v, cache_k, cache_v, *, over_rows,
-    cos, sin, length, n_valid, parents=None, pairing="norm", q_norm=None, k_norm=None, eps=0.0, window=0, table=0,
-):  # fmt: skip
-    batch, groups, capacity, _ = cache_v.shape
-    step = _appended(
-        q, k, v, cache_k, cache_v, each_row=_rowwise, cos=cos, sin=sin, length=length, n_valid=n_valid,
-        parents=parents, pairing=pairing, q_norm=q_norm, k_norm=k_norm, eps=eps, table=table,
-    )  # fmt: skip
-    n, positions = step.q.shape[1], step.positions
-    slots = jnp.arange(capacity, dtype=jnp.int32)[None, None]
-    node = slots - length[:, None, None]
-    new = jnp.take_along_axis(step.seen, jnp.clip(jnp.broadcast_to(node, (batch, n, capacity)), 0, n - 1), axis=2)
-    paths = (node < 0) | ((node >= 0) & (node < n) & new)
-    if window:  # of positions: a node's is that of its depth, whatever slot it lies in
-        depths = jnp.take_along_axis(positions, jnp.clip(node[:, 0], 0, n - 1), axis=1)
-        held = jnp.where(node[:, 0] < 0, slots[:, 0], depths)
-        paths &= held[:, None] > positions[:, :, None] - window
-    keys = decode(step.cache_k.swapaxes(3, 4).reshape(batch, groups, capacity, -1))
-    values = decode(step.cache_v)
-    out = over_rows(_attend_row, step.q, keys, values, paths)
-    return _out(step, out.reshape(batch, n, -1))
-
-
-def _out(step: Step, out_BnI):
-    rows = step.keep.size
+def _end_step(step: Step, out_BnI):
+    """Results of attention and the caches; zeros for rows that do not count."""
     out = jnp.where(step.keep[:, :, None], out_BnI, jnp.float32(0))
-    return out.reshape(rows, -1), step.cache_k, step.cache_v
+    return out.reshape(step.keep.size, -1), step.cache_k, step.cache_v
 
 
-def _attend_rowwise(function, q, keys, values, paths):
-    return _rowwise(lambda q, k, v, p: _rowwise(lambda q1, p1: function(q1, k, v, p1), q, p), q, keys, values, paths)
+def gather_path(keys, values, path, seen):
+    """Keys and values of one row's path in position order, which makes a tree row equal to its chain."""
+    order = jnp.argsort(jnp.where(path, jnp.arange(path.shape[0]), path.shape[0]), stable=True)
+    live = jnp.arange(path.shape[0]) < seen
+    return keys[:, order], values[:, order], live
 
 
-attend = partial(_attend, over_rows=_attend_rowwise)
-attend.__doc__ = """Rotates queries and keys, appends keys and values to the cache, and attends.
+def _attend_row(q_HD, keys_GCd, values_GCd, path_C):
+    """One query row over the slots of its path; the reduction runs in position order."""
+    keys, values, live = gather_path(keys_GCd, values_GCd, path_C, jnp.sum(path_C))
+    groups, d = keys.shape[0], keys.shape[-1]
+    q = q_HD.reshape(groups, -1, d) * (jnp.float32(1) / jnp.sqrt(jnp.float32(d)))
+    scores = jnp.einsum("ghd,gcd->ghc", q, keys, precision=HIGHEST)
+    scores = jnp.where(live[None, None], scores, -jnp.inf)
+    p = jax.nn.softmax(scores, axis=-1)
+    values = jnp.where(live[None, :, None], values, jnp.float32(0))
+    return jnp.einsum("ghc,gcd->ghd", p, values, precision=HIGHEST).reshape(-1)
+
+
+def attend(q, k, v, cache_k, cache_v, *, window=0, attend_row=_attend_row, **options):
+    """Rotates queries and keys, appends keys and values to the cache, and attends.
 
     Args:
         q, k, v: f32[R, H * d], f32[R, G * d], f32[R, G * d], R = B * n.
@@ -322,37 +267,49 @@ attend.__doc__ = """Rotates queries and keys, appends keys and values to the cac
         length, n_valid: int32[B].
         parents: int32[B, n], -1 = the committed prefix; None is a chain.
         pairing: "norm" or "neox".
-        q_norm, k_norm: f32[d] weights of an RMS norm of each query and each key before it turns, or None; `eps`
+        q_norm, k_norm: f32[d] weights of an RMS norm of each query and each key before it is rotated, or None; `eps`
             belongs to them.
         window: positions that a row sees, its own among them; 0: all before it.
-        table: which of the T tables turns queries and keys.
+        table: which of the T tables rotates queries and keys.
+        attend_row: (q f32[H, d], keys f32[G, C, d], values, path bool[C]) -> f32[H * d], attention of one row.
 
     Returns:
         f32[R, H * d] and the two cache arrays.
     """
+    batch, groups, capacity, _ = cache_v.shape
+    step = _begin_step(q, k, v, cache_k, cache_v, each_row=rowwise, **options)
+    n, positions = step.q.shape[1], step.positions
+    slots = jnp.arange(capacity, dtype=jnp.int32)[None, None]
+    node = slots - step.length[:, None, None]
+    new = jnp.take_along_axis(step.seen, jnp.clip(jnp.broadcast_to(node, (batch, n, capacity)), 0, n - 1), axis=2)
+    paths = (node < 0) | ((node >= 0) & (node < n) & new)
+    if window:  # of positions: a node's is that of its depth, whatever slot it lies in
+        depths = jnp.take_along_axis(positions, jnp.clip(node[:, 0], 0, n - 1), axis=1)
+        held = jnp.where(node[:, 0] < 0, slots[:, 0], depths)
+        paths &= held[:, None] > positions[:, :, None] - window
+    keys = decode(step.cache_k.swapaxes(3, 4).reshape(batch, groups, capacity, -1))
+    values = decode(step.cache_v)
+
+    def sequence(q, keys, values, paths):
+        return rowwise(lambda q1, path: attend_row(q1, keys, values, path), q, paths)
+
+    return _end_step(step, rowwise(sequence, step.q, keys, values, paths).reshape(batch, n, -1))
 
 
-def attend_batched(
-    q, k, v, cache_k, cache_v, *,
-    cos, sin, length, n_valid, parents=None, pairing="norm", q_norm=None, k_norm=None, eps=0.0, window=0, table=0,
-    finite=False, core=None,
-):  # fmt: skip
-    """`attend` of all rows together: one product with the cache, and of a tree another with a row's newest positions.
+def attend_batched(q, k, v, cache_k, cache_v, *, parents=None, window=0, finite=False, core=None, **options):
+    """`attend` of all rows together: one product with the cache, and for trees another with a row's newest positions.
 
-    A row at position p of a tree of n rows sees positions up to p - n where they lie in the cache, committed for long,
-    and the last n along its own path, by the scores that all rows have with all slots. Which of its positions belong to
-    which part depends on p alone, so that a step and a verification of as many rows and as large a cache add up the
-    same numbers in the same order. The two parts have a softmax each and are joined by their maxima.
+    A row at position p of a tree of n rows sees the committed positions up to p - n in the cache, and the last n along
+    its own path, by the scores that all rows have with all slots. The part of a position depends on p alone, so that a
+    step and a verification of as many rows and as large a cache add up the same numbers in the same order. The two
+    parts have a softmax each and are joined by their maxima.
 
-    With `finite` all slots of the cache must hold finite numbers, whether they count or not, as those do that were 0 at
-    first and written by this function alone: NaN is stored as 0 then, and what is too large as the largest number.
-    Without it slots that do not count may hold anything; on a GPU that costs a copy of the values. `core` is a `Core`
-    for steps of trees.
+    With `finite` all slots of the cache must hold finite numbers, whether they count or not. They do if they were 0 at
+    first and written by this function alone: it stores NaN as 0, and too large numbers as the largest. Without it
+    slots that do not count may hold anything; on a GPU that costs a copy of the values. `core` is a `Core` for steps of
+    trees.
     """
-    step = _appended(
-        q, k, v, cache_k, cache_v, each_row=_at_once, finite=finite, cos=cos, sin=sin, length=length, n_valid=n_valid,
-        parents=parents, pairing=pairing, q_norm=q_norm, k_norm=k_norm, eps=eps, table=table,
-    )  # fmt: skip
+    step = _begin_step(q, k, v, cache_k, cache_v, each_row=at_once, parents=parents, finite=finite, **options)
     batch, groups, capacity, _ = cache_v.shape
     d = head_size(cache_v)
     n, positions = step.q.shape[1], step.positions
@@ -367,13 +324,13 @@ def attend_batched(
         if out is not None:
             return out.reshape(batch * n, -1), step.cache_k, step.cache_v
     keys = decode(step.cache_k.swapaxes(3, 4)).swapaxes(3, 4)
-    scores = jnp.einsum("bgnhd,bgxdl->bgnhxl", q_BnGhd.swapaxes(1, 2), keys, precision=_HIGHEST)
+    scores = jnp.einsum("bgnhd,bgxdl->bgnhxl", q_BnGhd.swapaxes(1, 2), keys, precision=HIGHEST)
     scores = scores.reshape(batch, groups, n, -1, capacity)
 
     def weighed(scores_BGnhs, held_Bns, at):
-        """(top, weights, their sum) of a part of the positions; weights are 0 where a position is not seen.
+        """(top, weights, their sum) of a part of the positions; a position that is not seen has weight 0.
 
-        Where no position of the part is seen, weights are 1 and the top is so low that the other part is all.
+        If no position of the part is seen, weights are 1, and the top is so low that only the other part counts.
         """
         if window:
             held_Bns &= at > low[:, :, None]
@@ -386,7 +343,7 @@ def attend_batched(
     slots = jnp.arange(capacity, dtype=jnp.int32)[None, None]
     top, weights, total = weighed(scores, slots < first[..., None], slots)
     read = decode if finite else lambda rows: _finite(decode(rows))
-    summed = jnp.einsum("bgnhs,bgsd->bgnhd", weights, read(step.cache_v), precision=_HIGHEST)
+    summed = jnp.einsum("bgnhs,bgsd->bgnhd", weights, read(step.cache_v), precision=HIGHEST)
     if parents is not None:
         near = jnp.take_along_axis(scores, slot[:, None, :, None], axis=-1)
         top_2, weights, total_2 = weighed(near, at >= 0, at)
@@ -396,30 +353,30 @@ def attend_batched(
         a, b = jnp.exp(top - both), jnp.exp(top_2 - both)
         summed = a * summed + b * summed_2
         total = a * total + b * total_2
-    return _out(step, (summed / total).swapaxes(1, 2).reshape(batch, n, -1))
+    return _end_step(step, (summed / total).swapaxes(1, 2).reshape(batch, n, -1))
 
 
 Core = Callable[[Step, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array | None]
-"""core(step, q, first, low, near) -> f32[B, n, G, h, d], attention of rows of trees, or None where it cannot.
+"""core(step, q, first, low, near) -> f32[B, n, G, h, d], attention of rows of trees, or None if it cannot.
 
 `q` f32[B, n, G, h, d] is scaled. A row sees slots under `first` and above `low` int32[B, n], and its newest n positions
-in slots `near` int32[B, n, n], -1 where there is none.
+in slots `near` int32[B, n, n], -1 for no slot.
 """
 
 
 def _finite(x, most=None):
-    """x with 0 in place of NaN, and nothing beyond the largest number of its type, or beyond `most`."""
+    """x with 0 for NaN, clipped to the largest number of its type, or to `most`."""
     most = jnp.asarray(jnp.finfo(x.dtype).max if most is None else most, x.dtype)
     return jnp.where(jnp.isnan(x), jnp.zeros((), x.dtype), jnp.clip(x, -most, most))
 
 
 def _slots(step: Step, at_BnS):
-    """Slots of the positions `at` on the path of each row: the position itself where it is committed, else a node's."""
+    """Slots of the positions `at` on the path of each row: the position itself if it is committed, else a node's."""
     n = step.seen.shape[1]
     index, depth_Bn = jnp.arange(n, dtype=jnp.int32), jnp.sum(step.seen, axis=-1, dtype=jnp.int32) - 1
     own = jnp.where(step.seen, index[None, None].astype(jnp.float32), jnp.float32(0))  # exact: they are small
     by_depth = (depth_Bn[..., None] == index[None, None]).astype(jnp.float32)
-    path_Bnn = jnp.einsum("bij,bjk->bik", own, by_depth, precision=_HIGHEST).astype(jnp.int32)
+    path_Bnn = jnp.einsum("bij,bjk->bik", own, by_depth, precision=HIGHEST).astype(jnp.int32)
     new = at_BnS - step.length[:, None, None]
     node = jnp.take_along_axis(path_Bnn, jnp.clip(new, 0, n - 1), axis=2)
     return jnp.where(new < 0, at_BnS, step.length[:, None, None] + node)

@@ -11,23 +11,18 @@ from specsparse.errors import UserError
 
 BLOCK = 32
 DTYPE = jnp.int8
-"""Of the cache's arrays; no other cache has it."""
+"""Type of the cache's arrays; no other cache has it."""
 
 
 def row_size(d: int) -> int:
-    """Bytes of a row of d values; raises UserError where d is no multiple of 32."""
+    """Bytes of a row of d values. Raises UserError if d is no multiple of 32."""
     if d % BLOCK:
         raise UserError(f"kv_dtype=q8_0 needs heads whose size is a multiple of {BLOCK}, these have {d}; use f16")
     return d + d // BLOCK * 2
 
 
-def of_drafter(dtype: jnp.dtype) -> jnp.dtype:
-    """Type of a drafter's own cache beside a target's: heads of any size, so float16 in place of q8_0."""
-    return jnp.dtype(jnp.float16 if dtype == DTYPE else dtype)
-
-
 def head_size(cache_v: jax.Array) -> int:
-    """Values of a head in a cache [B, G, C, row], whatever its type."""
+    """Values of a head in a cache [B, G, C, row] of any type."""
     size = cache_v.shape[-1]
     return size // (BLOCK + 2) * BLOCK if cache_v.dtype == DTYPE else size
 

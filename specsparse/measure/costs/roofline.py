@@ -21,7 +21,7 @@ from specsparse.engine.rope_config import RopeConfig
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.engine.windows import WHOLE, LayerWindows
 from specsparse.errors import UserError
-from specsparse.kernels import peaks, processor
+from specsparse.kernels import processor
 from specsparse.models import catalogue, hub
 from specsparse.models.catalogue import Shape
 from specsparse.speculative import vocab
@@ -260,10 +260,10 @@ def get_device(name: str) -> Device:
 
 def measure_device(rounds: int = 3) -> Device:
     """This machine: the best of `rounds` measurements of each figure, on the kernels' own threads."""
-    buffer = peaks.ReadBuffer()
+    buffer = processor.ReadBuffer()
     read = max(buffer.rate() for _ in range(rounds))
-    int8 = [rate for rate in (peaks.int8_rate() for _ in range(rounds)) if rate is not None]
-    f32 = max(peaks.f32_rate() for _ in range(rounds))
+    int8 = [rate for rate in (processor.int8_rate() for _ in range(rounds)) if rate is not None]
+    f32 = max(processor.f32_rate() for _ in range(rounds))
     title = processor.cpu_info()["model"]
     return Device(THIS, title, read, f32, None, max(int8) if int8 else None, overlap=0.0, measured=True)
 

@@ -27,20 +27,18 @@ from rich.table import Table
 
 from specsparse import kernels
 from specsparse.errors import UserError
-from specsparse.kernels import Kernels, peaks
+from specsparse.kernels import Kernels, processor
 from specsparse.kernels.native import cpu
-from specsparse.kernels.neurons import NeuronRows, pack_neurons
+from specsparse.kernels.neurons import NeuronRows, SignRows, pack_neurons, pack_signs
 from specsparse.kernels.packing.pack import KINDS, SUPPORTED, aligned_empty, pack_qtensor
-from specsparse.kernels.packing.planes import BitPlanes, pack_planes
 from specsparse.kernels.packing.random_blocks import random_quantised
-from specsparse.kernels.packing.signbits import SignRows, pack_signs
 from specsparse.kernels.qtensor import QTensor
 from specsparse.measure.trials import MachinePeaks, paired_ratio, summary
 from specsparse.runtime import manifest
 from specsparse.support import tables, terminal
 from specsparse.support.files import Json, need_memory
 from specsparse.support.interleaved import alternating, interleaved, seconds
-from specsparse.tools.bench.lut_product import SUMS, lut_linear
+from specsparse.tools.bench.lut_product import SUMS, BitPlanes, lut_linear, pack_planes
 
 _STD = 0.02
 _FEWEST = 16
@@ -207,7 +205,7 @@ class KernelBench(abc.ABC):
             kernels.set_threads(self.threads)
         subjects = [(kind, shape) for kind in self.types for shape in self.shapes_of()]
         total = (self.repeats + 1) * len(self.cases()) * len(subjects)
-        buffer, rows, reads = peaks.ReadBuffer(), [], []
+        buffer, rows, reads = processor.ReadBuffer(), [], []
         with terminal.counting(out, f"timing {self.title}", total) as bar:
             for subject in subjects:
                 weights, machine = self.make(*subject), MachinePeaks()

@@ -4,15 +4,17 @@ A four-bit code is the sum of 2^b times its bit b, so the product of a row with 
 four entries of one table: the sums of all subsets of the activations (T-MAC, Wei et al. 2024, arXiv:2407.00088).
 """
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsparse.errors import UserError
+from specsparse.kernels.arena import aligned_empty
 from specsparse.kernels.native import cpu
-from specsparse.kernels.packing.planes import BitPlanes
-from specsparse.kernels.qtensor import BLOCK, ROWS
+from specsparse.kernels.qtensor import BLOCK, ROWS, Packed, QTensor, packed_pytree
 
 Sums = Literal["int16", "int8", "int6"]
 SUMS: tuple[str, ...] = ("int16", "int8", "int6")
@@ -21,6 +23,38 @@ them can be added as bytes."""
 _TARGET = "specsparse_lut_linear"
 _STEPS = {"int8": 127.0, "int6": 31.0}
 _BITS = np.arange(16)[:, None] >> np.arange(4) & 1  # [entry, activation]
+
+
+@packed_pytree
+@dataclass(frozen=True)
+class BitPlanes(Packed):
+    """A packed matrix of nibble codes, cut into bits.
+
+    Invariant: data is that of the `QTensor` it was made of, uint8[ceil(rows/16), layout.group_bytes(cols)], but for the
+    codes: byte 4 r + b of chunk c holds bit b of row r's codes, of columns 4c .. 4c + 3 in its low and of columns
+    16 + 4c .. 16 + 4c + 3 in its high four bits, the first column lowest.
+    """
+
+
+def pack_planes(w: QTensor) -> BitPlanes:
+    """The same weights as bit planes, on the host.
+
+    Raises:
+        UserError: codes other than nibbles without a table, with f16 scales for each block (Q4_0, Q4_1).
+    """
+    layout, cols = w.layout, w.shape[1]
+    if layout.codes != "nibble" or layout.lut or layout.scales not in ("d", "dm"):
+        raise UserError(f"{layout.source or layout.codes} weights have no bit planes; use Q4_0 or Q4_1")
+    data = aligned_empty(*w.data.shape)
+    data[...] = np.asarray(w.data)
+    blocks = data.reshape(len(data), cols // BLOCK, -1)
+    codes = blocks[..., blocks.shape[-1] - ROWS * BLOCK // 2 :].view("<u4")
+    # The low halves of a word's bytes are a 4 x 4 matrix of bits, and so are the high halves: both are transposed.
+    for shift, mask in ((7, 0x00AA00AA), (14, 0x0000CCCC)):
+        swapped = (codes ^ (codes >> np.uint32(shift))) & np.uint32(mask)
+        codes ^= swapped ^ (swapped << np.uint32(shift))
+    data.flags.writeable = False
+    return BitPlanes(jax.device_put(data), layout, w.shape)
 
 
 class Tables(NamedTuple):
@@ -84,7 +118,7 @@ def lut_linear(x_RD: jax.Array, w: BitPlanes, *, sums: Sums = "int16", residual:
         x_RD,
         w.data,
         jnp.zeros((0,), jnp.float32) if residual is None else residual,
-        description=cpu.describe((w,)),
+        description=cpu.describe(w),
         sums=np.int64(SUMS.index(sums)),
     )
 

@@ -16,10 +16,9 @@ from gguf.quants import dequantize
 from specsparse.errors import UserError
 from specsparse.kernels.native import cpu
 from specsparse.kernels.packing.pack import pack_qtensor
-from specsparse.kernels.packing.planes import pack_planes
 from specsparse.testing import random_quantised
 from specsparse.tools.bench import lut_product as lut
-from specsparse.tools.bench.lut_product import SUMS, _scales, make_tables
+from specsparse.tools.bench.lut_product import SUMS, _scales, make_tables, pack_planes
 from tests.kernels import emulation
 from tests.kernels.test_kernels import TYPES, same_bits, use
 from tests.tolerances import LINEAR_NMSE, nmse

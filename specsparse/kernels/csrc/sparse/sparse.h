@@ -14,7 +14,7 @@ constexpr int kRowGroup = 4;    // neurons that are added to the output at a tim
 constexpr int64_t kNarrowBytes = 4 << 10;  // of a group: several are multiplied side by side
 
 // A stripe of a down projection of Q4_0: for each block of 32 neurons f16 scales of its outputs, in order; then for each
-// neuron 64 bytes, where nibble k of lane l of 16 bits is the code of output 32 k + l. kernels/packing/stripes.py packs them.
+// neuron 64 bytes, where nibble k of lane l of 16 bits is the code of output 32 k + l. kernels/neurons.py packs them.
 constexpr int kStripe = 128;  // outputs
 constexpr int kStripeScales = 2 * kStripe;
 constexpr int kStripeCodes = 32 * kStripe / 2;  // bytes of a block, both

@@ -18,7 +18,7 @@ from specsparse.engine.cache import KVCache
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.kernels import Kernels
-from specsparse.kernels.reference.q8_cache import of_drafter
+from specsparse.kernels.reference import q8_cache
 from specsparse.speculative.base import DraftContext, Feedback
 from specsparse.speculative.drafters.sources import PREFILL_ROWS, DraftWeights, FedRows, KeptRows, Source, VocabMap
 from specsparse.speculative.tree import path_rows
@@ -47,7 +47,7 @@ def of_target(target: Model, columns: int) -> dict[str, Any]:
     """The fields of a `FeatureSource` with so many columns of logits, which are the target's."""
     c = target.config
     vocab = VocabMap(c.vocab_size, c.vocab_size, columns)
-    dtype = of_drafter(target.cache_dtype)
+    dtype = jnp.dtype(jnp.float16 if target.cache_dtype == q8_cache.DTYPE else target.cache_dtype)  # heads of any size
     return {"vocab": vocab, "kernels": target.kernels, "context": c.context_length, "kv_dtype": dtype}
 
 

@@ -1,26 +1,57 @@
-"""What kernels do to a warpgroup's registers, on a GPU (Mosaic GPU) and in Pallas's interpreter, where values are plain
-arrays and layouts say nothing."""
+"""Calls of Pallas's Mosaic GPU that differ between jax's versions (0.10 and later), and between a GPU's registers and
+Pallas's interpreter, where values are plain arrays and layouts mean nothing."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import memref
 
-from specsparse.kernels.gpu import jax_versions
-
 Tiling, Replicated = mgpu.fragmented_array.Tiling, mgpu.fragmented_array.Replicated
 Layout = mgpu.TiledLayout
 
 
+def mosaic_kernel(
+    body: Callable[..., None],
+    *,
+    out: jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...],
+    scratch: list,
+    num_threads: int,
+    interpret: bool,
+    **grid: Any,
+) -> Callable[..., Any]:
+    """`plgpu.kernel`: `out_shape` and `scratch_shapes` became `out_type` and `scratch_types`.
+
+    Kernels are lowered thread by thread: 0.12 lowers whole warpgroups by default. `interpret` runs the kernel on a CPU,
+    very slowly; `grid` are `grid`, `grid_names` and `thread_name`.
+    """
+    suffix = "type" if "out_type" in inspect.signature(plgpu.kernel).parameters else "shape"
+    options: dict[str, Any] = {f"out_{suffix}": out, f"scratch_{suffix}s": scratch}
+    if interpret:
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # it has no public name yet
+
+        options["interpret"] = InterpretGPUParams()
+    by_thread = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    return plgpu.kernel(body, **options, num_threads=num_threads, compiler_params=by_thread, **grid)
+
+
+def meet(barrier: jax.Ref) -> None:
+    """Waits for the other warpgroups of the block."""
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
 class InArrays:
-    """What a kernel does, in Pallas's interpreter. A layout says which thread has which numbers: here nothing."""
+    """The operations of a kernel in Pallas's interpreter. Layouts, which say where numbers lie, are ignored."""
 
     def read(self, ref, layout: Layout) -> jax.Array:
-        """What a reference holds."""
         return ref[...]
 
     def read_across(self, ref, layout: Layout) -> jax.Array:
-        """A matrix, transposed: numbers that are beside each other in memory go to different threads."""
+        """A matrix, transposed: neighbours in memory go to different threads."""
         return ref[...].T
 
     def write(self, ref, value: jax.Array, layout: Layout | None = None, order: tuple[int, ...] | None = None) -> None:
@@ -37,14 +68,13 @@ class InArrays:
 
 
 class InRegisters:
-    """The same in a warpgroup's registers."""
+    """The same operations in a warpgroup's registers."""
 
     def read(self, ref, layout: Layout) -> jax.Array:
-        """As in `InArrays`."""
-        return jax_versions.mosaic_load(ref, tiled(layout))
+        index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()  # of 0.10
+        return plgpu.load(ref, *index, layout=tiled(layout), optimized=False)
 
     def read_across(self, ref, layout: Layout) -> jax.Array:
-        """As in `InArrays`."""
         shape = ref.shape[::-1]
 
         @plgpu.inline_mgpu(
@@ -56,7 +86,6 @@ class InRegisters:
         return run(ref)
 
     def write(self, ref, value: jax.Array, layout: Layout | None = None, order: tuple[int, ...] | None = None) -> None:
-        """As in `InArrays`."""
         if order is None:
             ref[...] = value
             return
@@ -68,11 +97,9 @@ class InRegisters:
         run(ref, value)
 
     def spread(self, value: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...], layout: Layout) -> jax.Array:
-        """As in `InArrays`."""
         return self.cast(jax.lax.broadcast_in_dim(value, shape, axes), layout)
 
     def cast(self, value: jax.Array, layout: Layout) -> jax.Array:
-        """As in `InArrays`."""
         return plgpu.layout_cast(value, tiled(layout))
 
 
@@ -87,5 +114,4 @@ def tiled(layout: Layout):
 
 
 def registers(interpret: bool) -> InArrays | InRegisters:
-    """Those of Pallas's interpreter, or a GPU's."""
     return InArrays() if interpret else InRegisters()

@@ -1,18 +1,28 @@
-"""Products of packed weights on a GPU, and the same arithmetic in jnp where there is none.
+"""Products and attention on packed weights: by Pallas kernels on a card that runs them, else by XLA.
 
-The arithmetic is that of the native kernels (docs/layouts.md): activations as int8, exact integer sums of a block,
-float32 sums over blocks. Columns are cut into ranges (`gpu.plan`), each summed on its own and then added up in order.
+The arithmetic of a product is that of the native kernels (docs/layouts.md): activations as int8, exact integer sums of
+a block, float32 sums over blocks. Columns are cut into ranges (`gpu.plan`), each summed on its own, and the sums are
+added up in order.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import add
 
 import jax
 import jax.numpy as jnp
 
-from specsparse.kernels.gpu import rows as gpu_rows
-from specsparse.kernels.gpu.card import has_kernels
-from specsparse.kernels.gpu.fragments import PIECE, TILE, Fragments, embed_rows, unpack, widened
+from specsparse.kernels.gpu.fragments import (
+    PIECE,
+    TILE,
+    Fragments,
+    PackedRows,
+    block_sums,
+    embed_rows,
+    quantise,
+    unpack,
+    widened,
+)
 from specsparse.kernels.gpu.plan import SUMS, Plan, plan
 from specsparse.kernels.gpu.weights import Matrix, PlainMatrix, embed_plain, multiply_plain
 from specsparse.kernels.qtensor import BLOCK
@@ -22,39 +32,51 @@ WIDEST = 64
 """Rows of the packed product at most; more, those of prompts, are multiplied with widened weights."""
 
 
-def multiply(x: jax.Array, w: Fragments, *, compiled: bool) -> jax.Array:
-    """f32[R, rows of w] of x f32[R, K].
+def has_kernels() -> bool:
+    """Whether the default device is a card that Mosaic GPU compiles for: Hopper or newer."""
+    if jax.default_backend() != "gpu":
+        return False
+    return float(getattr(jax.devices()[0], "compute_capability", 0) or 0) >= 9.0
 
-    Args:
-        x: the rows.
-        w: the matrix.
-        compiled: by the Pallas kernel, in a program for a GPU; else in jnp, in the same order.
+
+def attend(*args: jax.Array, compiled: bool | None = None, **options) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`reference.dense.attend_batched` of a cache that holds finite numbers alone.
+
+    `compiled` says whether programs are for a card with the kernel, by default `has_kernels()`.
     """
+    if has_kernels() if compiled is None else compiled:
+        from specsparse.kernels.gpu.attention import core  # only a GPU needs Pallas
+
+        options["core"] = core
+    return dense.attend_batched(*args, finite=True, **options)
+
+
+def multiply(x: jax.Array, w: Fragments, *, compiled: bool) -> jax.Array:
+    """f32[R, rows of w] of x f32[R, K], by the Pallas kernel if `compiled`, else in jnp, in the same order."""
     if x.shape[0] > WIDEST:
         half = jnp.bfloat16
         return jnp.einsum("rk,nk->rn", x.astype(half), widened(w, half), preferred_element_type=jnp.float32)
     if not compiled:
-        return _in_order(w, *gpu_rows.quantise(jax.lax.optimization_barrier(x)), plan(w, -(-x.shape[0] // 8)))[
-            :, : w.shape[0]
-        ]
+        codes, scales = quantise(jax.lax.optimization_barrier(x))
+        return _in_order(w, codes, scales, plan(w, -(-x.shape[0] // 8)))[:, : w.shape[0]]
     from specsparse.kernels.gpu import entry  # only a GPU needs Pallas
 
     return _by_kernel(entry.pack(x, None, 0.0), w)[: x.shape[0]]
 
 
-def _by_kernel(rows: gpu_rows.PackedRows, w: Fragments) -> jax.Array:
+def _by_kernel(rows: PackedRows, w: Fragments) -> jax.Array:
     """f32[8 n, rows of w] of n tiles."""
     from specsparse.kernels.gpu import mosaic
 
     how = plan(w, rows.tiles)
     found = mosaic.product((w,), rows, how)
-    return (found if how.splits == 1 else _added(found))[:, : w.shape[0]]
+    return (found if how.splits == 1 else reduce(add, found))[:, : w.shape[0]]
 
 
 def _in_order(w: Fragments, codes: jax.Array, scales: jax.Array, how: Plan) -> jax.Array:
     """The product in jnp, f32[R, 64 T]: what `gpu.mosaic` computes, up to fused multiply-adds."""
     layout, count = w.layout, w.pieces * PIECE // how.ranges
-    sums = gpu_rows.block_sums(codes, scales, w)
+    sums = block_sums(codes, scales, w)
 
     def by_scale(values: jax.Array, per: int) -> jax.Array:
         """[ranges, scales of a range, R, per]: values [R, columns] of rows, zeros where the matrix is padded."""
@@ -81,19 +103,10 @@ def _in_order(w: Fragments, codes: jax.Array, scales: jax.Array, how: Plan) -> j
     first = jnp.zeros((how.ranges, len(codes), len(weights)), jnp.float32)
     acc, _ = jax.lax.scan(step, first, jax.tree.map(lambda v: v.swapaxes(0, 1), steps))
     acc = acc.reshape(how.splits, how.parts, *acc.shape[1:])
-    return _added(jnp.stack([_added(one) for one in acc]))
-
-
-def _added(parts: jax.Array) -> jax.Array:
-    """The sum over the first axis, in order."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+    return reduce(add, (reduce(add, one) for one in acc))
 
 
 def _multiplier(w: Matrix, *, compiled: bool) -> Callable[[jax.Array], jax.Array]:
-    """h f32[R, K] -> f32[R, rows] by that matrix."""
     if isinstance(w, Fragments):
         return lambda h: multiply(h, w, compiled=compiled)
     if isinstance(w, PlainMatrix):
@@ -106,22 +119,26 @@ def linear(
 ) -> tuple[jax.Array, ...]:
     """`reference.dense.linear` with `Fragments` and `PlainMatrix` among the matrices.
 
-    `compiled` says whether programs are for a card with the kernels; by default whether there is one (`has_kernels`).
+    `compiled` says whether programs are for a card with the kernels, by default `has_kernels()`.
     """
     compiled = has_kernels() if compiled is None else compiled
     if compiled and x.shape[0] <= WIDEST and all(isinstance(w, Fragments) for w in weights):
         return _by_kernels(x, weights, **options)
-    outs = dense.linear_batched(x, weights, multiplier=partial(_multiplier, compiled=compiled), **options)
-    if options.get("residual") is None:
-        return outs
-    return jax.lax.optimization_barrier(outs)  # sums over ranges of columns are added up once, not in every reader
+    multiplier = partial(_multiplier, compiled=compiled)
+    outs = dense.linear(x, weights, multiplier=multiplier, over_rows=dense.at_once, **options)
+    return _added_up_once(outs, options.get("residual"))
+
+
+def _added_up_once(outs: tuple[jax.Array, ...], residual: jax.Array | None) -> tuple[jax.Array, ...]:
+    """Keeps XLA from adding the sums over ranges of columns in every reader of the residual stream."""
+    return outs if residual is None else jax.lax.optimization_barrier(outs)
 
 
 def _by_kernels(
     x, weights, *, n_valid, norm=None, eps=0.0, biases=None, residual=None, act=None, zeros=True
 ) -> tuple[jax.Array, ...]:
-    """`linear` of a GPU. The norm is the rows' kernel's; what comes after a product is the product's where its columns
-    are not split and nothing is between."""
+    """`linear` on a GPU. The kernel of the rows does the norm. The kernel of the product does act, residual and zeros
+    if its columns are not split and there are no biases."""
     from specsparse.kernels.gpu import entry, mosaic
 
     rows, count = entry.pack(x, norm, eps), x.shape[0]
@@ -133,13 +150,11 @@ def _by_kernels(
         keep = dense.valid(n_valid, count).astype(jnp.int32) if zeros else None
         return (mosaic.product(weights, rows, how, act=act, residual=residual, keep=keep),)
 
-    def multiplier(w):
-        return lambda _: _by_kernel(rows, w)[:count]
-
-    outs = dense.linear_batched(
-        x, weights, multiplier=multiplier, n_valid=n_valid, biases=biases, residual=residual, act=act, zeros=zeros
-    )
-    return outs if residual is None else jax.lax.optimization_barrier(outs)
+    outs = dense.linear(
+        x, weights, multiplier=lambda w: lambda _: _by_kernel(rows, w)[:count], over_rows=dense.at_once,
+        n_valid=n_valid, biases=biases, residual=residual, act=act, zeros=zeros,
+    )  # fmt: skip
+    return _added_up_once(outs, residual)
 
 
 def embed(w: Matrix, ids: jax.Array) -> jax.Array:
