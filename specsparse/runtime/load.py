@@ -1,12 +1,13 @@
 """From a name or a file to a model that is ready to run."""
 
+import inspect
 import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -27,18 +28,17 @@ from specsparse.kernels.reference import q8_cache
 from specsparse.models import catalogue
 from specsparse.powerinfer import modes
 from specsparse.support.files import cache_dir
-from specsparse.support.options import Read, read, shown
+from specsparse.support.options import Read, nearest, read
 
 if TYPE_CHECKING:
-    from specsparse.engine.mesh.sharded import MeshDevices
     from specsparse.powerinfer.modes import GivenDevices, GivenPlacement
 
 
 @dataclass(frozen=True)
-class _Typed:
-    """Options of `load`, for their types; their values are judged by what uses them."""
+class _Options:
+    """Options of `load` that are checked before a file is opened; the others by what uses them."""
 
-    kv_dtype: str | None
+    kv_dtype: Literal["f32", "f16", "bf16", "q8_0"] | None
     backend: str | None
     ffn: str | None
     hot: str
@@ -102,11 +102,17 @@ def load(
     """
     start = time.perf_counter()
     _use_compilation_cache()
-    given = {"kv_dtype": kv_dtype, "backend": backend, "ffn": ffn, "hot": hot, "threshold": threshold}
-    _check_options(
-        spec, {**given, "faithful_f16": faithful_f16, "float_weights": float_weights}, overrides, progress=progress
-    )
+    if not isinstance(spec, str | os.PathLike):
+        raise UserError(f"a model is a name or the path of a GGUF file, not {type(spec).__name__}")
+    if unknown := sorted(set(overrides) - set(OVERRIDES)):
+        known = {*inspect.signature(load).parameters, *OVERRIDES} - {"spec", "overrides"}
+        raise UserError(f"load() has no option {unknown[0]!r}{nearest(unknown[0], known)}")
+    options = {"kv_dtype": kv_dtype or None, "backend": backend, "ffn": ffn, "hot": hot, "threshold": threshold}
+    options |= {"faithful_f16": faithful_f16, "float_weights": float_weights}
+    read(_Options, options, group="", null=True)
     kv_dtype = kv_dtype or "f16"
+    if faithful_f16 and kv_dtype != "f16":
+        raise UserError(f"faithful_f16 keeps keys and values in f16; kv_dtype={kv_dtype} contradicts it")
     if threads is not None:
         kernels.set_threads(threads)
     chosen = kernels.get(backend)
@@ -128,7 +134,13 @@ def load(
     tokenizer = Tokenizer.from_metadata(f.metadata, where=str(path))
     floats = plan.floats or float_weights
     if mesh is not None:
-        plan = replace(plan, devices=_on_mesh(f, config, plan, mesh, floats=floats))
+        if plan.ffn is not None or plan.pack is not None:
+            raise UserError(f"{path}: mesh is for dense models; this one's FFN is computed neuron by neuron")
+        from specsparse.engine.mesh.sharded import MeshDevices, mesh_of
+        from specsparse.engine.mesh.split import split
+
+        found = mesh_of(mesh)
+        plan = replace(plan, devices=MeshDevices(found, split(f, config, found.size, floats=floats)))
     plan, storage = _stored(f, config, plan, backend, floats=float_weights)
     automatic = width in (None, AUTO)
     width = _width(f, plan, width)
@@ -137,7 +149,7 @@ def load(
     kept = "f32" if width and floats else kept
     params = weights.load_params(
         f, config, floats=floats, float_types=plan.float_types, progress=_advance(f, progress), pack_ffn=plan.pack,
-        place=plan.devices.place_tensor if kept is None else partial(_place_on_card, kept),
+        place=plan.devices.place_tensor if kept is None else lambda _, w: _on_card(w, kept),
     )  # fmt: skip
     footprint = weights.footprint(params, f)
     forward = plan.devices.make_forward(config, plan.kernels, plan.ffn)
@@ -171,31 +183,8 @@ def _say_slow(why: str) -> None:
     )
 
 
-def _check_options(spec: object, typed: dict[str, object], overrides: dict[str, object], *, progress: object) -> None:
-    """What can be told of the options before a file is opened.
-
-    Raises:
-        UserError: an option that is none, of another type, or against another one.
-    """
-    if not isinstance(spec, str | os.PathLike):
-        raise UserError(f"a model is a name or the path of a GGUF file, not {type(spec).__name__}")
-    unknown = sorted(set(overrides) - set(OVERRIDES))
-    if unknown:
-        own = ("kv_dtype", "threads", "backend", "ffn", "threshold", "faithful_f16", "float_weights", "download")
-        placing = ("placement", "hot", "devices", "mesh", "width")
-        known = ", ".join((*own, *placing, *OVERRIDES))
-        raise UserError(f"load() has no option {unknown[0]!r}; it has {known}")
-    found = read(_Typed, typed, group="", null=True)
-    if progress is not None and not callable(progress):
-        raise UserError(f"progress={shown(progress)} must be a function of (bytes done, bytes in all)")
-    if found.kv_dtype and found.kv_dtype not in KV_DTYPES:
-        raise UserError(f"kv_dtype={found.kv_dtype!r} does not exist; choose one of {', '.join(KV_DTYPES)}")
-    if found.faithful_f16 and found.kv_dtype not in (None, "", "f16"):
-        raise UserError(f"faithful_f16 keeps keys and values in f16; kv_dtype={found.kv_dtype} contradicts it")
-
-
 def _advance(f: GGUFFile, progress: Callable[[int, int], None] | None) -> Callable[[int], None] | None:
-    """Bytes of a tensor that is done, told as (done, in all)."""
+    """The function to call with the bytes of each tensor that is done; it tells `progress` (done, in all)."""
     if progress is None:
         return None
     total, done = sum(t.nbytes for t in f.tensors.values()), 0
@@ -209,11 +198,7 @@ def _advance(f: GGUFFile, progress: Callable[[int, int], None] | None) -> Callab
 
 
 def _width(f: GGUFFile, plan: modes.LoadPlan, wished: int | Literal["auto"] | None) -> int:
-    """Rows of every step.
-
-    Raises:
-        UserError: a width where it is not needed, or for a model that is not dense and on one device.
-    """
+    """Rows of every step; UserError for a width that is not needed, or if the model is not dense on one device."""
     plain = plan.ffn is None and isinstance(plan.devices, OneDevice)
     if wished is None:
         return kernels.automatic_width(plan.kernels.name) if plain else 0
@@ -230,10 +215,9 @@ def _width(f: GGUFFile, plan: modes.LoadPlan, wished: int | Literal["auto"] | No
 def _stored(
     f: GGUFFile, config: ModelConfig, plan: modes.LoadPlan, backend: str | None, *, floats: bool
 ) -> tuple[modes.LoadPlan, str]:
-    """The plan with the kernels that keep weights as an accelerator wants them, and why so; "" where nothing changes.
+    """The plan with the kernels that keep weights as an accelerator wants them, and why so; "" if nothing changes.
 
-    Raises:
-        UserError: such kernels for a model that is not dense and on one device.
+    UserError if such kernels were asked for and the model is not dense on one device.
     """
     if plan.kernels.kept is None or floats:
         return plan, ""
@@ -249,22 +233,9 @@ def _stored(
     return replace(plan, kernels=kernels.get(kept)), f"{kernels.described(list(types), kept)} ({why})"
 
 
-def _place_on_card(kept: kernels.Kept, name: str, value: Pytree) -> Pytree:
-    """A tensor as kernels of a width keep it; vectors as they are."""
+def _on_card(value: Pytree, kept: kernels.Kept) -> Pytree:
+    """A matrix as kernels of a width keep it; vectors as they are."""
     return kernels.on_card(value, kept) if isinstance(value, kernels.QTensor) else value
-
-
-def _on_mesh(
-    f: GGUFFile, config: ModelConfig, plan: modes.LoadPlan, mesh: int | Mesh, *, floats: bool
-) -> "MeshDevices":
-    """The devices of a dense model."""
-    if plan.ffn is not None or plan.pack is not None:
-        raise UserError(f"{f.path}: mesh is for dense models; this one's FFN is computed neuron by neuron")
-    from specsparse.engine.mesh.sharded import MeshDevices, mesh_of
-    from specsparse.engine.mesh.split import split
-
-    devices = mesh_of(mesh)
-    return MeshDevices(devices, split(f, config, devices.size, floats=floats))
 
 
 def _use_compilation_cache() -> None:

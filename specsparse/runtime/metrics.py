@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Times:
-    """Wall seconds. A stage is None where it was not measured: the loop in one program knows only the total.
+    """Wall seconds. A stage is None if it was not measured: the loop in one program knows only the total.
 
     `prefill` is apart: `total` is the decoding time without it.
     """
@@ -25,7 +25,7 @@ class Times:
     total: float = 0.0
 
     def __add__(self, other: "Times") -> "Times":
-        """Stage by stage; None where one side spent time and did not measure the stage."""
+        """Stage by stage; None if one side spent time and did not measure the stage."""
         stages = {}
         for name in STAGES:
             known = [getattr(t, name) for t in (self, other) if t.total or getattr(t, name) is not None]
@@ -84,11 +84,7 @@ class Counters:
         return Counters(**sums)
 
     def validate(self) -> None:
-        """Check the invariants that hold for every run.
-
-        Raises:
-            ValueError: a counter contradicts another.
-        """
+        """ValueError if a counter contradicts another."""
         per_pos = self.num_accepted_tokens_per_pos
         checks = {
             "accepted <= tested <= drafted": self.num_accepted_tokens <= self.num_tested <= self.num_draft_tokens,
@@ -115,7 +111,7 @@ DEFINITIONS: dict[str, str] = {
     "tokens_per_second": "emitted / decode time (prompt excluded)",
     "share_draft": "draft time / decode time",
     "share_verify": "verify time / decode time",
-    "share_sample": "law, verdict and sampling time / decode time",
+    "share_sample": "distributions, verdict and sampling time / decode time",
     "share_commit": "cache commit and bookkeeping time / decode time",
     "share_rest": "everything but draft and verify / decode time",
     "speedup_ratio_of_totals": "sum of plain seconds / sum of speculative seconds, scaled to as many tokens",
@@ -141,9 +137,9 @@ def _ratio(numerator: float, denominator: float) -> float | None:
 
 
 def rates(counters: Counters) -> dict[str, object]:
-    """Every rate that `counters` determine, by the names of `DEFINITIONS`; None where the denominator is zero.
+    """Every rate that `counters` determine, by the names of `DEFINITIONS`; None if the denominator is zero.
 
-    Time shares are None where the stages were not measured. Of one sequence of a batch, whose times are its share of
+    Time shares are None if the stages were not measured. Of one sequence of a batch, whose times are its share of
     the batch's, tokens a second are the batch's, were all its sequences like this one.
     """
     c, t = counters, counters.times
@@ -196,55 +192,35 @@ def draws_doubts(found: Iterable[tuple[str, float | None]]) -> tuple[str, ...]:
     )
 
 
-def _llama_cpp(c: Counters, tree: bool) -> dict[str, object]:
-    """`examples/speculative` counts the levels a tree came to, which nodes do not tell: drafted is None for trees."""
-    drafted = None if tree else c.num_draft_tokens
-    return {
-        "n_predict": c.num_emitted_tokens,
-        "n_drafted": drafted,
-        "n_accept": c.num_accepted_tokens,
-        "accept": 100 * c.num_accepted_tokens / drafted if drafted else None,
-    }
-
-
-def _sglang(c: Counters, tree: bool) -> dict[str, object]:
-    """The bonus token stands in the numerator of both."""
-    return {
-        "spec_verify_ct": c.num_rounds,
-        "accept_length": _ratio(c.num_emitted_tokens, c.num_rounds),
-        "accept_rate": _ratio(c.num_emitted_tokens, c.num_draft_tokens),
-    }
-
-
-def _spec_bench(c: Counters, tree: bool) -> dict[str, object]:
-    """The prompt's time counts."""
-    return {
-        "mean_accepted_tokens": _ratio(c.num_emitted_tokens, c.num_rounds),
-        "tokens_per_second": _ratio(c.num_emitted_tokens, c.times.prefill + c.times.total),
-    }
-
-
-STYLES = {"llama.cpp": _llama_cpp, "sglang": _sglang, "spec-bench": _spec_bench}
-"""Other projects' definitions by name."""
+STYLES = ("llama.cpp", "sglang", "spec-bench")
+"""Other projects whose definitions `export` knows."""
 
 
 def export(counters: Counters, style: str, *, tree: bool = False) -> dict[str, object]:
-    """The counters as another project of `STYLES` defines and names them.
+    """The counters as another project defines and names them.
 
     Args:
         counters: of a run.
-        style: of `STYLES`.
+        style: of `STYLES`; ValueError for another.
         tree: whether the drafts branched.
 
     Returns:
-        Its figures by its names (`accept` of llama.cpp is in percent); None where the counters do not tell one.
-
-    Raises:
-        ValueError: an unknown style.
+        Its figures by its names (`accept` of llama.cpp is in percent); None if the counters do not tell one.
     """
-    if style not in STYLES:
-        raise ValueError(f"unknown style {style!r}; there are {', '.join(STYLES)}")
-    return STYLES[style](counters, tree)
+    c = counters
+    per_round = _ratio(c.num_emitted_tokens, c.num_rounds)
+    if style == "llama.cpp":  # counts the levels that a tree came to, which nodes do not tell
+        drafted = None if tree else c.num_draft_tokens
+        accept = 100 * c.num_accepted_tokens / drafted if drafted else None
+        names = {"n_predict": c.num_emitted_tokens, "n_drafted": drafted, "n_accept": c.num_accepted_tokens}
+        return names | {"accept": accept}
+    if style == "sglang":  # the bonus token stands in the numerator of both
+        rate = _ratio(c.num_emitted_tokens, c.num_draft_tokens)
+        return {"spec_verify_ct": c.num_rounds, "accept_length": per_round, "accept_rate": rate}
+    if style == "spec-bench":  # the prompt's time counts
+        seconds = c.times.prefill + c.times.total
+        return {"mean_accepted_tokens": per_round, "tokens_per_second": _ratio(c.num_emitted_tokens, seconds)}
+    raise ValueError(f"unknown style {style!r}; there are {', '.join(STYLES)}")
 
 
 def to_dict(counters: Counters) -> dict[str, object]:
@@ -253,7 +229,7 @@ def to_dict(counters: Counters) -> dict[str, object]:
 
 
 def from_dict(values: Mapping[str, object]) -> Counters:
-    """The inverse of `to_dict`; where it is not counted how often alpha was measured, an alpha of 0 was not."""
+    """The inverse of `to_dict`. Older records do not count how often alpha was measured: an alpha of 0 was not."""
     per_pos = tuple(values.get("num_accepted_tokens_per_pos", ()))
     times = dict(values.get("times", {}))
     if not any(times.get(name) for name in STAGES):

@@ -32,13 +32,7 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Bounds of a number.
-
-    Attributes:
-        low, high: least and largest value.
-        above, below: whether `low`, or `high`, itself is outside.
-        besides: values that are allowed all the same, such as -1 for all.
-    """
+    """Bounds of a number; `above` and `below` leave out `low` and `high`, `besides` allows others, as -1 for all."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -47,7 +41,7 @@ class Range:
     below: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether the value is allowed; NaN and infinities are not, but for those of `besides`."""
+        """Whether the value is allowed; NaN and infinities only if `besides` has them."""
         inside = self.low < value if self.above else self.low <= value
         inside = inside and (value < self.high if self.below else value <= self.high)
         return (inside and -math.inf < value < math.inf) or value in self.besides
@@ -68,12 +62,7 @@ class Also(tuple[str, ...]):
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """How a value without a plain type is read.
-
-    Attributes:
-        by: value -> value; raises ValueError, TypeError or OSError if it cannot be read.
-        text: what the value must be, for the message.
-    """
+    """How a value without a plain type is read: `by` raises ValueError, TypeError or OSError if it is not a `text`."""
 
     by: Callable[[Any], object]
     text: str
@@ -95,24 +84,18 @@ class Internal:
 
 
 class Inline:
-    """A field that is a dataclass of options of its own, which are given beside the others; their defaults are those of
-    the field's."""
+    """A field of another dataclass, whose options are given beside the others. Its default has their defaults."""
 
 
 class Rest:
-    """A field that takes all values whose names are no option, unchecked: those of a choice that is made later."""
+    """A field that takes all values of other names, unchecked: the options of a choice that is made later."""
 
 
 Count = Annotated[int, Range(1)]
-"""A whole number of at least 1."""
 Size = Annotated[int, Range(0)]
-"""A whole number of at least 0."""
 Seed = Annotated[int, Range(0, 2**64 - 1)]
-"""Of noise, 64 bits."""
 Positive = Annotated[float, Range(0, above=True)]
-"""A number above 0."""
 Share = Annotated[float, Range(0, 1, above=True)]
-"""A number above 0 and at most 1."""
 
 
 class OptionError(UserError):
@@ -128,8 +111,7 @@ class Option(NamedTuple):
 
     Attributes:
         name: of its field.
-        hint: its type, without what is annotated.
-        marks: what is annotated.
+        hint, marks: its type, and what is annotated.
         default: `dataclasses.MISSING` if a value is needed.
         about: its line in the class's docstring, or "".
     """
@@ -142,22 +124,17 @@ class Option(NamedTuple):
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """Its other names, those of a type that may be None among them."""
+        """Its other names; also those annotated inside a union."""
         marks = [*self.marks, *(mark for part in typing.get_args(self.hint) for mark in _parts(part)[1])]
         return tuple(name for mark in marks if isinstance(mark, Also) for name in mark)
 
     def has(self, *kinds: type) -> bool:
-        """Whether a mark of one of these kinds is annotated."""
         return any(isinstance(mark, kinds) for mark in self.marks)
 
 
 @functools.cache
 def options_of(owner: type) -> Mapping[str, Option]:
-    """The options of a dataclass by name, in order; fields marked `Internal` or `Rest` are none, `Inline` ones several.
-
-    Raises:
-        TypeError: it is no dataclass.
-    """
+    """The options of a dataclass by name, in order: its fields, but for `Internal` and `Rest`, and those `Inline`."""
     out: dict[str, Option] = {}
     for field in _fields(owner):
         if field.has(Inline):
@@ -178,9 +155,9 @@ def read(
     Args:
         owner: the class.
         given: values; None leaves an option at its default, unless its type has None.
-        group: what stands before the option in messages, such as "drafter"; "" for nothing.
-        name: of the choice in the group, for the message; by default none.
-        internal: values of fields that are no options.
+        group: stands before the option in messages, such as "drafter".
+        name: of the choice in the group, for messages.
+        internal: values of the fields marked `Internal`.
         null: None is a value like any other, and refused if the type does not have it.
 
     Raises:
@@ -193,12 +170,11 @@ def read(
     others: dict[str, object] = {}
     source: dict[str, str] = {}
     for key, value in given.items():
-        if key not in names:
-            if not rest:
-                whose = f" of {name}" if name else ""
-                raise UserError(f"{label}{key} is no option{whose}{nearest(str(key), names)}")
+        if key not in names and rest:
             others[str(key)] = value
             continue
+        if key not in names:
+            raise UserError(f"{label}{key} is no option{name and f' of {name}'}{nearest(str(key), names)}")
         option = options[names[key]]
         if value is None and not null and not _takes_none(option.hint):
             continue
@@ -219,24 +195,16 @@ def read(
 
 
 def checked(option: Option, value: object, label: str) -> Any:
-    """The value as the option's type; `label` names it in the message.
-
-    Raises:
-        UserError: a value of another type or out of range.
-    """
+    """The value as the option's type; UserError, with the `label`, if it has another type or is out of range."""
     return _value(option.hint, option.marks, value, label)
 
 
 def values_of(options: object) -> dict[str, object]:
-    """Each option of an instance and its value as YAML and JSON have it, those of its `Inline` parts among them."""
-    out: dict[str, object] = {}
-    for field in _fields(type(options)):
-        value = getattr(options, field.name)
-        if field.has(Inline):
-            out |= values_of(value)
-        elif not field.has(Internal, Rest):
-            out[field.name] = as_yaml(value)
-    return out
+    """Each option of an instance, those of its `Inline` parts among them, and its value as YAML and JSON have it."""
+    whole = vars(options)
+    parts = (whole[field.name] for field in _fields(type(options)) if field.has(Inline))
+    whole = whole | {key: value for part in parts for key, value in vars(part).items()}
+    return {name: as_yaml(whole[name]) for name in options_of(type(options))}
 
 
 def as_yaml(value: object) -> object:
@@ -289,7 +257,16 @@ def _value(hint: Any, marks: Sequence[object], value: object, label: str) -> obj
     if origin is Annotated:
         return _value(*_parts(hint), value, label)
     if origin in (Union, types.UnionType):
-        return _union(args, marks, value, label)
+        if value is None and type(None) in args:
+            return None
+        wanted = []
+        for kind in args:
+            try:
+                if kind is not type(None):
+                    return _value(kind, marks, value, label)
+            except OptionError as error:
+                wanted.append(error.wanted)
+        raise OptionError(label, value, " or ".join(wanted))
     if origin is Literal:
         if not any(value is arg or (type(value) is type(arg) and value == arg) for arg in args):
             raise OptionError(label, value, f"{'one of ' if len(args) > 1 else ''}{', '.join(map(str, args))}")
@@ -305,20 +282,6 @@ def _value(hint: Any, marks: Sequence[object], value: object, label: str) -> obj
             raise OptionError(label, value, "a group of values")
         return read(hint, value, group=label) if is_group else dict(value)
     return _plain(hint, [mark for mark in marks if isinstance(mark, Range)], value, label)
-
-
-def _union(hints: Sequence[object], marks: Sequence[object], value: object, label: str) -> object:
-    """The first of the types that takes the value; None is taken as it is."""
-    if value is None and type(None) in hints:
-        return None
-    wanted = []
-    for hint in hints:
-        try:
-            if hint is not type(None):
-                return _value(hint, marks, value, label)
-        except OptionError as error:
-            wanted.append(error.wanted)
-    raise OptionError(label, value, " or ".join(wanted))
 
 
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -359,10 +322,7 @@ def _fields(owner: type) -> tuple[Option, ...]:
 
 def _parts(hint: object) -> tuple[Any, tuple[object, ...]]:
     """A type and what is annotated."""
-    if typing.get_origin(hint) is not Annotated:
-        return hint, ()
-    inner, *marks = typing.get_args(hint)
-    return inner, tuple(marks)
+    return (hint.__origin__, hint.__metadata__) if typing.get_origin(hint) is Annotated else (hint, ())
 
 
 def _takes_none(hint: object) -> bool:
