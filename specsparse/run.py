@@ -36,7 +36,7 @@ class CheckBeforeStart:
             raise SystemExit(fail(str(error))) from None
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
-        """Shows one table over all runs of a sweep; exit code 2 if none of them could run."""
+        """Shows one table over all runs of a sweep; exit code 2 if no run was possible."""
         from specsparse.experiments import sweeps
         from specsparse.support import terminal
 

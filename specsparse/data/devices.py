@@ -25,12 +25,12 @@ class Device:
         name: as in configs.
         title: what it is.
         bandwidth: bytes read from memory per second.
-        int8, f16, f32: multiply-adds per second, dense; None where the device gains nothing over the next wider type.
+        int8, f16, f32: multiply-adds per second, dense; None if the device gains nothing over the next wider type.
         memory: bytes it holds; None: unknown.
         link: bytes per second one way to the host's memory; None: it is the host's own.
         dispatch: seconds that a kernel takes beside its work.
         overlap: share of the shorter of reading and arithmetic that hides behind the longer.
-        source: where the figures are from.
+        source: of the figures.
         measured: these are this machine's own figures, not a sheet's.
     """
 

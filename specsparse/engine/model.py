@@ -32,7 +32,7 @@ _CAPACITY_STEP = 256
 
 @dataclass(eq=False)
 class Programs:
-    """What is made for one model when it is first needed, and kept.
+    """Programs and other things of one model, made when they are first needed, and kept.
 
     Attributes:
         compiled: programs, by what they close over and the shapes of their arguments.
@@ -101,7 +101,7 @@ class Model:
     programs: Programs = field(default_factory=Programs, init=False)
 
     def facts(self) -> dict[str, str]:
-        """What tells this model from others, a few words each."""
+        """Facts that tell this model from others, a few words each."""
         isa = f" ({status()['isa']})" if self.kernels.name == "native" else ""
         out = {
             "architecture": self.config.architecture,
@@ -121,11 +121,9 @@ class Model:
         return out
 
     def __repr__(self) -> str:
-        """File and facts in one line."""
         return f"Model({self.path.name!r}, " + ", ".join(f"{k}={v!r}" for k, v in self.facts().items()) + ")"
 
     def _repr_html_(self) -> str:
-        """File and facts as a table."""
         return notebook.facts(self.path.name, {**self.facts(), "file": str(self.path)})
 
     @property

@@ -80,7 +80,7 @@ def load(
             activation is not zero (for Q4_0 ReLU models with the bits of "dense"). By default a PowerInfer file runs as
             PowerInfer runs it, and any other one dense.
         threshold: of the predictors' outputs, in place of the environment's (LLAMA_SPARSE_PRED_THRESHOLD) or the
-            file's; -inf keeps all neurons, inf none.
+            file's; -inf keeps all neurons, inf no neuron.
         faithful_f16: round everything that PowerInfer rounds on a CPU, to compare logits with it. Slow.
         placement: of hot neurons: a gpuidx file, a `GpuIndex` or a `Placement`; None keeps all neurons together.
         hot: "masked" computes the predicted hot neurons, as PowerInfer does, "dense" all of them (other logits).
@@ -91,9 +91,10 @@ def load(
         float_weights: dequantise every matrix to float32 at load, so that nothing is computed in integers: the
             reference that quantised arithmetic is judged by.
         width: rows of every step, plain or speculative, on xla, packed and bf16 kernels: a multiple of 8 up to 64 that
-            holds a whole draft and one more; "auto" for 8, which `Model.holding` widens; 0 for none. Then both write
-            the same text (docs/fixed_width.md). By default "auto" on an accelerator and none on a CPU.
-        download: whether a name that is not on this machine is downloaded, and converted where it must be: "yes", "no",
+            holds a whole draft and one more, so that both write the same text (docs/fixed_width.md); "auto" for 8,
+            which `Model.holding` widens; 0 for as many as a step needs. By default "auto" on an accelerator and 0 on a
+            CPU.
+        download: whether a name that is not on this machine is downloaded, and converted if it must be: "yes", "no",
             or "ask", which asks on a terminal and refuses elsewhere.
         overrides: `rope_base`, `rope_scale`, `rope_scaling`, `context_length` and `activation` in place of the file's.
 

@@ -1,4 +1,4 @@
-"""Everything a record must carry so that its numbers can be traced: code, packages, machine, kernels, model file."""
+"""The manifest of a record, which traces its numbers: code, packages, machine, kernels, model file."""
 
 import contextlib
 import datetime
@@ -19,6 +19,9 @@ PACKAGES = ("specsparse", "jax", "jaxlib", "numpy", "gguf", "hydra-core", "token
 
 def build(config: Mapping[str, object], model_file: Path | None) -> dict[str, object]:
     """The manifest of a run: `config` is the whole composed config, `model_file` the GGUF that was decoded with."""
+    model = None
+    if model_file is not None:
+        model = {"file": model_file.name, "bytes": model_file.stat().st_size, "sha256": sha256_of(model_file)}
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -28,7 +31,7 @@ def build(config: Mapping[str, object], model_file: Path | None) -> dict[str, ob
         "packages": package_versions(),
         "cpu": cpu_info(),
         "kernels": kernels.status(),
-        "model": None if model_file is None else model_identity(model_file),
+        "model": model,
         "config": dict(config),
     }
 
@@ -42,11 +45,6 @@ def package_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
     return versions
-
-
-def model_identity(path: Path) -> dict[str, object]:
-    """Name, size and sha256 of a model file."""
-    return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def sha256_of(path: Path) -> str:

@@ -56,7 +56,7 @@ class Counters:
     target_passes: forwards of the target, the prompt's chunks included
     alpha: sum over tested positions of the verifier's acceptance probability before the token is known
     alpha_var: sum of alpha_i (1 - alpha_i) over the same positions
-    num_alpha_tested: the tested positions at which alpha was measured; 0 under verifiers that have none
+    num_alpha_tested: the tested positions at which alpha was measured; 0 under verifiers without alpha
     """
 
     num_rounds: int = 0
@@ -107,7 +107,7 @@ DEFINITIONS: dict[str, str] = {
     "alpha": "mean over tested positions of the verifier's acceptance probability (chains; not greedy, block)",
     "realised_alpha": "accepted / tested positions",
     "alpha_z": "(accepted - sum alpha_i) / sqrt(sum alpha_i (1 - alpha_i)); beyond 4 something is wrong",
-    "draws_z": "alpha_z of each prompt's first pass, since repeats draw the same; none if little was tested",
+    "draws_z": "alpha_z of each prompt's first pass, since repeats draw the same; null if little was tested",
     "tokens_per_second": "emitted / decode time (prompt excluded)",
     "share_draft": "draft time / decode time",
     "share_verify": "verify time / decode time",
@@ -116,13 +116,13 @@ DEFINITIONS: dict[str, str] = {
     "share_rest": "everything but draft and verify / decode time",
     "speedup_ratio_of_totals": "sum of plain seconds / sum of speculative seconds, scaled to as many tokens",
     "speedup_low": "lower end of the 95 % interval of speedup_ratio_of_totals over prompts, repeats of a prompt summed",
-    "speedup_high": "its upper end; none for fewer than three prompts",
+    "speedup_high": "its upper end; null for fewer than three prompts",
     "speedup_mean_of_ratios": "mean over prompts and repeats of plain / speculative seconds per token; has no interval",
     "speedup_geometric_mean": "geometric mean over prompts of a prompt's plain / speculative seconds, repeats summed",
     "speedup_geometric_low": "lower end of the 95 % interval of speedup_geometric_mean over prompts (t, of the logs)",
-    "speedup_geometric_high": "its upper end; none for fewer than three prompts",
+    "speedup_geometric_high": "its upper end; null for fewer than three prompts",
     "speedup_timing_low": "lower end of the 95 % interval of speedup_ratio_of_totals over repeats of the same prompts",
-    "speedup_timing_high": "its upper end: timing noise alone; none where a prompt has one repeat",
+    "speedup_timing_high": "its upper end: timing noise alone; null if a prompt has one repeat",
     "speedup_skewed": "whether a few prompts differ so much from the rest that low and high may not be believed",
 }
 
@@ -224,7 +224,6 @@ def export(counters: Counters, style: str, *, tree: bool = False) -> dict[str, o
 
 
 def to_dict(counters: Counters) -> dict[str, object]:
-    """Counters as plain values for a record."""
     return dataclasses.asdict(counters)
 
 

@@ -1,6 +1,6 @@
 """Perplexity of a text and the distance of two models' distributions on it, by llama.cpp's definitions.
 
-Without a stride the text is cut into windows of `context` tokens, the first of each replaced by BOS where the model
+Without a stride the text is cut into windows of `context` tokens, the first of each replaced by BOS if the model
 adds one, and the tokens of the second half are scored. With a stride s the windows hold context + s/2 tokens, begin s
 apart, and the last s of each are scored (llama.cpp, tools/perplexity).
 """
@@ -51,7 +51,7 @@ def windows(
         context: tokens of a window, at least 4; with a stride half of it comes on top.
         stride: 0, or the tokens from one window to the next.
         chunks: at most so many windows; None for all.
-        bos: the token that begins every window where there is no stride, or None.
+        bos: the token that begins every window if there is no stride, or None.
 
     Raises:
         UserError: the text does not fill a window.
@@ -72,11 +72,11 @@ def windows(
 
 @dataclass(frozen=True)
 class Scores:
-    """What was measured on each of N scored tokens.
+    """Measurements on each of N scored tokens.
 
     Attributes:
         nll: float64[N], negative log-likelihood in nats.
-        kl: float64[N], KL(base, model) in nats, or None where there was no base.
+        kl: float64[N], KL(base, model) in nats, or None without a base.
         same: bool[N], whether both find the same token most likely, or None.
     """
 
@@ -125,7 +125,7 @@ def score(
         model: any.
         text: from `windows`.
         base: float32[N, V], the log-probabilities of another model on the same text; gives KL(base, model).
-        keep: float32[N, V], where this model's log-probabilities are written, or None.
+        keep: float32[N, V] that takes this model's log-probabilities, or None.
         progress: called with the windows done after each.
 
     Raises:

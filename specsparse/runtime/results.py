@@ -1,4 +1,4 @@
-"""What comes of a session: texts as they come or when it has ended, tokens, log probabilities, counters and times."""
+"""Results of a session: texts, as they come or at its end, tokens, log probabilities, counters and times."""
 
 import dataclasses
 import itertools
@@ -68,7 +68,7 @@ class TokenLogprobs:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Generation:
-    """What was generated. A notebook shows the text on colours that tell where each token came from.
+    """A generated text. A notebook shows it on colours that tell where each token came from.
 
     Attributes:
         token_ids: with the stop token, if one ended it.
@@ -106,7 +106,6 @@ class Generation:
         return self.stats.decode_tokens / self.stats.decode_s if self.stats.decode_s else None
 
     def __str__(self) -> str:
-        """The text."""
         return self.text
 
     @property
@@ -169,7 +168,7 @@ def _text_tokens(session: Session) -> list[np.ndarray]:
 def generations(
     session: Session, texts: dict[int, TokenText], *, only: Collection[int] | None = None
 ) -> list[Generation]:
-    """Results of all sequences, or of `only` some. What is on the device is fetched once."""
+    """Results of all sequences, or of `only` some. Arrays on the device are fetched once."""
     finish, tokens, shown, counters = session.finish, session.tokens(), _text_tokens(session), session.counters()
     policies = session.policies() or [None] * len(tokens)
     scores = None if session.state.scores is None else tuple(np.asarray(a) for a in session.state.scores)
@@ -287,7 +286,6 @@ class Stream(Iterator[str]):
         return (piece for piece, _ in self.marked())
 
     def _run(self) -> Iterator[list[tuple[str, TokenSource]]]:
-        """What may be shown after each few rounds."""
         session, params = self._session, self._session.sequences[0].params
         text = TokenText(session.model.tokenizer, params)
         while not text.ended:

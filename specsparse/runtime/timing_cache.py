@@ -1,7 +1,7 @@
 """The timing cache: how long forwards, rounds and drafts of one model file take on this machine, kept in a file.
 
 `CostTable` holds the measured times and predicts from them. `load` and `save` keep one table for each model file and
-machine in the user's cache. `policy_times` reads it, and guesses where nothing was measured. `measure.costs` measures.
+machine in the user's cache. `policy_times` reads it, and guesses if nothing was measured. `measure.costs` measures.
 """
 
 import bisect
@@ -107,7 +107,6 @@ class CostTable:
         return at_base + more * (batch * self.kv_s + self.kv_row_s * batch * n) + others
 
     def step(self, kv_length: float | None = None, batch: int = 1) -> float:
-        """Seconds of a plain decoding step."""
         return self.plain_s + self.forward(1, kv_length, batch) - self.forward(1)
 
     def v(self, n: float, kv_length: float | None = None, batch: int = 1) -> float:
@@ -177,7 +176,6 @@ class CostTable:
         return dataclasses.replace(self, drafts={**self.drafts, name: cost})
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -252,7 +250,7 @@ def _file_of_option(option: str, value: object) -> Path | None:
 
 
 def identity(model: Model) -> dict[str, object]:
-    """What a table is valid for: file (name, size, time), CPU, threads, kernels, instruction set, cache, FFN, mesh."""
+    """Facts that a table is valid for: the file (name, size, time), the machine, kernels, threads, cache, FFN, mesh."""
     sparse = {} if model.ffn == "dense" else {"ffn": model.ffn, "rule": model.rule}
     mesh = {} if model.devices.ways is None else {"mesh": model.devices.ways}
     plain = _dense_identity(model.path, model.config, kernels_name=model.kernels.name, kv_dtype=model.kv_dtype)
@@ -280,7 +278,6 @@ def _dense_identity(path: Path, config: ModelConfig, *, kernels_name: str, kv_dt
 
 
 def path_of(model: Model) -> Path:
-    """The file of this model's table."""
     return _file_for(model.path, identity(model))
 
 
@@ -290,7 +287,7 @@ def _file_for(path: Path, valid_for: dict[str, object]) -> Path:
 
 
 def load(model: Model) -> CostTable | None:
-    """The kept table, or None. A file that cannot be read counts as none."""
+    """The kept table; None without one, or if the file cannot be read."""
     return _read(path_of(model))
 
 
@@ -323,7 +320,7 @@ V_BATCHED = (1.0, 1.1)
 V_ROW_BY_ROW = (1.0, 2.0)
 """On the reference kernels, which compute one row after another."""
 STEP_FLOOR = 0.02
-"""What a drafted token costs besides reading weights, as a share of a plain step: small calls and the draw."""
+"""Cost of a drafted token besides reading weights, as a share of a plain step: small calls and the draw."""
 
 
 def guessed_v(backend: str, rows: int) -> list[float]:

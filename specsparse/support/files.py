@@ -31,7 +31,7 @@ _DAMAGED = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, EOFError, MemoryError, RuntimeError,
     struct.error, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
-"""What zipfile, zlib and numpy raise for bytes that are no archive of arrays."""
+"""Errors of zipfile, zlib and numpy for bytes that are no archive of arrays."""
 
 
 # Folders, and the memory that files are loaded into.
@@ -180,7 +180,7 @@ def atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def append_line(path: str | os.PathLike[str], line: str) -> None:
-    """Adds a line to a file, or UserError. On a full disk none of it is written, and no empty file is left behind."""
+    """Adds a line to a file, or UserError. On a full disk nothing is written, and no empty file is left behind."""
     path = Path(path)
     try:
         with path.open("ab", buffering=0) as file:
@@ -216,7 +216,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def kept(path: Path) -> Json:
-    """The object in a file that is kept to save time; {} if there is none, or none that can be read."""
+    """The object in a file that is kept to save time; {} if there is no file, or it cannot be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -31,7 +31,7 @@ def schedule(
     order: Order = alternating,
     before: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[int, Name]]:
-    """What is timed when: (repeat, name), every name once in each repeat.
+    """The order of timings: (repeat, name), every name once in each repeat.
 
     Args:
         names: of what is timed; neighbours are timed beside each other.

@@ -30,7 +30,7 @@ def block(*spans: str) -> str:
 
 
 def span(text: str, *, background: str = "", title: str = "") -> str:
-    """A piece of text, on a colour if there is one; `title` is shown beside the mouse."""
+    """A piece of text, on a colour if one is given; `title` is shown beside the mouse."""
     if not background:
         return escape(text)
     hint = f' title="{escape(title, quote=True)}"' if title else ""

@@ -330,7 +330,7 @@ def _takes_none(hint: object) -> bool:
 
 
 def _attributes(owner: type) -> dict[str, str]:
-    """What the docstrings of a class and its bases say of each attribute."""
+    """The lines of each attribute in the docstrings of a class and its bases."""
     out: dict[str, str] = {}
     for base in reversed(owner.__mro__):
         text = inspect.cleandoc(base.__doc__ or "")

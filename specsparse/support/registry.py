@@ -54,7 +54,7 @@ class Registry(Generic[T]):
         """Makes a class known by name.
 
         Raises:
-            UserError: a name that is taken or could be none, or no class of this kind.
+            UserError: a name that is taken or not possible, or no class of this kind.
         """
         for word in (name, *aliases):
             if not isinstance(word, str) or not re.fullmatch(r"[\w.-]+", word):
@@ -82,7 +82,7 @@ class Registry(Generic[T]):
         return self.is_builtin(str(name)) or ":" in str(name) or str(name) in entry_points(self.group)
 
     def look(self, name: str) -> Any:
-        """What a name, an alias or `module:Class` stands for, whatever it is.
+        """The object that a name, an alias or `module:Class` stands for.
 
         Raises:
             UserError: an unknown name (with the nearest), or a module that cannot be imported.

