@@ -13,8 +13,8 @@ def main(args: argparse.Namespace) -> int:
     """Print the status."""
     from specsparse import kernels  # after the arguments: JAX takes a second
     from specsparse.kernels.processor import cpu_info
+    from specsparse.measure import manifest
     from specsparse.measure.machine import read_bandwidth
-    from specsparse.runtime import manifest
     from specsparse.support.files import package_dir, package_line
 
     found = {"cpu": cpu_info(), "kernels": kernels.status(), "packages": manifest.package_versions()}

@@ -18,9 +18,9 @@ from specsparse import kernels
 from specsparse.experiments import trackers
 from specsparse.experiments.kind import KINDS, Engine, Kind, RunContext, RunResult
 from specsparse.experiments.settings import FfnSpec, RunConfig, of_kind, refuse
+from specsparse.measure import manifest
 from specsparse.models import catalogue
 from specsparse.report.record import RECORD_FILE, ROWS_FILE, STOPPED
-from specsparse.runtime import manifest
 from specsparse.support import terminal
 from specsparse.support.files import to_json, write_atomically
 

@@ -26,13 +26,13 @@ from specsparse.kernels.processor import cpu_info
 from specsparse.measure import conditions
 from specsparse.measure.conditions import Rank
 from specsparse.measure.intervals import LEAST_PROMPTS, Interval
+from specsparse.measure.manifest import sha256_of
 from specsparse.models import catalogue
 from specsparse.report import methods, runs
 from specsparse.report.methods import Setting
 from specsparse.report.record import PLAIN, RECORD_FILE, SPECULATIVE, STOPPED
 from specsparse.report.runs import CELL_FILE, measurement, record_hash
 from specsparse.runtime import metrics
-from specsparse.runtime.manifest import sha256_of
 from specsparse.runtime.method import resolve
 from specsparse.support import tables
 from specsparse.support.files import kept, to_json, write_atomically

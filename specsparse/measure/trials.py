@@ -26,7 +26,7 @@ from specsparse.engine.model import Model
 from specsparse.engine.prefill import Chunk, prefill
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.kernels import processor
-from specsparse.runtime import manifest
+from specsparse.measure import manifest
 from specsparse.runtime.method import Method
 from specsparse.runtime.session import Request, Session
 from specsparse.support import terminal

@@ -62,7 +62,7 @@ class Run:
 
     @property
     def manifest(self) -> Json:
-        """See `specsparse.runtime.manifest`."""
+        """See `specsparse.measure.manifest`."""
         return self.record.get("manifest") or {}
 
     @property

@@ -347,7 +347,7 @@ def test_bandwidth_is_measured(monkeypatch):
 
 
 def test_sha256_is_remembered_until_the_file_changes(tmp_path, monkeypatch):
-    from specsparse.runtime import manifest
+    from specsparse.measure import manifest
 
     monkeypatch.setenv("SPECSPARSE_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "a.gguf"

@@ -20,10 +20,9 @@ from specsparse.engine.gguf import requantise
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.measure import intervals
+from specsparse.measure import intervals, manifest
 from specsparse.measure.trials import requantised
 from specsparse.models import catalogue
-from specsparse.runtime import manifest
 from specsparse.runtime.load import load
 from specsparse.support import terminal
 from specsparse.support.files import Json

@@ -33,8 +33,8 @@ from specsparse.kernels.neurons import NeuronRows, SignRows, pack_neurons, pack_
 from specsparse.kernels.packing.pack import KINDS, SUPPORTED, aligned_empty, pack_qtensor
 from specsparse.kernels.packing.random_blocks import random_quantised
 from specsparse.kernels.qtensor import QTensor
+from specsparse.measure import manifest
 from specsparse.measure.trials import MachinePeaks, paired_ratio, summary
-from specsparse.runtime import manifest
 from specsparse.support import tables, terminal
 from specsparse.support.files import Json, need_memory
 from specsparse.support.interleaved import alternating, interleaved, seconds

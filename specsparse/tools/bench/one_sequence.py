@@ -22,7 +22,7 @@ from specsparse.engine.gguf.reader import FLOAT_TYPES, open_gguf
 from specsparse.engine.model import Model
 from specsparse.engine.windows import LayerWindows
 from specsparse.errors import UserError
-from specsparse.measure import conditions, trials
+from specsparse.measure import conditions, manifest, trials
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs.roofline import kv_bytes
 from specsparse.measure.trials import (
@@ -37,7 +37,6 @@ from specsparse.measure.trials import (
     timings,
 )
 from specsparse.models import catalogue
-from specsparse.runtime import manifest
 from specsparse.runtime.load import load
 from specsparse.support import tables, terminal
 from specsparse.support.files import Json

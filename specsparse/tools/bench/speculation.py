@@ -23,10 +23,9 @@ from specsparse.data import prompts
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.measure import intervals, trials
+from specsparse.measure import intervals, manifest, trials
 from specsparse.measure.trials import paired_ratio
 from specsparse.models import catalogue
-from specsparse.runtime import manifest
 from specsparse.runtime.load import load
 from specsparse.runtime.method import Method, MethodSpec, resolve
 from specsparse.runtime.session import Request, Session, prompt_ids

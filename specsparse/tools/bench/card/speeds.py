@@ -16,10 +16,10 @@ from specsparse.engine import cache as kv
 from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
+from specsparse.measure import manifest
 from specsparse.measure.costs.forecast import Paper
 from specsparse.measure.costs.roofline import ModelOutline, kv_bytes
 from specsparse.measure.trials import Ours, token_ids
-from specsparse.runtime import manifest
 from specsparse.runtime.method import Method, MethodSpec, resolve
 from specsparse.runtime.session import Request, Session
 from specsparse.speculative import expected
