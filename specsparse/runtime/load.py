@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Options:
+class _LoadOptions:
     """Options of `load` that are checked before a file is opened; the others by what uses them."""
 
     kv_dtype: Literal["f32", "f16", "bf16", "q8_0"] | None
@@ -110,7 +110,7 @@ def load(
         raise UserError(f"load() has no option {unknown[0]!r}{nearest(unknown[0], known)}")
     options = {"kv_dtype": kv_dtype or None, "backend": backend, "ffn": ffn, "hot": hot, "threshold": threshold}
     options |= {"faithful_f16": faithful_f16, "float_weights": float_weights}
-    read(_Options, options, group="", null=True)
+    read(_LoadOptions, options, group="", null=True)
     kv_dtype = kv_dtype or "f16"
     if faithful_f16 and kv_dtype != "f16":
         raise UserError(f"faithful_f16 keeps keys and values in f16; kv_dtype={kv_dtype} contradicts it")
