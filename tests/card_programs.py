@@ -13,6 +13,7 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.fixed_width import fixed_width
 from specsparse.engine.generate import DecodeState, Job
 from specsparse.engine.sampling import pipeline
+from specsparse.engine.sampling.params import compile_params
 from specsparse.engine.weights import Layer, Params
 from specsparse.kernels import Kernels
 from specsparse.speculative import loop, token_sources
@@ -60,7 +61,7 @@ def programs(
     cache = jax.eval_shape(
         partial(_cache, config.n_layers, batch, capacity, config.n_kv_heads, config.head_dim),
     )
-    probs, sampling_arrays = pipeline.compile_params(
+    probs, sampling_arrays = compile_params(
         SamplingParams(temperature=0.0), vocab_size=config.vocab_size, batch=batch, context_limit=capacity
     )
     whole = array([batch], jnp.int32)

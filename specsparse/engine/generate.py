@@ -18,16 +18,9 @@ from specsparse.engine.cache import KVCache
 from specsparse.engine.llama import ForwardFn, Want
 from specsparse.engine.noise import NoiseStream, token_uniforms
 from specsparse.engine.pytree import Pytree
-from specsparse.engine.sampling.pipeline import (
-    History,
-    Logprobs,
-    SamplingArrays,
-    SamplingConfig,
-    SamplingKernels,
-    logprobs,
-    observe_many,
-    sample,
-)
+from specsparse.engine.sampling.params import SamplingArrays, SamplingConfig
+from specsparse.engine.sampling.pipeline import History, Logprobs, logprobs, observe_many, sample
+from specsparse.engine.sampling.probs import SamplingKernels
 
 
 class Finish(enum.IntEnum):
@@ -212,7 +205,7 @@ def make_step(forward: ForwardFn, sampling: SamplingConfig, kernels: SamplingKer
         logits_BV = out.logits[:, 0]
         with jax.named_scope("sample"):
             u_BU = None if sampling.greedy else target_uniforms(job, state.length[:, None])[:, 0]
-            token_B, ok_B = sample(sampling, job.sampling, logits_BV, state.history, u_RU=u_BU, kernels=kernels)
+            token_B, ok_B, _ = sample(sampling, job.sampling, logits_BV, state.history, u_RU=u_BU, kernels=kernels)
         start_B = state.length
         state, count_B = emit(state._replace(cache=cache), job, token_B[:, None], live_B, ~ok_B & (live_B > 0))
         if sampling.logprobs is not None:

@@ -18,7 +18,7 @@ from specsparse.engine.llama import ForwardFn, Want
 from specsparse.engine.prefill import prefill
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling import pipeline
-from specsparse.engine.sampling.pipeline import SamplingKernels
+from specsparse.engine.sampling.probs import SamplingKernels
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.engine.weights import Footprint, Params
 from specsparse.errors import ContextTooLong, UserError

@@ -87,7 +87,7 @@ def token_uniforms(seed, *, sample=0, stream: NoiseStream | jax.Array, position,
     """Four independent uniforms for each use, multiples of 2^-24 in [0, 1): one token is drawn by them.
 
     They are the four words of one call of the generator, so they cost what one does. What each of them decides stands
-    in `sampling.row_probs.reference_draw`.
+    in `sampling.probs.reference_draw`.
 
     Args:
         seed: uint32[..., 2], words as `seed_words` gives them.

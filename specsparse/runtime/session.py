@@ -24,7 +24,7 @@ from specsparse.engine.noise import seed_at, seed_words
 from specsparse.engine.prefill import Chunk, chunk_rows, prefill
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling import pipeline
-from specsparse.engine.sampling.params import SEEDS, SamplingParams
+from specsparse.engine.sampling.params import SEEDS, SamplingParams, compile_params
 from specsparse.errors import ContextTooLong, UserError
 from specsparse.runtime.loops import Note, RoundLog, Watch, loop_for
 from specsparse.runtime.method import Method
@@ -184,7 +184,7 @@ class Session:
         self.capacity = model.capacity_for(max(limits) + model.room_for(method.max_nodes))
         self.params = model.params_for(self.capacity)
         self.draft_params = None if method.weights is None else model.everywhere(method.weights(self.capacity))
-        self.sampling, sampling_arrays = pipeline.compile_params(
+        self.sampling, sampling_arrays = compile_params(
             [s.params for s in sequences],
             vocab_size=model.config.vocab_size,
             encode=model.tokenizer.encode,

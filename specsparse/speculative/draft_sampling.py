@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine.noise import NoiseStream, token_uniforms
-from specsparse.engine.sampling import pipeline as sampling
-from specsparse.engine.sampling.params import SamplingParams
-from specsparse.engine.sampling.pipeline import RowPaths, SamplingKernels
-from specsparse.engine.sampling.row_probs import ProbRows
+from specsparse.engine.sampling.params import SamplingParams, compile_params
+from specsparse.engine.sampling.pipeline import RowPaths, target_probs
+from specsparse.engine.sampling.probs import REFERENCE, SamplingKernels
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext
 
@@ -30,7 +29,7 @@ class DraftSampling:
 
     sampling: SamplingParams
     columns: int
-    kernels: SamplingKernels = sampling.REFERENCE
+    kernels: SamplingKernels = REFERENCE
 
     def __post_init__(self):
         default = SamplingParams()
@@ -83,15 +82,15 @@ class DraftSampling:
             size: V.
         """
         assert self.kernels.propose is not None
-        numbers = sampling.compile_params(self.sampling, vocab_size=self.columns)[1]
-        rows = ProbRows(*(jnp.asarray(getattr(numbers, name)) for name in ProbRows._fields))
-        return self.kernels.propose(logits_RN.astype(jnp.float32), rows, u_RU, ids_N, size)
+        truncation = compile_params(self.sampling, vocab_size=self.columns)[1].truncation
+        truncation = jax.tree.map(jnp.asarray, truncation)
+        return self.kernels.propose(logits_RN.astype(jnp.float32), truncation, u_RU, ids_N, size)
 
     def _probs(self, params: SamplingParams, logits_RN: jax.Array) -> tuple[jax.Array, jax.Array]:
-        config, numbers = sampling.compile_params(params, vocab_size=self.columns)
+        config, arrays = compile_params(params, vocab_size=self.columns)
         R = logits_RN.shape[0]
         rows = RowPaths(jnp.zeros((R,), jnp.int32), jnp.zeros((R, 0), jnp.int32))
-        return sampling.target_probs(config, numbers, logits_RN, None, rows, kernels=self.kernels)
+        return target_probs(config, arrays, logits_RN, None, rows, kernels=self.kernels)
 
 
 def draft_uniforms(ctx: DraftContext, *, depth, node) -> jax.Array:

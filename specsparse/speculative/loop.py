@@ -24,16 +24,9 @@ from specsparse.engine.generate import (
 from specsparse.engine.llama import ForwardFn, ForwardOut, Want
 from specsparse.engine.noise import NoiseStream, token_uniforms, uniform
 from specsparse.engine.pytree import Pytree
-from specsparse.engine.sampling.pipeline import (
-    SamplingConfig,
-    SamplingKernels,
-    chain_rows,
-    rows_to_judge,
-    sample,
-    sample_at,
-    target_probs,
-    tree_rows,
-)
+from specsparse.engine.sampling.params import SamplingConfig
+from specsparse.engine.sampling.pipeline import chain_rows, rows_to_judge, sample, target_probs, tree_rows
+from specsparse.engine.sampling.probs import SamplingKernels
 from specsparse.errors import UserError, own_line
 from specsparse.speculative import token_sources
 from specsparse.speculative.base import (
@@ -152,8 +145,8 @@ class Round:
         """int32[B, K+1], the target's own token at each row; -1 where it has no distribution."""
         B, n, V = logits_BnV.shape
         u_RU = None if self.config.greedy else self._target_uniforms(job, state, draft)
-        token_R, ok_R = sample(
-            self.config, job.sampling, logits_BnV.reshape(B * n, V), state.history, self._prob_rows(state, draft),
+        token_R, ok_R, _ = sample(
+            self.config, job.sampling, logits_BnV.reshape(B * n, V), state.history, self._row_paths(state, draft),
             u_RU=u_RU, kernels=self.kernels, n_valid_B=_valid(state, draft),
         )  # fmt: skip
         return jnp.where(ok_R, token_R, -1).reshape(B, n)
@@ -173,7 +166,7 @@ class Round:
     def _probs(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> tuple[jax.Array, jax.Array]:
         """float32[R, V] and bool[R], the distributions by row and which of them are distributions."""
         logits_RV = logits_BnV.reshape(-1, logits_BnV.shape[2])
-        rows, needed_R = self._prob_rows(state, draft), _exists(draft).reshape(-1)
+        rows, needed_R = self._row_paths(state, draft), _exists(draft).reshape(-1)
         return target_probs(
             self.config, job.sampling, logits_RV, state.history, rows, kernels=self.kernels, needed_R=needed_R
         )
@@ -185,7 +178,7 @@ class Round:
         if judged_at_once(self.verifier, self.kernels):
             rows_RV, prob_rows = rows_to_judge(
                 self.config, job.sampling, logits_BnV.reshape(-1, logits_BnV.shape[2]), state.history,
-                self._prob_rows(state, draft),
+                self._row_paths(state, draft),
             )  # fmt: skip
             assert self.kernels.judge is not None
             return verify_rows(
@@ -202,8 +195,8 @@ class Round:
         B, n, V = logits_BnV.shape
         u_RU = self._target_uniforms(job, state, draft)
         if draft.q is None:
-            found = sample_at(
-                self.config, job.sampling, logits_BnV.reshape(B * n, V), state.history, self._prob_rows(state, draft),
+            found = sample(
+                self.config, job.sampling, logits_BnV.reshape(B * n, V), state.history, self._row_paths(state, draft),
                 u_RU=u_RU, tokens_R=jnp.pad(draft.tokens, ((0, 0), (0, 1))).reshape(-1),
                 kernels=self.kernels, n_valid_B=_valid(state, draft),
             )  # fmt: skip
@@ -242,7 +235,7 @@ class Round:
         with traced(self.drafter, "commit"):
             return state._replace(drafter=self.drafter.commit(params[1], drafted.state, ctx, feedback))
 
-    def _prob_rows(self, state: DecodeState, draft: Draft):
+    def _row_paths(self, state: DecodeState, draft: Draft):
         tokens_Bn = _rows(state, draft)
         if self.config.raw or not self.drafter.tree:  # raw distributions only ask which sequence a row belongs to
             return chain_rows(tokens_Bn)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
-from specsparse.engine.sampling.row_probs import ProbRows, SamplingKernels
+from specsparse.engine.sampling.params import Truncation
+from specsparse.engine.sampling.probs import SamplingKernels
 from specsparse.errors import UserError
 from specsparse.speculative.base import PAD, Draft, DraftKind, Verdict, Verifier
 from specsparse.speculative.verifiers import BUILTIN, RULES, SYNTHETIC, residuals
@@ -142,7 +143,7 @@ def verify_rows(
     verifier: Verifier,
     draft: Draft,
     rows_RV: jax.Array,
-    prob_rows: ProbRows | None,
+    prob_rows: Truncation | None,
     *,
     n_valid_B: jax.Array,
     coins_BK: jax.Array,

@@ -17,7 +17,8 @@ import pytest
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize, quantize
 
-from specsparse.engine.sampling.row_probs import REFERENCE, ProbRows
+from specsparse.engine.sampling.params import Truncation
+from specsparse.engine.sampling.probs import REFERENCE
 from specsparse.errors import UserError
 from specsparse.kernels import BACKENDS, QTensor, status
 from specsparse.kernels.native import cpu
@@ -311,7 +312,7 @@ SHAPES = {  # temperature, top-k, top-p, min-p
 
 
 def law_case(width: int):
-    """Logits of one row for each of SHAPES, on a coarse grid (ties), some banned; and the ProbRows."""
+    """Logits of one row for each of SHAPES, on a coarse grid (ties), some banned; and the Truncation."""
     rng = np.random.default_rng(width)
     logits = (rng.normal(size=(len(SHAPES), width)) * 4).round(1).astype(np.float32)
     logits[:, rng.random(width) < 0.1] = -np.inf
@@ -320,7 +321,7 @@ def law_case(width: int):
     with np.errstate(divide="ignore"):
         rows = (t, np.log(min_p), np.where(k < 1, width, np.minimum(k, width)), top_p)
     types = (np.float32, np.float32, np.int32, np.float32)
-    return logits, ProbRows(*(jnp.asarray(a.astype(d)) for a, d in zip(rows, types, strict=True)))
+    return logits, Truncation(*(jnp.asarray(a.astype(d)) for a, d in zip(rows, types, strict=True)))
 
 
 @pytest.mark.parametrize("width", cells([1, 37, 256, 1000], [1, 37, 1000]))
@@ -344,7 +345,7 @@ def test_top_p_of_flat_and_of_peaked_laws_equals_the_reference(spread):
     fine = (rng.normal(size=(6, 5000)) * spread).astype(np.float32)
     shares = np.array([0.02, 0.3, 0.7, 0.95, 0.99, 0.9999], np.float32)
     every = np.ones(6, np.float32)
-    rows = ProbRows(every, every * -np.inf, every.astype(np.int32) * 5000, shares)
+    rows = Truncation(every, every * -np.inf, every.astype(np.int32) * 5000, shares)
     for logits in (fine, fine.round(1)):
         got, wanted = (np.asarray(jax.jit(probs)(logits, rows)) for probs in (cpu.probs, REFERENCE.probs))
         np.testing.assert_array_equal((got > 0).sum(axis=1), (wanted > 0).sum(axis=1))
@@ -396,7 +397,7 @@ def test_rows_that_are_no_laws_stay_inside():
     x[0, ::3], x[1, 500], x[2], x[3, :] = np.nan, np.inf, np.nan, np.inf
     for t, k, top_p, min_p in SHAPES.values():
         numbers = (t, np.log(min_p) if min_p else -np.inf, k or 1000, top_p)
-        rows = ProbRows(*(np.full(4, a, d) for a, d in zip(numbers, "ffif", strict=True)))
+        rows = Truncation(*(np.full(4, a, d) for a, d in zip(numbers, "ffif", strict=True)))
         p = jax.jit(cpu.probs)(x, rows)
         assert p.shape == x.shape
         token = np.asarray(jax.jit(cpu.draw)(p, np.full((4, 4), 0.7, np.float32)))

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from specsparse.engine.sampling.row_probs import REFERENCE, ProbRows
+from specsparse.engine.sampling.params import Truncation
+from specsparse.engine.sampling.probs import REFERENCE
 from specsparse.kernels.native import cpu
 from specsparse.speculative.base import Draft
 from specsparse.speculative.drafters.sources import DraftWeights, VocabMap
@@ -19,7 +20,7 @@ B, K, V = 12, 3, 1300  # no multiple of a block of sums
 def prob_rows(rng, rows):
     """Neutral numbers, truncations and greedy rows mixed."""
     pick = lambda *values: rng.choice(values, rows)  # noqa: E731
-    return ProbRows(
+    return Truncation(
         pick(0.0, 0.6, 1.0, 1.3).astype(np.float32),
         pick(-np.inf, np.log(0.05)).astype(np.float32),
         pick(V, 40).astype(np.int32),
@@ -48,7 +49,7 @@ def test_verdicts_on_logits(name):
 
     @jax.jit
     def written_down(draft, logits_BnV, rows, coins_BK, u_B):
-        x_RV, per_row = logits_BnV.reshape(-1, V), ProbRows(*(a.repeat(K + 1) for a in rows))
+        x_RV, per_row = logits_BnV.reshape(-1, V), Truncation(*(a.repeat(K + 1) for a in rows))
         p_RV = jax.numpy.where(cpu.check(x_RV)[:, None], cpu.probs(x_RV, per_row), 0)
         p_BnV = p_RV.reshape(B, K + 1, V)
         return verify(verifier, draft, p_BnV, coins_BK=coins_BK, u_B=u_B, draw=REFERENCE.draw, alpha=True)
@@ -114,8 +115,8 @@ def test_a_proposal_is_law_draw_and_widening(ids):
     given = x_RN, prob_rows(rng, R), rng.random((R, 4)).astype(np.float32)
     for want, got in zip(by_laws(*given), at_once(*given), strict=True):
         np.testing.assert_array_equal(want, got)
-    shared = ProbRows(*(a[4:5] for a in given[1]))
-    same = ProbRows(*(np.repeat(a, R) for a in shared))
+    shared = Truncation(*(a[4:5] for a in given[1]))
+    same = Truncation(*(np.repeat(a, R) for a in shared))
     for want, got in zip(by_laws(x_RN, same, given[2]), at_once(x_RN, shared, given[2]), strict=True):
         np.testing.assert_array_equal(want, got)
 
@@ -125,7 +126,7 @@ def test_arrays_that_do_not_go_together_are_refused():
     p, K1 = np.full((4, 5), 0.2, np.float32), np.zeros((1, 3), np.float32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="do not go together"):
         cpu.judge(p, None, np.int32([3]), np.zeros((1, 2), np.int32), None, K1, K1[0, :1], whole=True)
-    rows = ProbRows(np.ones(1, np.float32), np.zeros(1, np.float32), np.ones(1, np.int32), np.ones(1, np.float32))
+    rows = Truncation(np.ones(1, np.float32), np.zeros(1, np.float32), np.ones(1, np.int32), np.ones(1, np.float32))
     with pytest.raises(jax.errors.JaxRuntimeError, match="do not go together"):
         cpu.propose(p, rows, K1[0], None, 5)
     with pytest.raises(jax.errors.JaxRuntimeError, match="do not go together"):

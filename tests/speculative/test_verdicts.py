@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specsparse.engine.sampling.pipeline import kernels_of
-from specsparse.engine.sampling.row_probs import REFERENCE
+from specsparse.engine.sampling.probs import REFERENCE
 from specsparse.kernels import get
 from specsparse.speculative.base import PAD, Draft
 from specsparse.speculative.tree import TreeTemplate

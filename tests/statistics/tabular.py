@@ -22,7 +22,7 @@ from specsparse.engine.generate import DecodeState, Job
 from specsparse.engine.llama import ForwardOut, Want
 from specsparse.engine.noise import seed_words, token_uniforms, uniform
 from specsparse.engine.sampling import pipeline
-from specsparse.engine.sampling.params import SamplingParams
+from specsparse.engine.sampling.params import SamplingParams, compile_params
 from specsparse.speculative import draft_sampling, loop
 from specsparse.speculative.base import Drafter, DraftKind, Verifier
 from specsparse.speculative.drafters.draft_model import OwnModel
@@ -173,7 +173,7 @@ class Engine:
 
     def __init__(self, draft: Drafter | None, verifier: Verifier | None, *, masked: bool = True):
         self.draft, self.masked = draft, masked
-        self.config, self.probs = pipeline.compile_params(SamplingParams(temperature=1.0), vocab_size=VOCAB)
+        self.config, self.probs = compile_params(SamplingParams(temperature=1.0), vocab_size=VOCAB)
         if draft is None:
             self.step = generate.make_step(forward, self.config, pipeline.REFERENCE)
         else:

@@ -1,4 +1,4 @@
-"""Sampling parameters as users write them: vLLM's names, meanings and ranges, checked when they are made."""
+"""Sampling parameters as users write them (vLLM's names, meanings and ranges), and as arrays for the device."""
 
 import dataclasses
 import difflib
@@ -6,18 +6,27 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Annotated, Any, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeGuard
 
 import numpy as np
 
 from specsparse.errors import UserError
 from specsparse.support.options import Count, Internal, Positive, Range, Read, Share, Size, checked, options_of
 
+if TYPE_CHECKING:
+    import jax
+
+    Array = np.ndarray | jax.Array
+else:
+    Array = Any
+
 GREEDY_TEMPERATURE = 1e-5
 """A temperature below this is greedy decoding (vLLM's constant)."""
 MAX_SEQUENCES = 16384
 SEEDS = Range(-(2**63), 2**64 - 1)
-"""Of a seed: 64 bits, signed or not."""
+"""64 bits, signed or not."""
+_HUGE = 1e20
+"""Beyond this a temperature or penalty makes no difference, and the arithmetic on logits stays finite."""
 
 _DRAFT = "it belongs to the drafter: drafter=specsparse.get_drafter(NAME, gamma=N)"
 _GUIDED = "guided decoding is not supported; use allowed_token_ids or logits_processors"
@@ -31,7 +40,7 @@ ELSEWHERE = {
     "num_beams": "beam search is not supported; use best_of to keep the most likely of several samples",
     "context_length": "it belongs to the model: specsparse.load(FILE, context_length=N)",
 }
-"""Names that other projects give to such things, and what to write here."""
+"""Names of other projects, and what to write here."""
 
 
 def _is_int(value: object) -> TypeGuard[int]:
@@ -115,9 +124,9 @@ class SamplingParams:
         top_k: keeps this many most likely tokens and what ties with the last of them; 0 or -1 keeps all.
         min_p: drops tokens less likely than this share of the most likely one's probability, in [0, 1].
         seed: 64-bit seed of the noise; None (or -1, as in vLLM) takes the seed of the run.
-        stop: strings that end the text, where a token after the first `min_tokens` completes them.
+        stop: strings that end the text, if a token after the first `min_tokens` completes them.
         stop_token_ids: token ids that end it.
-        bad_words: strings whose last token is not generated where it would complete them within the output.
+        bad_words: strings whose last token is not generated if it would complete them within the output.
         include_stop_str_in_output: whether the text keeps the stop string.
         ignore_eos: goes on after an end-of-sequence token.
         max_tokens: tokens generated at most; None means until the context is full.
@@ -131,7 +140,7 @@ class SamplingParams:
         logit_bias: token id -> number added to its logit; minus infinity bans the token.
         allowed_token_ids: None, or the only ids that may be generated.
         truncate_prompt_tokens: None, or keep this many last tokens of the prompt; -1 keeps what the context holds
-            beside `max_tokens` (vLLM's rule), or beside one token where that is None.
+            beside `max_tokens` (vLLM's rule), or beside one token if that is None.
         logits_processors: pure jax functions (ids int32[c], logits float32[V]) -> float32[V].
         guided_decoding: not supported.
         use_beam_search: not supported.
@@ -175,25 +184,29 @@ class SamplingParams:
             object.__setattr__(self, name, checked(option, getattr(self, name), name))
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
-        if self.guided_decoding is not None:
-            raise UserError("guided_decoding is not supported; use allowed_token_ids or logits_processors")
-        if self.use_beam_search is not False:
-            raise UserError("use_beam_search is not supported; use best_of to keep the most likely of several samples")
-        self._check_pairs()
-
-    def _check_pairs(self) -> None:
-        """Rules that join two fields."""
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise UserError(f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}")
-        if self.best_of is not None and self.best_of < self.n:
-            raise UserError(f"best_of={self.best_of} must be at least n={self.n}")
-        if self.greedy and self.num_sequences > 1:
-            name = "best_of" if self.best_of is not None else "n"
-            raise UserError(
-                f"{name}={self.num_sequences} must be 1 where temperature=0: greedy completions are all equal"
-            )
-        if self.stop and not self.detokenize:
-            raise UserError("detokenize=False must be true where stop strings are given")
+        most, drawn = self.max_tokens, "n" if self.best_of is None else "best_of"
+        for wrong, line in (
+            (
+                self.guided_decoding is not None,
+                "guided_decoding is not supported; use allowed_token_ids or logits_processors",
+            ),
+            (
+                self.use_beam_search is not False,
+                "use_beam_search is not supported; use best_of to keep the most likely of several samples",
+            ),
+            (
+                most is not None and self.min_tokens > most,
+                f"min_tokens={self.min_tokens} must be at most max_tokens={most}",
+            ),
+            (self.num_sequences < self.n, f"best_of={self.best_of} must be at least n={self.n}"),
+            (
+                self.greedy and self.num_sequences > 1,
+                f"{drawn}={self.num_sequences} must be 1 if temperature=0: greedy completions are all equal",
+            ),
+            (self.stop and not self.detokenize, "detokenize=False must be true if stop strings are given"),
+        ):
+            if wrong:
+                raise UserError(line)
 
     @property
     def greedy(self) -> bool:
@@ -212,8 +225,6 @@ class SamplingParams:
         Raises:
             UserError: an unknown name (the message has the nearest valid one), or a value that is not allowed.
         """
-        if not isinstance(mapping, Mapping):
-            raise UserError(f"sampling parameters are a mapping of names to values, not {type(mapping).__name__}")
         _check_names(mapping)
         return cls(**mapping)
 
@@ -233,15 +244,234 @@ def _check_names(given: Iterable[object]) -> None:
             raise UserError(f"unknown sampling parameter {str(key)[:60]!r}; did you mean {near!r}?")
 
 
-def _by_known_names(init: Callable) -> Callable:
-    """The `__init__`; an unknown name is refused as `from_dict` refuses it."""
-
-    @functools.wraps(init)
-    def __init__(self, *args, **given):
-        _check_names(given)
-        init(self, *args, **given)
-
-    return __init__
+_generated_init = SamplingParams.__init__
 
 
-SamplingParams.__init__ = _by_known_names(SamplingParams.__init__)  # type: ignore[method-assign]
+@functools.wraps(_generated_init)
+def _init_by_known_names(self, *args, **given):
+    _check_names(given)
+    _generated_init(self, *args, **given)
+
+
+SamplingParams.__init__ = _init_by_known_names  # type: ignore[method-assign]
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+    """The steps of sampling that any sequence of a batch uses: static facts, a static argument of `jax.jit`.
+
+    Attributes:
+        vocab_size: V.
+        greedy: every sequence is greedy; truncation is then off.
+        mixed: some sequences are greedy and some are not.
+        use_bias: logit bias, allowed ids or one-token bad words.
+        use_penalties: presence, frequency or repetition penalties.
+        use_min_p, use_top_k, use_top_p: truncations.
+        use_min_tokens: stop tokens are masked at first.
+        bad_prefix: tokens before the last one of the longest bad word; 0 if no bad word has several tokens.
+        context: generated tokens that `History.recent` keeps, for bad words and processors.
+        logprobs: None, or how many top tokens to report (V for all).
+        processors: `SamplingParams.logits_processors`.
+    """
+
+    vocab_size: int
+    greedy: bool = False
+    mixed: bool = False
+    use_bias: bool = False
+    use_penalties: bool = False
+    use_min_p: bool = False
+    use_top_k: bool = False
+    use_top_p: bool = False
+    use_min_tokens: bool = False
+    bad_prefix: int = 0
+    context: int = 0
+    logprobs: int | None = None
+    processors: tuple[Callable, ...] = ()
+
+    @property
+    def raw(self) -> bool:
+        """Whether the logits of the model are used as they are."""
+        steps = (self.use_bias, self.use_penalties, self.use_min_tokens, self.bad_prefix > 0, bool(self.processors))
+        return not any(steps)
+
+
+class Truncation(NamedTuple):
+    """Temperature and truncation of each sequence or row. Neutral values switch a step off, so no flags are needed.
+
+    Attributes:
+        temperature: float32[R]; 0 is greedy.
+        log_min_p: float32[R], natural logarithm of min_p; -inf is off.
+        top_k: int32[R]; V (or more) is off.
+        top_p: float32[R]; 1 is off.
+    """
+
+    temperature: Array
+    log_min_p: Array
+    top_k: Array
+    top_p: Array
+
+
+class SamplingArrays(NamedTuple):
+    """The sampling parameters of a batch as arrays, one row a sequence; None if no sequence uses the step.
+
+    Attributes:
+        truncation: temperature, min-p, top-k and top-p.
+        presence, frequency, repetition: float32[B], or None.
+        bias: float32[B, V] added to the logits, -inf for a banned token, or None.
+        bad_prefix: int32[B, W, m], right-aligned tokens before the last one of each bad word, -1 matches anything.
+        bad_last: int32[B, W], the last token of each bad word; V fills up.
+        min_tokens: int32[B], or None.
+        stop_ids: int32[B, s] masked until `min_tokens` are generated; V fills up.
+    """
+
+    truncation: Truncation
+    presence: Array | None = None
+    frequency: Array | None = None
+    repetition: Array | None = None
+    bias: Array | None = None
+    bad_prefix: Array | None = None
+    bad_last: Array | None = None
+    min_tokens: Array | None = None
+    stop_ids: Array | None = None
+
+
+def compile_params(
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    vocab_size: int,
+    batch: int = 1,
+    encode: Callable[[str], Sequence[int]] | None = None,
+    eos_ids: Sequence[int] = (),
+    context_limit: int = 4096,
+) -> tuple[SamplingConfig, SamplingArrays]:
+    """The static facts and arrays of B sequences; greedy ones get neutral truncation, as in vLLM.
+
+    Args:
+        params: one for each sequence, or one for all `batch` of them.
+        vocab_size: V.
+        batch: B, if `params` is a single one.
+        encode: text -> ids without special tokens; needed by `bad_words`.
+        eos_ids: end-of-sequence ids, masked with `stop_token_ids` until `min_tokens`.
+        context_limit: generated tokens that processors see if `max_tokens` is None.
+
+    Raises:
+        UserError: a token id outside the vocabulary, bad words without an encoder or that encode to nothing, no token
+            left, or sequences with different logits processors.
+    """
+    V, each = vocab_size, [params] * batch if isinstance(params, SamplingParams) else list(params)
+    if len({one.logits_processors for one in each}) > 1:
+        raise UserError("logits_processors must be the same for all sequences of a batch")
+    words = [_encoded_words(one, encode) for one in each]
+    for one, sequences in zip(each, words, strict=True):
+        _check_ids("stop_token_ids", one.stop_token_ids, V)
+        _check_ids("logit_bias", one.logit_bias, V)
+        _check_ids("allowed_token_ids", one.allowed_token_ids or (), V)
+        _check_ids("bad_words", (token for ids in sequences for token in ids), V)
+    bias, (prefix, last) = _bias_array(each, words, V), _bad_word_arrays(words, V)
+    greedy = [one.greedy for one in each]
+    top_k = [V if one.top_k < 1 or one.greedy else min(one.top_k, V) for one in each]
+    min_p = np.array([0.0 if one.greedy else one.min_p for one in each], np.float64)
+    with np.errstate(divide="ignore"):
+        log_min_p = np.log(min_p).astype(np.float32)
+    arrays = SamplingArrays(
+        Truncation(
+            temperature=np.array([0.0 if one.greedy else min(one.temperature, _HUGE) for one in each], np.float32),
+            log_min_p=log_min_p,
+            top_k=np.array(top_k, np.int32),
+            top_p=np.array([1.0 if one.greedy else one.top_p for one in each], np.float32),
+        ),
+        bias=bias,
+        bad_prefix=prefix,
+        bad_last=last,
+    )
+    penalties = np.array([[one.presence_penalty, one.frequency_penalty, one.repetition_penalty] for one in each])
+    use_penalties = bool((penalties != [0.0, 0.0, 1.0]).any())
+    if use_penalties:
+        penalties[:, 2] = np.clip(penalties[:, 2], 1 / _HUGE, _HUGE)
+        presence, frequency, repetition = np.ascontiguousarray(penalties.T, np.float32)
+        arrays = arrays._replace(presence=presence, frequency=frequency, repetition=repetition)
+    use_min_tokens = any(one.min_tokens > 0 for one in each)
+    if use_min_tokens:
+        stops = [sorted({*eos_ids, *one.stop_token_ids}) for one in each]
+        width = max(1, max(len(ids) for ids in stops))
+        arrays = arrays._replace(
+            min_tokens=np.array([min(one.min_tokens, 2**31 - 1) for one in each], np.int32),
+            stop_ids=np.array([ids + [V] * (width - len(ids)) for ids in stops], np.int32),
+        )
+    bad_prefix = context = 0 if prefix is None else prefix.shape[2]
+    if each[0].logits_processors:
+        context = max(context, 1, *(min(one.max_tokens or context_limit, context_limit) for one in each))
+    reported = [V if one.logprobs == -1 else min(one.logprobs, V) for one in each if one.logprobs is not None]
+    config = SamplingConfig(
+        vocab_size=V,
+        greedy=all(greedy),
+        mixed=any(greedy) and not all(greedy),
+        use_bias=bias is not None,
+        use_penalties=use_penalties,
+        use_min_p=bool((min_p > 0.0).any()),
+        use_top_k=min(top_k) < V,
+        use_top_p=any(one.top_p < 1.0 and not one.greedy for one in each),
+        use_min_tokens=use_min_tokens,
+        bad_prefix=bad_prefix,
+        context=context,
+        logprobs=max(reported, default=None),
+        processors=tuple(each[0].logits_processors),
+    )
+    return config, arrays
+
+
+def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise UserError(f"{name}: token id {token} is outside the vocabulary (0 to {vocab_size - 1})")
+
+
+def _encoded_words(one: SamplingParams, encode: Callable[[str], Sequence[int]] | None) -> list[list[int]]:
+    """Token sequences to avoid. As in vLLM each word is also taken with a space before it, if that changes its first
+    token and not its length: a word inside a text has other ids than one at its start."""
+    sequences: list[list[int]] = []
+    for word in one.bad_words:
+        bare, spaced = (
+            [int(token) for token in encode(space + word.lstrip())] if encode else [] for space in ("", " ")
+        )
+        if not bare:
+            raise UserError(f"bad_words: {word!r} has no tokens in this vocabulary")
+        sequences.append(bare)
+        if len(spaced) == len(bare) and spaced[0] != bare[0]:
+            sequences.append(spaced)
+    return sequences
+
+
+def _bias_array(each: list[SamplingParams], words: list[list[list[int]]], vocab_size: int) -> np.ndarray | None:
+    """float32[B, V]: logit bias, and -inf for a token that is not allowed or is a bad word of its own."""
+    singles = [[ids[0] for ids in one if len(ids) == 1] for one in words]
+    if not any(one.logit_bias or one.allowed_token_ids is not None or s for one, s in zip(each, singles, strict=True)):
+        return None
+    bias = np.zeros((len(each), vocab_size), np.float32)
+    for row, one, single in zip(bias, each, singles, strict=True):
+        for token, value in one.logit_bias.items():
+            row[token] = value
+        if one.allowed_token_ids is not None:
+            banned = np.ones(vocab_size, bool)
+            banned[list(one.allowed_token_ids)] = False
+            row[banned] = -np.inf
+        row[single] = -np.inf
+        if not np.isfinite(row).any():
+            raise UserError("allowed_token_ids, bad_words and logit_bias leave no token that may be generated")
+    return bias
+
+
+def _bad_word_arrays(words: list[list[list[int]]], vocab_size: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Bad words of several tokens, padded: the tokens before the last one int32[B, W, m], and the last int32[B, W]."""
+    longer = [[ids for ids in one if len(ids) > 1] for one in words]
+    count = max(len(one) for one in longer)
+    if count == 0:
+        return None, None
+    m = max(len(ids) - 1 for one in longer for ids in one)
+    prefix = np.full((len(words), count, m), -1, np.int32)
+    last = np.full((len(words), count), vocab_size, np.int32)
+    for b, one in enumerate(longer):
+        for w, ids in enumerate(one):
+            prefix[b, w, m - len(ids) + 1 :] = ids[:-1]
+            last[b, w] = ids[-1]
+    return prefix, last

@@ -19,8 +19,8 @@ from jax.custom_batching import custom_vmap
 
 from specsparse import kernels
 from specsparse.engine.sampling import pipeline
-from specsparse.engine.sampling.pipeline import SamplingKernels
-from specsparse.engine.sampling.row_probs import ProbRows
+from specsparse.engine.sampling.params import Truncation
+from specsparse.engine.sampling.probs import SamplingKernels
 from specsparse.speculative.base import PAD, ROOT, Draft, Verdict, Verifier
 from specsparse.speculative.proof import boxes
 from specsparse.speculative.proof.boxes import LANES
@@ -99,7 +99,7 @@ def _at_once(
     draft = jax.tree.map(lambda x: x.reshape(L * B, *x.shape[2:]), draft)
     uniforms_Bn = uniforms_LBn.reshape(L * B, n)
     every = jnp.ones((L * B,), jnp.float32)
-    as_given = ProbRows(every, -jnp.inf * every, jnp.full((L * B,), V, jnp.int32), every)
+    as_given = Truncation(every, -jnp.inf * every, jnp.full((L * B,), V, jnp.int32), every)
     found = verify_rows(
         verifier, draft, jnp.log(p_LBnV).reshape(-1, V), as_given, n_valid_B=draft.count + 1,
         coins_BK=uniforms_Bn[:, :-1], u_B=_to_draw_by(uniforms_Bn[:, -1]), judge=ours.judge,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine.sampling.row_probs import mass
+from specsparse.engine.sampling.probs import mass
 
 Array: TypeAlias = jax.Array | np.ndarray | np.generic | float
 """What rules compute with: traced by jax, numpy's in float64 (the exact certificate), or a plain number."""
@@ -29,7 +29,7 @@ def repeat_while(condition: Callable, step: Callable, state: tuple) -> tuple:
 
 
 def total(x_V: Array) -> Array:
-    """Sum over the vocabulary, by jax in the order of `row_probs.mass`, which kernels of other makes keep too."""
+    """Sum over the vocabulary, by jax in the order of `probs.mass`, which kernels of other makes keep too."""
     return x_V.sum() if namespace(x_V) is np else mass(x_V[None])[0]
 
 

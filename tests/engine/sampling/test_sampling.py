@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specsparse.engine.sampling import pipeline
-from specsparse.engine.sampling.params import SamplingParams
-from specsparse.engine.sampling.row_probs import REFERENCE, ProbRows
+from specsparse.engine.sampling.params import SamplingParams, Truncation, compile_params
+from specsparse.engine.sampling.probs import REFERENCE
 from tests.cells import cells
 
 SHAPES = [
@@ -40,10 +40,14 @@ SHAPES = [
 
 probs = jax.jit(pipeline.target_probs, static_argnums=0, static_argnames="kernels")
 target_logits = jax.jit(pipeline.target_logits, static_argnums=0)
-draw = jax.jit(pipeline.draw)
-observe = jax.jit(pipeline.observe)
+draw = jax.jit(REFERENCE.draw)
 sample = jax.jit(pipeline.sample, static_argnums=0)
 tree_rows = jax.jit(pipeline.tree_rows, static_argnames="depth")
+
+
+@jax.jit
+def observe(history, token_B):
+    return pipeline.observe_many(history, token_B[:, None], jnp.ones_like(token_B))
 
 
 def oracle_law(x, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -84,7 +88,7 @@ def test_law_equals_the_sorting_oracle(vocab, repeats):
     shapes = (SHAPES if vocab < 10_000 else SHAPES[1::3]) * repeats
     rng = np.random.default_rng(vocab)
     x = random_logits(rng, len(shapes), vocab)[rng.permutation(len(shapes))]
-    cfg, params = pipeline.compile_params([SamplingParams(**shape) for shape in shapes], vocab_size=vocab)
+    cfg, params = compile_params([SamplingParams(**shape) for shape in shapes], vocab_size=vocab)
     p, ok = probs(cfg, params, x)
     assert p.dtype == jnp.float32 and np.all(ok)
     skipped = 0
@@ -111,7 +115,7 @@ def test_any_combination_of_truncations(values, temperature, top_k, top_p, min_p
     want, close = oracle_law(x, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     with np.errstate(divide="ignore"):
         numbers = [temperature, np.log(min_p), top_k or 7, top_p]
-    rows = ProbRows(*(np.array([a], d) for a, d in zip(numbers, ("f4", "f4", "i4", "f4"), strict=True)))
+    rows = Truncation(*(np.array([a], d) for a, d in zip(numbers, ("f4", "f4", "i4", "f4"), strict=True)))
     got = np.asarray(jitted_reference_law(x[None], rows))[0]
     if not close:
         assert np.array_equal(got > 0, want > 0)
@@ -123,13 +127,13 @@ jitted_reference_law = jax.jit(REFERENCE.probs)
 
 def test_ties_at_the_threshold_are_kept_and_greedy_takes_the_first():
     x = np.array([[0.0, 2.0, 2.0, -1.0, 2.0]], np.float32)
-    cfg, params = pipeline.compile_params(SamplingParams(top_k=1), vocab_size=5)
+    cfg, params = compile_params(SamplingParams(top_k=1), vocab_size=5)
     np.testing.assert_allclose(probs(cfg, params, x)[0], [[0, 1 / 3, 1 / 3, 0, 1 / 3]], rtol=1e-6)
-    cfg, params = pipeline.compile_params(SamplingParams(temperature=0), vocab_size=5)
+    cfg, params = compile_params(SamplingParams(temperature=0), vocab_size=5)
     np.testing.assert_array_equal(probs(cfg, params, x)[0], [[0, 1, 0, 0, 0]])
     assert sample(cfg, params, x, u_RU=None)[0].tolist() == [1]
     zeros = np.array([[-0.0, 0.0, -1.0]], np.float32)
-    cfg, params = pipeline.compile_params(SamplingParams(top_k=1), vocab_size=3)
+    cfg, params = compile_params(SamplingParams(top_k=1), vocab_size=3)
     np.testing.assert_array_equal(probs(cfg, params, zeros)[0], [[0.5, 0.5, 0]])
 
 
@@ -138,11 +142,11 @@ def test_rows_without_a_law_are_flagged_and_harmless():
     x = np.array([[1, 2, 3], [nan, 2, 1], [nan] * 3, [-inf] * 3, [1, inf, 0], [-inf, 0, -inf]], np.float32)
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature, top_p=0.9, top_k=2)
-        cfg, arrays = pipeline.compile_params(params, vocab_size=3, batch=6)
+        cfg, arrays = compile_params(params, vocab_size=3, batch=6)
         p, ok = probs(cfg, arrays, x)
         assert ok.tolist() == [True, False, False, False, False, True]
         assert np.isfinite(p).all() and np.allclose(p.sum(axis=1), 1.0)
-        token, ok = sample(cfg, arrays, x, u_RU=np.full((6, 4), 0.999, np.float32))
+        token, ok, _ = sample(cfg, arrays, x, u_RU=np.full((6, 4), 0.999, np.float32))
         assert ok.tolist() == [True, False, False, False, False, True]
         assert np.all(token >= 0) and np.all(token < 3) and token[2] == 0 and token[3] == 0 and token[5] == 1
 
@@ -163,10 +167,10 @@ def test_penalties_are_those_of_the_definitions():
     x[:, 2] = -np.inf
     numbers = [(0.0, 0.0, 1.3), (0.7, 0.0, 1.0), (0.0, -0.4, 1.0), (-1.1, 0.3, 0.8)]
     each = [SamplingParams(presence_penalty=a, frequency_penalty=b, repetition_penalty=c) for a, b, c in numbers]
-    cfg, params = pipeline.compile_params(each, vocab_size=vocab)
+    cfg, params = compile_params(each, vocab_size=vocab)
     history = pipeline.init_history(cfg, [prompt] * 4)
     for token in output:
-        history = observe(history, jnp.full((4,), token, jnp.int32), jnp.ones((4,), bool))
+        history = observe(history, jnp.full((4,), token, jnp.int32))
     got, ok = target_logits(cfg, params, x, history)
     assert np.all(ok)
     for row, logits, number in zip(np.asarray(got), x, numbers, strict=True):
@@ -192,23 +196,23 @@ def test_rows_of_a_draft_equal_plain_decoding_bit_for_bit():
     vocab, batch, n = 100, 2, 6
     rng = np.random.default_rng(4)
     params = everything(vocab, ban_repeats)
-    cfg, arrays = pipeline.compile_params(params, vocab_size=vocab, batch=batch, encode=lambda text: [7, 8, 9])
+    cfg, arrays = compile_params(params, vocab_size=vocab, batch=batch, encode=lambda text: [7, 8, 9])
     assert cfg.bad_prefix == 2
     token = jnp.asarray([[1, 7, 8, 9, 7, 8], [7, 8, 7, 8, 2, 2]], jnp.int32)
     x = rng.normal(size=(batch, n, vocab)).astype(np.float32) * 3
     u = rng.random((batch, n, 4)).astype(np.float32)
     start = pipeline.init_history(cfg, [[1, 2, 3], [4, 7]])
-    start = observe(start, token[:, 0], jnp.ones((batch,), bool))
+    start = observe(start, token[:, 0])
     parents = jnp.asarray([[-1, 0, 1, 2, 3, 4]] * batch, jnp.int32)
     histories = [start]
     for i in range(1, n):
-        histories.append(observe(histories[-1], token[:, i], jnp.ones((batch,), bool)))
+        histories.append(observe(histories[-1], token[:, i]))
 
     @jax.jit
     def run(x, history, rows, u):
         processed, ok = pipeline.target_logits(cfg, arrays, x, history, rows)
         p, _ = pipeline.target_probs(cfg, arrays, x, history, rows)
-        return jnp.where(ok[:, None], processed, jnp.float32(np.nan)), p, pipeline.draw(p, u)
+        return jnp.where(ok[:, None], processed, jnp.float32(np.nan)), p, REFERENCE.draw(p, u)
 
     for rows in (pipeline.chain_rows(token), tree_rows(token, parents, depth=n - 1)):
         together = [np.asarray(a) for a in run(x.reshape(-1, vocab), start, rows, u.reshape(-1, 4))]
@@ -228,15 +232,15 @@ def test_rows_do_not_depend_on_their_number(vocab):
     x = random_logits(rng, 9, vocab)
     u = rng.random((9, 4)).astype(np.float32)
     params = everything(vocab, ban_repeats, logprobs=3)
-    cfg, arrays = pipeline.compile_params(params, vocab_size=vocab, encode=lambda text: [7, 8])
-    history = pipeline.observe(pipeline.init_history(cfg, [[3, 4]]), jnp.asarray([7], jnp.int32), jnp.asarray([True]))
+    cfg, arrays = compile_params(params, vocab_size=vocab, encode=lambda text: [7, 8])
+    history = observe(pipeline.init_history(cfg, [[3, 4]]), jnp.asarray([7], jnp.int32))
     path = np.array([[3, -1], [7, -1], [-1, -1]] * 3, np.int32)
 
     @jax.jit
     def run(x, u, path):
         rows = pipeline.RowPaths(jnp.zeros((x.shape[0],), jnp.int32), path)
         p, _ = pipeline.target_probs(cfg, arrays, x, history, rows)
-        token = pipeline.draw(p, u)
+        token = REFERENCE.draw(p, u)
         return p, token, pipeline.logprobs(x, token, 3)
 
     together = run(x, u, path)
@@ -308,8 +312,8 @@ def test_logprobs_are_those_of_the_model():
 
 
 def test_misuse_is_an_error():
-    cfg, params = pipeline.compile_params(SamplingParams(repetition_penalty=1.1), vocab_size=5)
-    with pytest.raises(ValueError, match="history"):
+    cfg, params = compile_params(SamplingParams(repetition_penalty=1.1), vocab_size=5)
+    with pytest.raises(AssertionError, match="history"):
         pipeline.target_probs(cfg, params, np.zeros((1, 5), np.float32))
-    with pytest.raises(ValueError, match="rows"):
+    with pytest.raises(AssertionError, match="rows"):
         pipeline.target_probs(cfg, params, np.zeros((2, 5), np.float32))

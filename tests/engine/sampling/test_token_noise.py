@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine.sampling import row_probs
-from specsparse.engine.sampling.row_probs import BLOCK, REFERENCE
+from specsparse.engine.sampling import probs
+from specsparse.engine.sampling.probs import BLOCK, REFERENCE
 from specsparse.kernels.native import cpu
 
 VOCAB, STEPS = 151_936, 2**24
@@ -21,7 +21,7 @@ def uniforms(ticks):
 @jax.jit
 def leaves(sums_Gm, near_TG, far_TG):
     """The leaf int32[T, G] that the engine's descent reaches in each of G trees, by pairs of ticks."""
-    descend = functools.partial(row_probs._descend, row_probs._pair_levels(sums_Gm))
+    descend = functools.partial(probs._descend, probs._pair_levels(sums_Gm))
     return jax.vmap(descend)(uniforms(near_TG), uniforms(far_TG))
 
 
@@ -50,7 +50,7 @@ def parts(sums_Gm):
 def grid(p_V):
     """int[V, 4], the first tick of each uniform that draws a token, and float64[V], what `reference_draw` follows."""
     inside = np.pad(p_V, (0, -len(p_V) % BLOCK)).reshape(-1, BLOCK)
-    sums = row_probs._pair_levels(row_probs.block_sums(p_V[None]))[0]
+    sums = probs._pair_levels(probs.block_sums(p_V[None]))[0]
     blocks = parts(np.asarray(sums))[:, 0, : len(inside), None].repeat(BLOCK, axis=2)
     alike, which = np.unique(inside, axis=0, return_inverse=True)
     alike = np.resize(alike, (4, BLOCK))  # one shape, so that one program serves all

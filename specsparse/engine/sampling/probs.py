@@ -1,9 +1,9 @@
-"""Laws of single rows: argmax, truncated softmax and inverse-CDF draw, in plain jax with a fixed order of additions.
+"""Distributions of single rows: argmax, truncated softmax and inverse-CDF draw, with a fixed order of additions.
 
-The three functions of `SamplingKernels` may be replaced by other implementations of the same definitions. Contract C1
-asks that a row's result does not depend on the other rows. XLA may split a float reduction as it likes, so none is used
-here: sums are spelled out as elementwise additions (`block_sums`, `_pair_levels`), and all other reductions (maximum,
-counts, argmax) are exact in any order. The vocabulary is never sorted: top-k and top-p search a threshold bit by bit.
+Other implementations of the same definitions may replace those of `REFERENCE` here. Contract C1 asks that a row's
+result does not depend on the other rows. XLA may split a float reduction as it likes, so none is used here: sums are
+spelled out as elementwise additions (`block_sums`, `_pair_levels`), and all other reductions (maximum, counts, argmax)
+are exact in any order. The vocabulary is never sorted: top-k and top-p search a threshold bit by bit.
 """
 
 from collections.abc import Callable
@@ -13,35 +13,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsparse.engine.sampling.params import Truncation
+
 BLOCK = 256
 """Tokens of one block of a sum."""
 _LOWEST = np.float32(-np.inf)
 
 
 class SamplingKernels(NamedTuple):
-    """Implementations that `engine.sampling.pipeline` runs on.
+    """Implementations that `engine.sampling.pipeline` runs on. The last four are None if a kernel does not have them.
 
     Attributes:
         argmax: (logits float32[R, V]) -> int32[R], the lowest index of the largest logit.
-        probs: (logits float32[R, V], ProbRows, **steps) -> float32[R, V], see `reference_probs`; may ignore `steps`.
+        probs: (logits float32[R, V], Truncation, **steps) -> float32[R, V], see `reference_probs`; may ignore `steps`.
         draw: (p float32[R, V], u float32[R, 4]) -> int32[R], see `reference_draw`.
-        check: (logits float32[R, V]) -> bool[R], whether a row has neither NaN nor +inf and a token left; with it, raw
+        check: (logits float32[R, V]) -> bool[R], whether a row has neither NaN nor +inf and a token left. With it, raw
             logits are not cleaned first: `argmax`, `probs` and `draw` must then stay inside the vocabulary for any row.
-        sample: (logits float32[R, V], ProbRows of the B sequences, n_valid int32[B], u float32[R, 4] or None where all
-            are greedy, tokens int32[R] or None) -> (int32[R], bool[R], float32[R]): what `draw` draws from `probs`,
-            what
-            `check` says, and the distribution at `tokens`, of rows i < n_valid[b] of each sequence; the others are 0,
-            true, 0 and take no time. None where the three are called one by one.
-        propose: (logits float32[R, N], ProbRows of the rows or of one for all, u float32[R, 4], ids int32[N] or None,
-            V)
-            -> (int32[R], bool[R], float32[R, V]): the column that `draw` draws from `probs`, what `check` says, and the
-            distribution over V tokens, of which column i is ids[i], or i. None where they are called one by one.
-        judge: (rows float32[R, V], ProbRows of the B sequences or None, n_valid int32[B], tokens int32[B, K], q
+        sample: (logits float32[R, V], Truncation of B sequences, n_valid int32[B], u float32[R, 4] or None if all are
+            greedy, tokens int32[R] or None) -> (int32[R], bool[R], float32[R]): the token that `draw` draws from
+            `probs`, the result of `check`, and the probability of `tokens`, of rows i < n_valid[b] of each sequence.
+            The others are 0, true, 0 and take no time.
+        propose: (logits float32[R, N], Truncation of the rows or of one for all, u float32[R, 4], ids int32[N] or None,
+            V) -> (int32[R], bool[R], float32[R, V]): the column that `draw` draws from `probs`, the result of `check`,
+            and the distribution over V tokens, in which column i is token ids[i], or i.
+        judge: (rows float32[R, V], Truncation of B sequences or None, n_valid int32[B], tokens int32[B, K], q
             float32[B, K, V] or None, coins float32[B, K], u float32[B, 4], *, whole) -> (int32[B], int32[B], bool[B],
-            float32[B, K]): what `speculative.verify.verify` finds of chains, by `Block` if `whole`, by `Rejection` if
-            not: tokens accepted, the token after them, whether that has no distribution, alpha of each position (0 by
-            `Block`). The rows are logits, K + 1 of a sequence, or with None distributions. None where distributions are
-            written down.
+            float32[B, K]): the verdict of `speculative.verify` on chains, by `Block` if `whole`, else by `Rejection`:
+            tokens accepted, the token after them, whether that has no distribution, alpha of each position (0 by
+            `Block`). The rows are logits, K + 1 of a sequence, or distributions if the truncation is None.
     """
 
     argmax: Callable[[jax.Array], jax.Array]
@@ -51,22 +50,6 @@ class SamplingKernels(NamedTuple):
     sample: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
     propose: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
     judge: Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array]] | None = None
-
-
-class ProbRows(NamedTuple):
-    """Shape of the distribution of each row. Neutral values switch a step off, so an implementation needs no flags.
-
-    Attributes:
-        temperature: float32[R]; 0 is greedy.
-        log_min_p: float32[R], natural logarithm of min_p; -inf is off.
-        top_k: int32[R]; V (or more) is off.
-        top_p: float32[R]; 1 is off.
-    """
-
-    temperature: jax.Array
-    log_min_p: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
 
 
 def block_sums(x_RV: jax.Array) -> jax.Array:
@@ -91,7 +74,7 @@ def _pair_levels(x_Rm: jax.Array) -> list[jax.Array]:
 
 
 def mass(x_RV: jax.Array) -> jax.Array:
-    """Row sums float32[R] in the one order of this module: inside blocks, then pairs of blocks.
+    """Row sums float32[R]: inside blocks, then pairs of blocks.
 
     Additions of non-negative numbers in a fixed tree are monotone, rounding included: a larger set never has less mass.
     """
@@ -140,7 +123,7 @@ def _top_p(keep_RV: jax.Array, key_RV: jax.Array, weight_RV: jax.Array, top_p_R:
 
 
 def reference_argmax(logits_RV: jax.Array) -> jax.Array:
-    """int32[R], the lowest index of the largest logit; 0 where every logit is -inf. NaN is not allowed."""
+    """int32[R], the lowest index of the largest logit; 0 if every logit is -inf. NaN is not allowed."""
     return jnp.argmax(logits_RV, axis=1).astype(jnp.int32)
 
 
@@ -151,7 +134,7 @@ def one_hot(token_R: jax.Array, vocab_size: int) -> jax.Array:
 
 def reference_probs(
     logits_RV: jax.Array,
-    rows: ProbRows,
+    rows: Truncation,
     *,
     greedy: bool = True,
     min_p: bool = True,
@@ -160,15 +143,15 @@ def reference_probs(
 ) -> jax.Array:
     """Distribution of each row after temperature, min-p, top-k and top-p in this order, normalised: float32[R, V].
 
-    With z = (x - max x) / temperature and e = exp(z): min-p keeps z >= log min_p; top-k keeps what is not below the
-    top_k-th largest logit x among those; top-p keeps the smallest set of largest x whose weight e is at least top_p
-    times the weight that was left. Equal logits are kept or dropped together. p = e / mass(e) on what is kept, else 0.
-    A row of temperature 0 is the one-hot distribution of its argmax, and so is a row of nothing but -inf (token 0).
+    With z = (x - max x) / temperature and e = exp(z): min-p keeps z >= log min_p; top-k keeps the tokens that are not
+    below the top_k-th largest logit x among those; top-p keeps the smallest set of largest x whose weight e is at least
+    top_p times the weight that was left. Equal logits are kept or dropped together. p = e / mass(e) for kept tokens,
+    else 0. A row of temperature 0 is the one-hot distribution of its argmax, and so is a row of only -inf (token 0).
 
     Args:
         logits_RV: float32, finite or -inf.
-        rows: what to do with each row.
-        greedy, min_p, top_k, top_p: False where no row uses the step (it is then left out).
+        rows: temperature and truncation of each row.
+        greedy, min_p, top_k, top_p: False if no row uses the step (it is then left out).
     """
     V = logits_RV.shape[1]
     top_R = jnp.max(logits_RV, axis=1)
@@ -227,8 +210,8 @@ def reference_draw(p_RV: jax.Array, u_RU: jax.Array) -> jax.Array:
     among at most 32 nodes in vocabularies of up to 2^18 tokens. So the probability of a token is off by a few 2^-24 of
     its group's, not of the row's.
 
-    A row need not be normalised; what is not above 0 (NaN too) counts as 0 and is never drawn. A row of zeros gives
-    token 0.
+    A row need not be normalised. A number that is not above 0 (NaN too) counts as 0 and is never drawn. A row of zeros
+    gives token 0.
     """
     V = p_RV.shape[1]
     p_RV = jnp.where(p_RV > 0.0, p_RV, jnp.float32(0.0))
