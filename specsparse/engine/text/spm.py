@@ -2,18 +2,21 @@
 
 import struct
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import sentencepiece
 
 from specsparse.engine.text.vocabulary import TokenType, Vocab
-from specsparse.errors import UserError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 SPACE = "\u2581"
 """The character that stands for a space inside the vocabulary."""
 
 
 class SpmCodec:
-    """Text without special tokens to ids, and ids to bytes."""
+    """Text without special tokens to ids, and plain tokens to bytes."""
 
     def __init__(self, vocab: Vocab):
         self._vocab = vocab
@@ -24,7 +27,7 @@ class SpmCodec:
         try:
             return sentencepiece.SentencePieceProcessor(model_proto=_model_proto(self._vocab))
         except RuntimeError as error:
-            raise UserError(f"{self._vocab.where}: sentencepiece does not take this vocabulary: {error}") from None
+            self._vocab.keys.fail(f"sentencepiece does not take this vocabulary: {error}")
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; a character without a token becomes its bytes' tokens, or the unknown token.
@@ -35,17 +38,39 @@ class SpmCodec:
         return self._processor.encode(text)
 
     def byte_id(self, byte: int) -> int | None:
-        """The token of one byte."""
         return self._vocab.ids.get(f"<0x{byte:02X}>")
 
-    def token_bytes(self, index: int) -> bytes:
-        """The bytes a token stands for."""
-        text, kind = self._vocab.tokens[index], self._vocab.types[index]
-        if kind == TokenType.NORMAL:
-            return text.replace(SPACE, " ").encode()
-        if kind == TokenType.BYTE:
-            return bytes([int(text[3:5], 16)])
-        return text.encode()
+    def text_bytes(self, token: str) -> bytes:
+        return token.replace(SPACE, " ").encode()
+
+    def library(self, *, space_prefix: bool) -> "tokenizers.Tokenizer":
+        """A tokenizer of the `tokenizers` library, without special tokens.
+
+        Its merges join two neighbours to the token of the highest score, as sentencepiece does.
+        """
+        import tokenizers
+        from tokenizers import decoders, models, normalizers
+
+        vocab = self._vocab
+        unknown = next((vocab.tokens[i] for i, kind in enumerate(vocab.types) if kind == TokenType.UNKNOWN), None)
+        bytes_too = all(f"<0x{byte:02X}>" in vocab.ids for byte in range(256))
+        merges = []
+        for index, token in enumerate(vocab.tokens):
+            if vocab.types[index] in (TokenType.BYTE, TokenType.UNKNOWN):
+                continue
+            parts = [(token[:at], token[at:]) for at in range(1, len(token))]
+            parts = [(a, b) for a, b in parts if a in vocab.ids and b in vocab.ids]
+            merges += [(-vocab.scores[index], index, vocab.ids[a], vocab.ids[b], (a, b)) for a, b in parts]
+        pairs = [merge[-1] for merge in sorted(merges)]
+        model = models.BPE(vocab.ids, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=bytes_too)
+        library = tokenizers.Tokenizer(model)
+        spaces = [normalizers.Prepend(SPACE)] if space_prefix else []
+        library.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", SPACE)])
+        strip = [decoders.Strip(content=" ", left=1)] if space_prefix else []
+        library.decoder = decoders.Sequence(
+            [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        )
+        return library
 
 
 def _model_proto(vocab: Vocab) -> bytes:

@@ -1,4 +1,4 @@
-"""Stop strings: where a text ends, and what of it may be shown before that is known."""
+"""Stop strings: the place where a text ends, and how much of it may be shown before that is known."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -7,68 +7,33 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.engine.text.tokenizer import Tokenizer
 
 
-class TextStop:
-    """Looks for the earliest stop string in a text that comes in pieces.
-
-    Attributes:
-        found: the one that was found, or None; nothing is returned after it.
-    """
-
-    def __init__(self, params: SamplingParams):
-        self._stops = tuple(params.stop or ())
-        self._include = params.include_stop_str_in_output
-        self._held = ""
-        self.found: str | None = None
-
-    def push(self, piece: str, *, may_end: bool = True) -> str:
-        """The text that may be shown now; what could be the start of a stop string is held back.
-
-        Only a stop string that a character of this piece completes is looked for, and none where not `may_end`.
-        """
-        if self.found:
-            return ""
-        text, before = self._held + piece, len(self._held)
-        hits = [
-            (at, -len(s), s) for s in self._stops if may_end and (at := text.find(s, max(0, before + 1 - len(s)))) >= 0
-        ]
-        if hits:
-            at, _, s = min(hits)
-            self.found, self._held = s, ""
-            return text[: at + len(s)] if self._include else text[:at]
-        keep = max((n for s in self._stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
-        shown = text[: len(text) - keep]
-        self._held = text[len(shown) :]
-        return shown
-
-    def flush(self) -> str:
-        """What is still held back when the text has ended."""
-        held, self._held = self._held, ""
-        return held
-
-
 class TokenText:
-    """The text of tokens that come one after the other, up to the first stop string that ends it.
+    """The text of tokens that come one after the other, up to the earliest stop string that ends it.
 
     A stop string that one of the first `min_tokens` tokens completes does not end it (vLLM's rule).
 
     Attributes:
-        texts: what each token taken adds to what may be shown so far, the one that completed the stop string included.
+        texts: the text that each token taken adds, as far as it may be shown, that of the last token included.
+        found: the stop string that was found, or None; tokens after it are not taken.
         ended: whether nothing more comes.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams):
         self._decoder = tokenizer.stream(skip_special=params.skip_special_tokens)
-        self._stop = TextStop(params)
+        self._stops = tuple(params.stop or ())
+        self._include = params.include_stop_str_in_output
         self._least = params.min_tokens
+        self._held = ""  # could be the start of a stop string
         self._waiting: deque[tuple[int, str]] = deque()
         self.texts: list[str] = []
+        self.found: str | None = None
         self.ended = False
 
     def push(self, tokens: Iterable[int], *, last: bool) -> list[tuple[int, str]]:
         """Takes the next tokens, after which nothing comes if `last`.
 
         Returns:
-            The text that may be shown now, in pieces with the index of the token that each is of.
+            The text that may be shown now, in parts, each with the index of its token.
         """
         shown = []
         for token in tokens:
@@ -81,20 +46,31 @@ class TokenText:
         self.ended = last or self.found is not None
         return shown
 
-    def _show(self, piece: str, *, last: bool = False) -> list[tuple[int, str]]:
-        """Takes what the last token adds; the pieces of tokens that may be shown now."""
-        self._waiting.append((self.count - 1, piece))
-        shown = self._stop.push(piece, may_end=self.count > self._least)
-        left, pieces = len(shown + self._stop.flush() if last and not self.found else shown), []
+    def _show(self, new: str, *, last: bool = False) -> list[tuple[int, str]]:
+        """Takes the text that the last token adds; the parts of tokens that may be shown now."""
+        self._waiting.append((self.count - 1, new))
+        text = self._held + new
+        # Only a stop string that a character of `new` completes counts: the others came too early.
+        ends = [(text.find(s, max(0, len(self._held) + 1 - len(s))), -len(s), s) for s in self._stops]
+        at, _, self.found = min((end for end in ends if end[0] >= 0), default=(-1, 0, None))
+        if self.count <= self._least:
+            self.found = None
+        if self.found:
+            left, self._held = at + (len(self.found) if self._include else 0), ""
+        else:
+            may_be_stop = (n for s in self._stops for n in range(1, len(s)) if text.endswith(s[:n]))
+            left = len(text) - (0 if last else max(may_be_stop, default=0))
+            self._held = text[left:]
+        parts = []
         while left:
             index, text = self._waiting.popleft()
             if len(text) > left:
                 self._waiting.appendleft((index, text[left:]))
             if text := text[:left]:
-                pieces.append((index, text))
+                parts.append((index, text))
                 self.texts[index] += text
             left -= len(text)
-        return pieces
+        return parts
 
     @property
     def count(self) -> int:
@@ -103,10 +79,4 @@ class TokenText:
 
     @property
     def text(self) -> str:
-        """What may be shown of it so far."""
         return "".join(self.texts)
-
-    @property
-    def found(self) -> str | None:
-        """The stop string that was found, or None; tokens after it are not taken."""
-        return self._stop.found

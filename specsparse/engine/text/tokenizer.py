@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from specsparse.engine.text.bpe import BpeCodec
 from specsparse.engine.text.spm import SpmCodec
-from specsparse.engine.text.vocabulary import TokenType, Vocab, flag, read_vocab
+from specsparse.engine.text.vocabulary import HIDDEN, TokenType, Vocab, read_vocab
 from specsparse.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,20 +24,17 @@ class Tokenizer:
         type: "spm" or "bpe".
         add_bos: whether `encode(..., add_special=True)` puts BOS first.
         add_eos: whether it puts EOS last.
-        add_space_prefix: whether a text and what follows a special token begin with a space ("spm").
+        add_space_prefix: whether a text and text after a special token begin with a space ("spm").
     """
 
-    def __init__(
-        self, vocab: Vocab, codec: SpmCodec | BpeCodec, metadata: Mapping[str, object], *, add_bos: bool, prefix: bool
-    ):
-        self._vocab = vocab
-        self._codec = codec
-        self._template = metadata.get("tokenizer.chat_template")
-        self.type = vocab.kind
-        self.add_bos = self._adds("bos", flag(metadata, "add_bos_token", add_bos, where=vocab.where), metadata)
-        self.add_eos = self._adds("eos", flag(metadata, "add_eos_token", False, where=vocab.where), metadata)
-        prefix = flag(metadata, "add_space_prefix", prefix, where=vocab.where)
-        self.add_space_prefix = prefix and vocab.kind == "spm"
+    def __init__(self, vocab: Vocab, codec: SpmCodec | BpeCodec, *, add_bos: bool):
+        self._vocab, self._codec, self.type, keys = vocab, codec, vocab.kind, vocab.keys
+        adds = {"bos": keys.flag("add_bos_token", add_bos), "eos": keys.flag("add_eos_token", False)}
+        for name, value in adds.items():
+            if value and name not in vocab.special and keys.get(f"add_{name}_token") is not None:
+                keys.fail(f"add_{name}_token is set, but there is no {name}_token_id")
+        self.add_bos, self.add_eos = (value and name in vocab.special for name, value in adds.items())
+        self.add_space_prefix = keys.flag("add_space_prefix", True) and vocab.kind == "spm"
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object], *, where: str) -> "Tokenizer":
@@ -52,28 +49,24 @@ class Tokenizer:
         """
         vocab = read_vocab(metadata, where=where)
         if vocab.kind == "spm":
-            return cls(vocab, SpmCodec(vocab), metadata, add_bos=True, prefix=True)
-        codec = BpeCodec(vocab, metadata)
-        return cls(vocab, codec, metadata, add_bos=codec.pre.add_bos, prefix=False)
+            return cls(vocab, SpmCodec(vocab), add_bos=True)
+        codec = BpeCodec(vocab)
+        return cls(vocab, codec, add_bos=codec.pre.add_bos)
 
     @property
     def vocab_size(self) -> int:
-        """Tokens in the vocabulary."""
         return len(self._vocab)
 
     @property
     def bos_id(self) -> int | None:
-        """The token that begins a sequence."""
         return self._vocab.special.get("bos")
 
     @property
     def eos_id(self) -> int | None:
-        """The token that ends a sequence."""
         return self._vocab.special.get("eos")
 
     @property
     def unknown_id(self) -> int | None:
-        """The token that stands for what the vocabulary lacks."""
         return self._vocab.special.get("unknown")
 
     @property
@@ -83,7 +76,7 @@ class Tokenizer:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """All tokens that end a generation: EOS, end of turn, and what else the vocabulary has of that kind."""
+        """All tokens that end a generation: EOS, end of turn, and others of that kind."""
         return self._vocab.stop_ids
 
     @property
@@ -93,7 +86,7 @@ class Tokenizer:
 
     @property
     def byte_ids(self) -> frozenset[int]:
-        """Tokens that stand for one byte where a character has no token of its own (<0x00> to <0xFF> of "spm")."""
+        """Tokens that stand for one byte if a character has no token of its own (<0x00> to <0xFF> of "spm")."""
         return frozenset(i for i, kind in enumerate(self._vocab.types) if kind == TokenType.BYTE)
 
     def token_text(self, index: int) -> str:
@@ -107,22 +100,30 @@ class Tokenizer:
             UserError: the id is outside the vocabulary.
         """
         index = self._checked(index)
-        if self._vocab.types[index] in (TokenType.UNDEFINED, TokenType.UNUSED):
+        text, kind = self._vocab.tokens[index], self._vocab.types[index]
+        if kind in (TokenType.UNDEFINED, TokenType.UNUSED):
             return b""
-        return self._codec.token_bytes(index)
+        if kind == TokenType.BYTE:
+            return bytes([int(text[3:5], 16)])
+        return self._codec.text_bytes(text) if kind == TokenType.NORMAL else text.encode()
 
     def encode(self, text: str, add_special: bool = False, parse_special: bool = False) -> list[int]:
         """Ids of a text.
 
         Args:
             text: any valid Unicode.
-            add_special: add BOS and EOS where the file asks for them.
+            add_special: add BOS and EOS if the file asks for them.
             parse_special: read the names of control tokens in `text` as those tokens.
 
         Raises:
-            UserError: `text` is no valid Unicode string.
+            UserError: `text` is not a valid Unicode string.
         """
-        self._check_text(text)
+        if not isinstance(text, str):
+            raise UserError(f"text must be a string, not {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"text is not valid Unicode: a lone surrogate at character {error.start}") from None
         ids = [self._vocab.special["bos"]] if add_special and self.add_bos else []
         after_special = True
         for part in self._split(text, parse_special):
@@ -138,8 +139,8 @@ class Tokenizer:
     def encode_bytes(self, data: bytes) -> list[int]:
         """Ids of bytes that continue a text: no control tokens, and no space before them.
 
-        Bytes that are no valid UTF-8, such as a part of a character, become the tokens of single bytes. A byte that has
-        none is left out.
+        Bytes that are not valid UTF-8, such as part of a character, become the tokens of single bytes. A byte without
+        a token is left out.
         """
         ids: list[int] = []
         for part in _valid_parts(data):
@@ -152,7 +153,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True, continues: bool = False) -> str:
-        """The text of some ids; bytes that are no valid UTF-8 become U+FFFD.
+        """The text of some ids; bytes that are not valid UTF-8 become U+FFFD.
 
         Args:
             ids: token ids.
@@ -188,7 +189,7 @@ class Tokenizer:
         Args:
             messages: `{"role": ..., "content": ...}`, in order.
             add_generation_prompt: end with the beginning of the assistant's turn.
-            tokenize: return ids instead of text. The template writes BOS itself where the model wants it: text that it
+            tokenize: return ids instead of text. The template writes BOS itself if the model wants it: text that it
                 rendered is encoded with `parse_special` and without `add_special`.
 
         Raises:
@@ -201,27 +202,31 @@ class Tokenizer:
     def _chat(self) -> "ChatTemplate":
         from specsparse.engine.text.chat_template import ChatTemplate  # brings jinja2
 
-        tokens = {name: self._vocab.tokens[i] for name, i in self._vocab.special.items()}
+        keys, tokens = self._vocab.keys, {name: self._vocab.tokens[i] for name, i in self._vocab.special.items()}
         names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
         variables = {f"{short}_token": tokens.get(name, "") for short, name in names.items()}
-        return ChatTemplate(self._template, variables, where=self._vocab.where)
+        return ChatTemplate(keys.metadata.get("tokenizer.chat_template"), variables, where=keys.where)
 
     def library(self) -> "tokenizers.Tokenizer":
         """The same tokenizer as one of the `tokenizers` library; it reads special tokens in a text, adds BOS and EOS.
 
         Ids are the same but for a sentencepiece vocabulary whose merges do not follow from its tokens; compare.
         """
-        from specsparse.engine.text.library import as_library
+        import tokenizers
+        from tokenizers import processors
 
-        how = {"bos": self.add_bos, "eos": self.add_eos, "space_prefix": self.add_space_prefix}
-        return as_library(self._vocab, self._codec, **how)
-
-    def _adds(self, name: str, value: bool, metadata: Mapping[str, object]) -> bool:
-        if not value or name in self._vocab.special:
-            return value
-        if f"tokenizer.ggml.add_{name}_token" in metadata:
-            raise UserError(f"{self._vocab.where}: add_{name}_token is set, but there is no {name}_token_id")
-        return False
+        vocab, library = self._vocab, self._codec.library(space_prefix=self.add_space_prefix)
+        for text, index in vocab.fixed:
+            token = tokenizers.AddedToken(text, normalized=False)
+            (library.add_special_tokens if vocab.types[index] in HIDDEN else library.add_tokens)([token])
+        ends = {name: vocab.special[name] for name, adds in (("bos", self.add_bos), ("eos", self.add_eos)) if adds}
+        if ends:
+            texts = {name: [vocab.tokens[index]] for name, index in ends.items()}
+            single = [*texts.get("bos", []), "$A", *texts.get("eos", [])]
+            pair = [*single, *(part.replace("$A", "$B") + ":1" for part in single)]
+            special = [(vocab.tokens[index], index) for index in ends.values()]
+            library.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
+        return library
 
     def _checked(self, index: int) -> int:
         try:
@@ -232,23 +237,22 @@ class Tokenizer:
             raise UserError(f"token id {index} is outside the vocabulary of {len(self._vocab)}")
         return index
 
-    def _check_text(self, text: str) -> None:
-        if not isinstance(text, str):
-            raise UserError(f"text must be a string, not {type(text).__name__}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"text is not valid Unicode: a lone surrogate at character {error.start}") from None
-
     def _split(self, text: str, parse_special: bool) -> list[str | int]:
         """Cuts user-defined tokens, and control tokens if asked, out of a text; longer names go first."""
         parts: list[str | int] = [text] if text else []
         for name, index in self._vocab.fixed:
-            if name not in text:
+            if name not in text or not (parse_special or self._vocab.types[index] == TokenType.USER_DEFINED):
                 continue
-            if not parse_special and self._vocab.types[index] != TokenType.USER_DEFINED:
-                continue
-            parts = [piece for part in parts for piece in _cut(part, name, index)]
+            cut: list[str | int] = []
+            for part in parts:
+                if isinstance(part, int) or name not in part:
+                    cut.append(part)
+                    continue
+                first, *others = part.split(name)
+                cut += [first] if first else []
+                for other in others:
+                    cut += [index, other] if other else [index]
+            parts = cut
         return parts
 
 
@@ -262,7 +266,7 @@ class StreamDecoder:
         self._strip = tokenizer.add_space_prefix and not continues
 
     def push(self, index: int) -> str:
-        """The text that is complete with this id, which may be none.
+        """The text that is complete with this id, which may be empty.
 
         Raises:
             UserError: the id is outside the vocabulary.
@@ -276,14 +280,14 @@ class StreamDecoder:
         return self._utf8.decode(data)
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for bytes that no character came of. The decoder can be used again."""
+        """The text that is left at the end: U+FFFD for part of a character. The decoder can be used again."""
         text = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return text
 
 
 def _valid_parts(data: bytes) -> Iterator[str | bytes]:
-    """Texts, and between them the bytes that are no valid UTF-8."""
+    """Texts, and between them the bytes that are not valid UTF-8."""
     while data:
         try:
             yield data.decode()
@@ -293,12 +297,3 @@ def _valid_parts(data: bytes) -> Iterator[str | bytes]:
                 yield data[: error.start].decode()
             yield data[error.start : error.end]
             data = data[error.end :]
-
-
-def _cut(part: str | int, name: str, index: int) -> list[str | int]:
-    if isinstance(part, int) or name not in part:
-        return [part]
-    pieces: list[str | int] = []
-    for piece in part.split(name):
-        pieces += [piece, index] if piece else [index]
-    return pieces[:-1]

@@ -1,12 +1,12 @@
 """The vocabulary of a GGUF file: its tokens, their types and the special ids, checked once at load."""
 
 import math
-import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from typing import NoReturn
 
 import numpy as np
 
@@ -43,7 +43,8 @@ _CONTROL = ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin�
 _CONTROL += ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>")
 _CONTROL += ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>")
 _CONTROL += ("<|prefix|>", "<|suffix|>", "<|middle|>")
-
+_SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
+"""Parts of an answer, always shown."""
 
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
@@ -65,6 +66,51 @@ HIDDEN = frozenset({TokenType.CONTROL, TokenType.UNKNOWN})
 
 
 @dataclass(frozen=True)
+class TokenizerKeys:
+    """The metadata keys `tokenizer.ggml.*` of a file; `where` names the file in messages."""
+
+    metadata: Mapping[str, object]
+    where: str
+
+    def fail(self, text: str) -> NoReturn:
+        raise UserError(f"{self.where}: {text}") from None
+
+    def get(self, name: str) -> object:
+        return self.metadata.get(f"tokenizer.ggml.{name}")
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool | int | np.bool_ | np.integer) or value not in (0, 1):
+            self.fail(f"tokenizer.ggml.{name} is {value!r:.40}, not true or false")
+        return bool(value)
+
+    def array(self, name: str, *, n: int | None = None) -> list:
+        """The values of an array, which has `n` of them."""
+        value = self.get(name)
+        value = value.tolist() if isinstance(value, np.ndarray) else value
+        if value is None or not isinstance(value, list | tuple):
+            self.fail(f"tokenizer.ggml.{name} is " + ("missing" if value is None else f"{value!r:.40}, not an array"))
+        if n is not None and len(value) != n:
+            self.fail(f"tokenizer.ggml.{name} has {len(value)} entries for {n} tokens")
+        return list(value)
+
+    def strings(self, name: str) -> list[str]:
+        """The values of an array of valid Unicode strings."""
+        values = self.array(name)
+        if set(map(type, values)) - {str}:  # asked in C first, because vocabularies are long
+            i = next(i for i, value in enumerate(values) if not isinstance(value, str))
+            self.fail(f"tokenizer.ggml.{name}[{i}] is {values[i]!r:.40}, not a string")
+        try:
+            "".join(values).encode()
+        except UnicodeEncodeError:
+            i = next(i for i, value in enumerate(values) if any("\ud800" <= c <= "\udfff" for c in value))
+            self.fail(f"tokenizer.ggml.{name}[{i}] is not valid UTF-8: {values[i]!r:.40}")
+        return values
+
+
+@dataclass(frozen=True)
 class Vocab:
     """A checked vocabulary.
 
@@ -78,7 +124,7 @@ class Vocab:
         ids: id of each text.
         scores: merge priority of each id; empty for "bpe".
         special: ids by name ("bos", "eos", "eot", "eom", "unknown", "padding", ...); absent ones are not listed.
-        where: the file, for messages.
+        keys: the other keys of the file.
     """
 
     kind: str
@@ -87,21 +133,18 @@ class Vocab:
     ids: dict[str, int]
     scores: list[float]
     special: dict[str, int]
-    where: str
+    keys: TokenizerKeys
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids that are no text (control and unknown tokens)."""
         return frozenset(i for i, kind in enumerate(self.types) if kind in HIDDEN)
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
-        """Ids that end a generation."""
-        names = _END_OF_TURN + _END_OTHER + _END_OF_FILE
-        ids = {self.ids[name] for name in names if name in self.ids}
+        ids = {self.ids[name] for name in _END_OF_TURN + _END_OTHER + _END_OF_FILE if name in self.ids}
         if any(self.ids.keys() >= set(names) for names in _END_IS_NO_END):
             ids.discard(self.ids.get("<|end|>", -1))
         return frozenset(ids | {self.special[name] for name in _END_IDS if name in self.special})
@@ -115,139 +158,56 @@ class Vocab:
 
 
 def read_vocab(metadata: Mapping[str, object], *, where: str) -> Vocab:
-    """Reads and checks `tokenizer.ggml.*`.
-
-    Args:
-        metadata: GGUF keys and values.
-        where: the file, for messages.
+    """Reads and checks `tokenizer.ggml.*`; `where` names the file in messages.
 
     Raises:
-        UserError: what is missing, wrong or not supported.
+        UserError: a key that is missing, wrong or not supported.
     """
-    kind = _kind(metadata, where)
-    tokens, ids = _tokens(metadata, where)
-    types = _types(metadata, len(tokens), where)
-    _check_bytes(tokens, types, where)
-    scores = _scores(metadata, len(tokens), where) if kind == "spm" else []
-    special = _special(metadata, kind, len(tokens), where)
-    _mark_control(types, ids)
-    for name in _END_OF_TURN:
-        if "eot" not in special and name in ids:
-            special["eot"] = ids[name]
-    return Vocab(kind, tokens, types, ids, scores, special, where)
-
-
-def flag(metadata: Mapping[str, object], name: str, default: bool, *, where: str) -> bool:
-    """The boolean `tokenizer.ggml.<name>`, or `default` where the file has none."""
-    value = metadata.get(f"tokenizer.ggml.{name}")
-    if value is None:
-        return default
-    if not isinstance(value, bool | int | np.bool_ | np.integer) or value not in (0, 1):
-        raise UserError(f"{where}: tokenizer.ggml.{name} is {value!r:.40}, not true or false")
-    return bool(value)
-
-
-def _kind(metadata: Mapping[str, object], where: str) -> str:
-    model = metadata.get("tokenizer.ggml.model")
-    supported = ", ".join(MODELS)
+    keys = TokenizerKeys(metadata, where)
+    model = keys.get("model")
     if model is None:
-        raise UserError(f"{where}: no tokenizer in this file (tokenizer.ggml.model is missing)")
+        keys.fail("no tokenizer in this file (tokenizer.ggml.model is missing)")
     if not isinstance(model, str) or model not in MODELS:
-        raise UserError(f"{where}: tokenizer model {model!r:.40} is not supported; supported: {supported}")
-    return MODELS[model]
-
-
-def _array(metadata: Mapping[str, object], name: str, where: str) -> list[object] | None:
-    value = metadata.get(f"tokenizer.ggml.{name}")
-    if value is None:
-        return None
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise UserError(f"{where}: tokenizer.ggml.{name} is {value!r:.40}, not an array")
-    return list(value)
-
-
-def _tokens(metadata: Mapping[str, object], where: str) -> tuple[list[str], dict[str, int]]:
-    tokens = _array(metadata, "tokens", where)
-    if not tokens:
-        raise UserError(f"{where}: no vocabulary (tokenizer.ggml.tokens is missing or empty)")
-    strings(tokens, "tokens", where)
-    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
-    ids = {token: i for i, token in enumerate(tokens)}
-    if len(ids) != len(tokens):
+        keys.fail(f"tokenizer model {model!r:.40} is not supported; supported: {', '.join(MODELS)}")
+    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(keys.strings("tokens"))]
+    n, ids = len(tokens), {token: i for i, token in enumerate(tokens)}
+    if not n:
+        keys.fail("tokenizer.ggml.tokens is empty")
+    if len(ids) != n:
         i = next(i for i, token in enumerate(tokens) if ids[token] != i)
-        raise UserError(f"{where}: token {tokens[i]!r:.40} is in the vocabulary twice (ids {i} and {ids[tokens[i]]})")
-    return tokens, ids
-
-
-def strings(values: list[object], name: str, where: str) -> None:
-    """Checks that an array holds nothing but valid Unicode strings."""
-    plain = set(map(type, values)) == {str}  # asked in C first, because vocabularies are long
-    for i, value in enumerate(() if plain else values):
-        if not isinstance(value, str):
-            raise UserError(f"{where}: tokenizer.ggml.{name}[{i}] is {value!r:.40}, not a string")
-    try:
-        "".join(values).encode()
-    except UnicodeEncodeError:
-        i = next(i for i, value in enumerate(values) if any("\ud800" <= c <= "\udfff" for c in value))
-        raise UserError(f"{where}: tokenizer.ggml.{name}[{i}] is not valid UTF-8: {values[i]!r:.40}") from None
-
-
-def _types(metadata: Mapping[str, object], n: int, where: str) -> list[int]:
-    types = _array(metadata, "token_type", where)
-    if types is None:
-        return [int(TokenType.NORMAL)] * n
-    _same_length(types, "token_type", n, where)
-    known = {int(kind): int(kind) for kind in TokenType}
-    return [known.get(kind, 0) if isinstance(kind, int) else 0 for kind in types]
-
-
-def _check_bytes(tokens: list[str], types: list[int], where: str) -> None:
+        keys.fail(f"token {tokens[i]!r:.40} is in the vocabulary twice (ids {i} and {ids[tokens[i]]})")
+    types = [int(TokenType.NORMAL)] * n
+    if keys.get("token_type") is not None:
+        known = {int(kind): int(kind) for kind in TokenType}
+        types = [known.get(kind, 0) if isinstance(kind, int) else 0 for kind in keys.array("token_type", n=n)]
     byte = int(TokenType.BYTE)
     for i in (i for i, kind in enumerate(types) if kind == byte):
         if not _BYTE.fullmatch(tokens[i]):
-            raise UserError(f"{where}: token {i} is a byte, but its text is {tokens[i]!r:.40} and not <0x00> to <0xFF>")
-
-
-def _scores(metadata: Mapping[str, object], n: int, where: str) -> list[float]:
-    scores = _array(metadata, "scores", where)
-    if scores is None:
-        raise UserError(f"{where}: a vocabulary without scores (tokenizer.ggml.scores is missing)")
-    _same_length(scores, "scores", n, where)
+            keys.fail(f"token {i} is a byte, but its text is {tokens[i]!r:.40} and not <0x00> to <0xFF>")
+    scores = keys.array("scores", n=n) if MODELS[model] == "spm" else []
     for i, score in enumerate(scores):
         if not isinstance(score, int | float) or math.isnan(score):
-            raise UserError(f"{where}: tokenizer.ggml.scores[{i}] is {score!r:.40}, not a number")
-    return scores
+            keys.fail(f"tokenizer.ggml.scores[{i}] is {score!r:.40}, not a number")
+    special = _special_ids(keys, MODELS[model], n)
+    for name in _END_OF_TURN:
+        if "eot" not in special and name in ids:
+            special["eot"] = ids[name]
+    marks = dict.fromkeys(_END_OF_TURN + _END_OTHER + _END_OF_FILE + _CONTROL, TokenType.CONTROL)
+    for name, kind in (marks | dict.fromkeys(_SHOWN, TokenType.USER_DEFINED)).items():
+        if name in ids:
+            types[ids[name]] = kind
+    return Vocab(MODELS[model], tokens, types, ids, scores, special, keys)
 
 
-def _same_length(values: list[object], name: str, n: int, where: str) -> None:
-    if len(values) != n:
-        raise UserError(f"{where}: tokenizer.ggml.{name} has {len(values)} entries for {n} tokens")
-
-
-def _special(metadata: Mapping[str, object], kind: str, n: int, where: str) -> dict[str, int]:
-    special = {"bos": 1, "eos": 2, "unknown": 0} if kind == "spm" else {}
-    special = {name: i for name, i in special.items() if i < n}
+def _special_ids(keys: TokenizerKeys, kind: str, n: int) -> dict[str, int]:
+    defaults = {"bos": 1, "eos": 2, "unknown": 0} if kind == "spm" else {}
+    special = {name: i for name, i in defaults.items() if i < n}
     for name in ("bos", "unknown", "padding", *_END_IDS):
-        value = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if value is None:
-            continue
-        try:
-            index = operator.index(value)
-        except TypeError:
-            raise UserError(f"{where}: tokenizer.ggml.{name}_token_id is {value!r:.40}, not a token id") from None
-        if 0 <= index < n:
-            special[name] = index
-        elif name not in ("unknown", "padding"):  # those two are often placeholders and are never emitted
-            raise UserError(f"{where}: tokenizer.ggml.{name}_token_id is {index}, outside the vocabulary of {n}")
+        value = keys.get(f"{name}_token_id")
+        is_int = isinstance(value, int | np.integer)
+        if is_int and 0 <= value < n:
+            special[name] = int(value)
+        elif value is not None and not (is_int and name in ("unknown", "padding")):
+            # Those two are often placeholders and are never emitted.
+            keys.fail(f"tokenizer.ggml.{name}_token_id is {value!r:.40}, not an id of the vocabulary of {n}")
     return special
-
-
-def _mark_control(types: list[int], ids: dict[str, int]) -> None:
-    for name in _END_OF_TURN + _END_OTHER + _END_OF_FILE + _CONTROL:
-        if name in ids:
-            types[ids[name]] = TokenType.CONTROL
-    for name in ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"):  # parts of an answer, always shown
-        if name in ids:
-            types[ids[name]] = TokenType.USER_DEFINED

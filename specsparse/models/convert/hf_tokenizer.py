@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import pre_tokenizers
 
 from specsparse.engine.gguf.reader import GGUFFile
-from specsparse.engine.text.pre_tokenizer import PRE_TOKENIZERS, PreTokenizer
+from specsparse.engine.text.bpe import PRE_TOKENIZERS, PreTokenizer
 from specsparse.engine.text.spm import SPACE
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.engine.text.vocabulary import TokenType

@@ -10,7 +10,7 @@ import pytest
 
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.text import bpe
-from specsparse.engine.text.pre_tokenizer import PRE_TOKENIZERS
+from specsparse.engine.text.bpe import PRE_TOKENIZERS
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.models import catalogue

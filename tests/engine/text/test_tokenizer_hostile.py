@@ -52,8 +52,8 @@ BAD_BPE = {
     "types too short": (dict(token_type=BPE_TYPES[:-1]), "399 entries for 400"),
     "types too long": (dict(token_type=[*BPE_TYPES, 1]), "401 entries for 400"),
     "types are a number": (dict(token_type=1), "not an array"),
-    "no merges": (dict(merges=None), "without merges"),
-    "merges are a number": (dict(merges=3), "without merges"),
+    "no merges": (dict(merges=None), "merges"),
+    "merges are a number": (dict(merges=3), "merges"),
     "merge is a number": (dict(merges=[*BPE_MERGES, 3]), "not a string"),
     "merge without a space": (dict(merges=["ab"]), "merges[0]"),
     "merge of three, which moves none": (dict(merges=[BPE_MERGES[0], "a b c", *BPE_MERGES[1:]]), "merges[1]"),
@@ -77,7 +77,7 @@ def test_bad_bpe_vocabularies(case):
 
 
 BAD_SPM = {
-    "no scores": (dict(scores=None), "without scores"),
+    "no scores": (dict(scores=None), "scores"),
     "scores too short": (dict(scores=SPM_SCORES[:-1]), "399 entries for 400"),
     "score is a string": (dict(scores=[*SPM_SCORES[:-1], "x"]), "scores[399]"),
     "score is nan": (dict(scores=np.array([*SPM_SCORES[:-1], math.nan], np.float32)), "scores[399]"),
