@@ -334,7 +334,7 @@ def test_bad_options(model, options, says):
         ({"backend": "cuda"}, "native, reference, xla"),
         ({"threads": 0}, "threads=0"),
         ({"threads": 2.5}, "threads=2.5"),
-        ({"context_length": 0}, "context_length is 0"),
+        ({"context_length": 0}, "context_length=0"),
         ({"rope_base": "x"}, "rope_base"),
     ],
 )

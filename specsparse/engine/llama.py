@@ -11,14 +11,14 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specsparse.engine.activation import activate, parse_activation
 from specsparse.engine.architectures import LayerKind
 from specsparse.engine.cache import KVCache
-from specsparse.engine.config import ModelConfig
+from specsparse.engine.config import ModelConfig, parse_activation
 from specsparse.engine.weights import Layer, Params
 from specsparse.errors import UserError
 from specsparse.kernels import ChosenFfn, Kernels, QTensor, SkipWeights, SparseStats
 from specsparse.kernels.native.layers import MOST_CHOSEN_ROWS
+from specsparse.kernels.reference.sparse import apply as activate
 
 
 @dataclass(frozen=True)

@@ -188,9 +188,8 @@ class Model:
         """The weights with rotary tables of `capacity` positions."""
         tables = self.programs.tables
         if capacity not in tables:
-            tables[capacity] = self.everywhere(
-                jax.device_put(rope.model_tables(self.config, capacity, self.rope_factors))
-            )
+            cos_sin = rope.model_tables(self.config.ropes, capacity, self.rope_factors)
+            tables[capacity] = self.everywhere(jax.device_put(cos_sin))
         cos, sin = tables[capacity]
         return self.params._replace(cos=cos, sin=sin)
 

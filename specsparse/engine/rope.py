@@ -1,14 +1,49 @@
-"""Rotary position embedding: tables of cos and sin. `kernels.reference.dense.rotate` applies them."""
+"""Rotary position embedding: its constants and its tables, which `kernels.reference.dense.rotate` applies."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 
-from specsparse.engine.config import ModelConfig
-from specsparse.engine.rope_config import RopeConfig
+from specsparse.engine.architectures import Pairing
 from specsparse.errors import UserError
+
+Scaling = Literal["none", "linear", "yarn"]
+SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) with the scalings of llama.cpp.
+
+    Attributes:
+        base: theta; pair i of position p turns by p * base ** (-2 i / dim).
+        dim: elements of a head that turn, even.
+        pairing: "norm" turns (2i, 2i+1), "neox" (i, i + dim/2).
+        scaling: "linear" divides positions by `factor`; "yarn" does so for slow pairs only (Peng et al. 2023,
+            arXiv:2309.00071).
+        factor: how far the context was stretched, 1 for "none".
+        original_context: trained positions, for YaRN.
+        attn_factor: multiplies cos and sin, beside YaRN's own magnitude.
+        beta_fast, beta_slow: turns over the original context between which YaRN mixes.
+        freq_factors: whether a `rope_freqs.weight` tensor divides the angle of each pair (Llama 3.1).
+    """
+
+    base: float
+    dim: int
+    pairing: Pairing
+    scaling: Scaling = "none"
+    factor: float = 1.0
+    original_context: int = 0
+    attn_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    freq_factors: bool = False
 
 
 def angles(cfg: RopeConfig, factors: np.ndarray | None = None) -> tuple[np.ndarray, float]:
-    """Radians per position of each pair, float64 [dim/2] (divided by `factors` first), and what multiplies cos and sin.
+    """Radians per position of each pair, float64 [dim/2] (divided by `factors` first), and the factor of cos and sin.
 
     YaRN as llama.cpp has it (`rope_yarn` in ggml): pairs that turn more than beta_fast times over the original context
     keep their angle, those that turn less than beta_slow times are divided by the factor, with a linear ramp over the
@@ -42,34 +77,32 @@ def rope_tables(
     Args:
         cfg: the rotary embedding.
         capacity: positions 0..capacity-1.
-        freq_factors: [dim/2], what each pair's angle is divided by (`rope_freqs.weight`), or None.
+        freq_factors: [dim/2], divisors of the pairs' angles (`rope_freqs.weight`), or None.
 
     Raises:
         UserError: factors of the wrong length, or not positive and finite.
     """
     if freq_factors is not None:
-        freq_factors = np.asarray(freq_factors, np.float64)
-        if freq_factors.shape != (cfg.dim // 2,):
-            raise UserError(f"rope_freqs.weight has shape {freq_factors.shape}, ({cfg.dim // 2},) is needed")
-        if not (np.isfinite(freq_factors) & (freq_factors > 0)).all():
-            raise UserError("rope_freqs.weight holds a factor that is not a positive number")
+        freq_factors, wanted = np.asarray(freq_factors, np.float64), (cfg.dim // 2,)
+        if freq_factors.shape != wanted or not (np.isfinite(freq_factors) & (freq_factors > 0)).all():
+            raise UserError(f"rope_freqs.weight {freq_factors.shape}: positive numbers of shape {wanted} are needed")
     radians, magnitude = angles(cfg, freq_factors)
     turn = np.arange(capacity, dtype=np.float64)[:, None] * radians
     return (np.cos(turn) * magnitude).astype(np.float32), (np.sin(turn) * magnitude).astype(np.float32)
 
 
 def model_tables(
-    config: ModelConfig, capacity: int, freq_factors: np.ndarray | None = None
+    ropes: Sequence[RopeConfig | None], capacity: int, freq_factors: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin of each of `config.ropes`, float32 [T, capacity, d/2]; what turns nothing has cos 1 and sin 0.
+    """cos and sin of each of `ModelConfig.ropes`, float32 [T, capacity, d/2]; cos is 1 and sin 0 for None.
 
-    `freq_factors` belong to the first.
+    The first is not None, and `freq_factors` belong to it.
     """
-    shape = (capacity, config.head_dim // 2)
+    shape = (capacity, ropes[0].dim // 2)
     unturned = np.ones(shape, np.float32), np.zeros(shape, np.float32)
     tables = [
         unturned if rope is None else rope_tables(rope, capacity, None if i else freq_factors)
-        for i, rope in enumerate(config.ropes)
+        for i, rope in enumerate(ropes)
     ]
     cos, sin = (np.stack(part) for part in zip(*tables))
     return cos, sin
@@ -78,8 +111,8 @@ def model_tables(
 def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     """Rows of a query or key matrix (or bias) for a rotation of neighbours instead of halves.
 
-    transformers turns rows i and i + d/2 of a head together; llama.cpp's Llama turns rows 2i and 2i + 1. Rows that are
-    no heads of an even size come back as they are: their shape is refused elsewhere.
+    transformers turns rows i and i + d/2 of a head together; llama.cpp's Llama turns rows 2i and 2i + 1. Rows that do
+    not make heads of an even size come back as they are: their shape is refused elsewhere.
     """
     return _turned(rows, (heads, 2, rows.shape[0] // heads // 2))
 

@@ -11,11 +11,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from specsparse.engine.activation import activate
 from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.errors import UserError
 from specsparse.kernels import Kernels
 from specsparse.kernels.reference import dense
+from specsparse.kernels.reference.sparse import apply as activate
 
 FLOAT_TYPES = ("Q6_K",)
 """Types to keep as float32: the native kernels would round the rounded side again, in blocks of 32. For the others

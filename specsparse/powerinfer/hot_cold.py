@@ -27,10 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse import kernels as kernel_api
-from specsparse.engine.activation import activate, parse_activation
 from specsparse.engine.architectures import LayerKind
 from specsparse.engine.cache import KVCache
-from specsparse.engine.config import ModelConfig
+from specsparse.engine.config import ModelConfig, parse_activation
 from specsparse.engine.devices import Devices
 from specsparse.engine.gguf.reader import TensorInfo
 from specsparse.engine.llama import (
@@ -50,6 +49,7 @@ from specsparse.kernels import Kernels, NeuronRows, QTensor, SparseStats, pack_n
 from specsparse.kernels.native import cpu
 from specsparse.kernels.packing.dequant import pack_float
 from specsparse.kernels.packing.pack import pack_qtensor
+from specsparse.kernels.reference.sparse import apply as activate
 from specsparse.powerinfer.modes import GivenDevices
 
 _ALL = Want()

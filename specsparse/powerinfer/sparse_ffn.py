@@ -17,8 +17,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as GGML
 from gguf import quants
 
-from specsparse.engine.activation import activate, parse_activation
-from specsparse.engine.config import ModelConfig
+from specsparse.engine.config import ModelConfig, parse_activation
 from specsparse.engine.gguf.reader import TensorInfo
 from specsparse.engine.llama import ChosenNeurons
 from specsparse.engine.pytree import Pytree
@@ -26,6 +25,7 @@ from specsparse.engine.weights import Layer, PackFFN, Params, pack_matrix, pack_
 from specsparse.errors import UserError
 from specsparse.kernels import ChosenFfn, Kernels, NeuronRows, SparseStats, pack_neurons, regroup_neurons
 from specsparse.kernels.packing.dequant import dequantize, pack_float
+from specsparse.kernels.reference.sparse import apply as activate
 from specsparse.predictors.base import InOneCall, Predictor, as_mask
 from specsparse.predictors.bounds import Oracle
 from specsparse.predictors.scored import MlpWeights

@@ -8,12 +8,12 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from specsparse.engine.activation import Act, activate, parse_activation
-from specsparse.engine.config import ModelConfig
+from specsparse.engine.config import Act, ModelConfig, parse_activation
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer
 from specsparse.errors import UserError
 from specsparse.kernels import Kernels, NeuronChoice, QTensor
+from specsparse.kernels.reference.sparse import apply as activate
 from specsparse.support.options import read
 from specsparse.support.registry import Registry
 

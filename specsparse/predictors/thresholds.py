@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specsparse.engine.activation import activate
 from specsparse.engine.weights import Layer
 from specsparse.kernels import NeuronChoice
+from specsparse.kernels.reference.sparse import apply as activate
 from specsparse.predictors.base import FFN, InOneCall, Needs, Predictor, as_mask, gate_matrix, require_rows
 from specsparse.support.options import Internal, Share
 

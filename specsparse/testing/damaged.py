@@ -80,7 +80,7 @@ def load_everything(path: str | Path, *, then: Callable[[GGUFFile, ModelConfig],
     f = open_gguf(path)
     config = ModelConfig.from_gguf(f)
     factors = f.tensors["rope_freqs.weight"].dequantize() if config.rope.freq_factors else None
-    model_tables(config, min(config.context_length, 1024), factors)
+    model_tables(config.ropes, min(config.context_length, 1024), factors)
     for tensor in f.tensors.values():
         if tensor.dequantize().shape != tensor.shape:
             raise AssertionError(f"{tensor.name}: shape {tensor.shape} promised")

@@ -13,7 +13,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from specsparse.engine.architectures import ARCHITECTURES
 from specsparse.engine.config import PROJECTIONS, ModelConfig
 from specsparse.engine.gguf.writer import NewTensor, write_gguf
-from specsparse.engine.rope_config import RopeConfig, Scaling
+from specsparse.engine.rope import RopeConfig, Scaling
 from specsparse.kernels.packing.random_blocks import random_quantised
 
 CHATML = (

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine.rope import rope_tables
-from specsparse.engine.rope_config import RopeConfig
+from specsparse.engine.rope import RopeConfig, rope_tables
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import embed_rows
 from specsparse.speculative.drafters.heads.dflash import (

@@ -16,7 +16,7 @@ from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.rope import rope_tables
-from specsparse.engine.rope_config import RopeConfig
+from specsparse.engine.rope import RopeConfig
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize

@@ -120,7 +120,7 @@ def frozen_layers(model: Model, positions: int) -> FrozenLayers:
     attention = {name: stacked(name) for name in LayerWeights._fields[:6]}
     norms = (stacked("attn_q_norm"), stacked("attn_k_norm")) if config.family.qk_norm else (None, None)
     kinds = LayerKind(*(jnp.asarray(each, jnp.int32) for each in zip(*map(config.kind, range(config.n_layers)))))
-    tables = map(jnp.asarray, model_tables(config, positions, model.rope_factors))
+    tables = map(jnp.asarray, model_tables(config.ropes, positions, model.rope_factors))
     return FrozenLayers(LayerWeights(**attention), norms, kinds, *tables)
 
 

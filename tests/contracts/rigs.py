@@ -83,7 +83,7 @@ def tiny_rig(folder: Path, backend: str = "native", kv_dtype: str = "f16", **mod
     config = ModelConfig.from_gguf(f)
     chosen = kernels.get(backend)
     params = weights.load_params(f, config, floats=backend != "native")
-    cos, sin = rope.model_tables(config, 64, weights.rope_factors(f, config))
+    cos, sin = rope.model_tables(config.ropes, 64, weights.rope_factors(f, config))
     params = params._replace(cos=jnp.asarray(cos), sin=jnp.asarray(sin))
     return Rig(config, llama.make_forward(config, chosen), params, kv_dtype)
 

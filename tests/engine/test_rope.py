@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsparse.engine.rope import rope_tables
-from specsparse.engine.rope_config import RopeConfig
+from specsparse.engine.rope import RopeConfig, rope_tables
 from specsparse.errors import UserError
 from specsparse.kernels.reference.dense import rotate as apply_rope
 
@@ -81,12 +80,9 @@ def test_frequency_factors_divide_the_angle():
     np.testing.assert_array_equal(cos[:, 0], plain[:, 0])
 
 
-@pytest.mark.parametrize(
-    ("factors", "says"),
-    [(np.ones(3), "shape"), (np.zeros(4), "not a positive"), (np.full(4, np.nan), "not a positive")],
-)
-def test_bad_factors_are_refused(factors, says):
-    with pytest.raises(UserError, match=says):
+@pytest.mark.parametrize("factors", [np.ones(3), np.zeros(4), np.full(4, np.nan)])
+def test_bad_factors_are_refused(factors):
+    with pytest.raises(UserError, match=r"rope_freqs\.weight"):
         rope_tables(RopeConfig(10000.0, 8, "norm"), 4, factors)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import specsparse
-from specsparse.engine.activation import parse_activation
+from specsparse.engine.config import parse_activation
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.powerinfer import faithful

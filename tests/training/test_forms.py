@@ -9,8 +9,7 @@ import pytest
 
 import specsparse
 from specsparse.engine.config import ACTIVATION_KEY
-from specsparse.engine.rope import rope_tables
-from specsparse.engine.rope_config import RopeConfig
+from specsparse.engine.rope import RopeConfig, rope_tables
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.models.convert.heads import read_eagle3
 from specsparse.speculative.drafters.heads.eagle3 import Eagle3Weights

@@ -17,7 +17,7 @@ from specsparse.data.devices import THIS, Device, known, sheets
 from specsparse.engine.architectures import ARCHITECTURES
 from specsparse.engine.config import PROJECTIONS, ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
-from specsparse.engine.rope_config import RopeConfig
+from specsparse.engine.rope import RopeConfig
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.engine.windows import WHOLE, LayerWindows
 from specsparse.errors import UserError

@@ -11,8 +11,7 @@ import numpy as np
 
 from specsparse.engine.architectures import ARCHITECTURES, Architecture
 from specsparse.engine.config import ACTIVATION_KEY, MAX_CONTEXT
-from specsparse.engine.rope import angles
-from specsparse.engine.rope_config import RopeConfig
+from specsparse.engine.rope import RopeConfig, angles
 from specsparse.errors import UserError
 from specsparse.support.files import Json
 

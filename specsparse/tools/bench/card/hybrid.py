@@ -96,7 +96,7 @@ class _Tokens:
 
     def __init__(self, two: TwoDevices, params: Params):
         config = two.config
-        cos, sin = rope.model_tables(config, _CAPACITY, None)
+        cos, sin = rope.model_tables(config.ropes, _CAPACITY, None)
         self.two, self.params = two, params._replace(cos=cos, sin=sin)
         self._cache = two.new_cache(
             layers=config.n_layers, batch=1, capacity=_CAPACITY, kv_heads=config.n_kv_heads, head_dim=config.head_dim,
