@@ -101,13 +101,13 @@ def write_planted_powerinfer(
     rng = np.random.default_rng(seed)
     embedding = rng.normal(0, 1, (vocab_size, d_model)).astype(np.float32)
     embedding[:, 0] = _LEVEL
-    tensors = [NewTensor.of("token_embd.weight", embedding, kind)]
+    tensors = [NewTensor.from_values("token_embd.weight", embedding, kind)]
     for i in range(n_layers):
         tensors += _layer(config, i, kind, seed=seed + 1 + 100 * i)
         tensors += _predictor(embedding, i, kind, d_ff=d_ff, rank=rank, active=active, seed=seed + 50 + 100 * i)
-    tensors.append(NewTensor.of("output_norm.weight", np.ones(d_model, np.float32), GGMLQuantizationType.F32))
+    tensors.append(NewTensor.from_values("output_norm.weight", np.ones(d_model, np.float32), GGMLQuantizationType.F32))
     output = GGMLQuantizationType.Q8_0 if kind == GGMLQuantizationType.Q4_0 else kind
-    tensors.append(NewTensor.of("output.weight", rng.normal(0, d_model**-0.5, (vocab_size, d_model)), output))
+    tensors.append(NewTensor.from_values("output.weight", rng.normal(0, d_model**-0.5, (vocab_size, d_model)), output))
     return write_gguf(path, metadata_of(config, tokenizer="spm"), tensors, magic=POWERINFER_MAGIC)
 
 
@@ -116,7 +116,10 @@ def _layer(config: ModelConfig, i: int, kind: GGMLQuantizationType, *, seed: int
     D, F = config.d_model, config.d_ff
     shapes = {name: (D, D) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
     shapes |= {name: (F, D) for name in ("ffn_gate", "ffn_up", "ffn_down_t")}
-    out = [NewTensor.of(f"blk.{i}.{n}.weight", np.ones(D), GGMLQuantizationType.F32) for n in ("attn_norm", "ffn_norm")]
+    out = [
+        NewTensor.from_values(f"blk.{i}.{n}.weight", np.ones(D), GGMLQuantizationType.F32)
+        for n in ("attn_norm", "ffn_norm")
+    ]
     for number, (name, (rows, cols)) in enumerate(shapes.items()):
         std = {"attn_output": 0.1 / math.sqrt(D), "ffn_down_t": 0.1 / math.sqrt(F)}.get(name, 1 / math.sqrt(D))
 
@@ -143,7 +146,10 @@ def _predictor(
     scores = np.sort(np.maximum(stored[0] @ stored[1].T, 0) @ stored[2].T, axis=0)
     rest = np.clip(((1 - power_law(d_ff, active, seed=seed)) * vocab).astype(int), 0, vocab - 1)
     fc2[:, :_BIAS] = -scores[rest, np.arange(d_ff)][:, None] / _BIAS
-    return [NewTensor.of(f"blk.{i}.fc1.weight", fc1, kind), NewTensor.of(f"blk.{i}.fc2.weight", fc2, kind)]
+    return [
+        NewTensor.from_values(f"blk.{i}.fc1.weight", fc1, kind),
+        NewTensor.from_values(f"blk.{i}.fc2.weight", fc2, kind),
+    ]
 
 
 def forwards(model: Model, repeats: int) -> list[tuple[int, float, float]]:

@@ -277,7 +277,7 @@ class _Reader:
         n_layers, context = self.size("block_count", most=1 << 14), self.size("context_length", most=MAX_CONTEXT)
         activation = f.get(ACTIVATION_KEY, "str", family.sparse_activation if self.sparse else family.activation)
         parse_activation(activation, where=f"{f.path}: metadata key '{ACTIVATION_KEY}'")
-        tokens, embedding = f.get_strings("tokenizer.ggml.tokens"), f.tensors.get("token_embd.weight")
+        tokens, embedding = f.get("tokenizer.ggml.tokens", "strings", None), f.tensors.get("token_embd.weight")
         rope = self.rope(head_dim, context)
         return ModelConfig(
             architecture=self.arch,

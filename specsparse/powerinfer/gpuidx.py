@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
-from specsparse.engine.gguf.digest import model_digest
-from specsparse.engine.gguf.reader import MAGIC, POWERINFER_MAGIC, GGUFFile, open_gguf
+from specsparse.engine.gguf.reader import MAGIC, POWERINFER_MAGIC, GGUFFile, model_digest, open_gguf
 from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.errors import UserError
 from specsparse.powerinfer.placement import Placement, Problem

@@ -688,7 +688,7 @@ def write_relu(f: GGUFFile, ffn: FfnMatrices, path: str | os.PathLike[str], kind
     new = {f"blk.{i}.ffn_{name}.weight": layer for name, i, layer in named}
 
     def made(t: TensorInfo) -> NewTensor:
-        return NewTensor.of(t.name, np.asarray(new[t.name]), kind) if t.name in new else NewTensor.copy(t)
+        return NewTensor.from_values(t.name, np.asarray(new[t.name]), kind) if t.name in new else NewTensor.from_file(t)
 
     keys = {**f.metadata, ACTIVATION_KEY: "relu", "general.name": f"{f.get('general.name', 'str', f.path.stem)} ReLU"}
     return write_gguf(path, keys, [made(t) for t in f.tensors.values()])

@@ -429,7 +429,7 @@ def test_tensors_of_other_drafters_are_refused(tmp_path):
 def test_gguf_keys_are_checked(target, tmp_path, key, value, words):
     whole = open_gguf(write_dflash_gguf(read_dflash(ORACLE), tmp_path / "d.gguf", tokenizer={}))
     metadata = {k: v for k, v in whole.metadata.items() if k != key} | ({} if value is None else {key: value})
-    path = write_gguf(tmp_path / "e.gguf", metadata, [NewTensor.copy(t) for t in whole.tensors.values()])
+    path = write_gguf(tmp_path / "e.gguf", metadata, [NewTensor.from_file(t) for t in whole.tensors.values()])
     with pytest.raises(UserError, match=words):
         bound(target, str(path))
 

@@ -33,18 +33,17 @@ class _Fit(NamedTuple):
     q: np.ndarray
 
     def values(self) -> np.ndarray:
-        """The weights that they stand for."""
         return (self.d * self.s)[..., None] * self.q - (self.m * self.t)[..., None]
 
 
 @dataclass(frozen=True)
 class _Form:
-    """What a type can hold.
+    """The codes and scales of a type.
 
     Attributes:
         sub: weights that share a scale.
         codes, scales: least and largest.
-        largest: what the largest scale of a block becomes, one try each.
+        largest: whole numbers to try for the largest scale of a block.
         minima: whether each scale has a minimum beside it.
         tries: largest codes that the range of `sub` weights is spread over, one try each.
         layout: the bytes of blocks.
@@ -63,26 +62,25 @@ def quantize(values: np.ndarray, kind: GGML) -> np.ndarray:
     """uint8[..., bytes of a row] from float32[..., n], n a multiple of 256.
 
     Args:
-        values: weights; one that is not finite becomes 0, and what is beyond the largest half-float scale is cut.
+        values: weights; one that is not finite becomes 0, and one beyond the largest half-float scale is cut.
         kind: of KINDS.
     """
     blocks = np.nan_to_num(np.asarray(values, np.float32), nan=0.0, posinf=0.0, neginf=0.0).reshape(-1, BLOCK)
-    pieces = [blocks[i : i + _BLOCKS] for i in range(0, len(blocks), _BLOCKS)]
+    form = _FORMS[kind]
+
+    def pack(start: int) -> np.ndarray:
+        x = blocks[start : start + _BLOCKS]
+        x = x.reshape(len(x), BLOCK // form.sub, form.sub)
+        return np.concatenate([part.reshape(len(x), -1) for part in form.layout(_fitted(x, form))], axis=1)
+
     with ThreadPoolExecutor(cpu_count()) as threads:  # numpy computes outside of the interpreter's lock
-        packed = list(threads.map(lambda piece: _pack(piece, _FORMS[kind]), pieces))
+        packed = list(threads.map(pack, range(0, len(blocks), _BLOCKS)))
     size = GGML_QUANT_SIZES[kind][1]
     return np.concatenate(packed).reshape(*values.shape[:-1], values.shape[-1] // BLOCK * size)
 
 
-def _pack(blocks: np.ndarray, form: _Form) -> np.ndarray:
-    """uint8[n, bytes] of float32[n, 256]."""
-    x = blocks.reshape(len(blocks), BLOCK // form.sub, form.sub)
-    fit = _fitted(x, form)
-    return np.concatenate([part.reshape(len(x), -1) for part in form.layout(fit)], axis=1)
-
-
 def _fitted(x: np.ndarray, form: _Form) -> _Fit:
-    """Of the fits that alternate between codes and scales, the one of each block with the least squared error.
+    """The fit of each block with the least squared error, of those that alternate between codes and scales.
 
     One large scale leaves the others few whole numbers: a d for which it is a little less than the largest one may
     suit them better.
@@ -91,14 +89,17 @@ def _fitted(x: np.ndarray, form: _Form) -> _Fit:
     best, least = None, np.inf
     for largest in form.largest:
         scale, minimum = first
-        d, m = _units(scale, largest), _half(minimum.max(axis=1, keepdims=True) / form.scales[1])
+        # d makes the scale of the largest magnitude the whole number `largest`.
+        peak = np.take_along_axis(scale, np.abs(scale).argmax(axis=1)[:, None], axis=1)
+        d, m = _half(peak / np.float32(largest)), _half(minimum.max(axis=1, keepdims=True) / form.scales[1])
         for _ in range(_ROUNDS):
             s, t = np.clip(_whole(scale, d), *form.scales), np.clip(_whole(minimum, m), 0, form.scales[1])
             for _ in range(2):
                 fit = _Fit(d, m, s, t, _codes(x, d * s, m * t, form))
                 error = _square(x - fit.values()).sum(axis=1)
                 better = error < least
-                best = fit if best is None else _Fit(*(_where(better, a, b) for a, b in zip(fit, best, strict=True)))
+                by_block = [better.reshape(-1, *[1] * (a.ndim - 1)) for a in fit]
+                best = fit if best is None else _Fit(*map(np.where, by_block, fit, best))
                 least = np.minimum(error, least)
                 d, m = _best_units(x, fit, form)
             scale, minimum = _best_scales(x, fit.q, form)
@@ -124,7 +125,6 @@ def _first(x: np.ndarray, form: _Form) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _codes(x: np.ndarray, scale: np.ndarray, minimum: np.ndarray, form: _Form) -> np.ndarray:
-    """The nearest codes, whole numbers."""
     per_unit = _quotient(np.float32(1.0), scale)
     return np.clip(np.rint((x + minimum[..., None]) * per_unit[..., None]), *form.codes)
 
@@ -158,11 +158,6 @@ def _best_units(x: np.ndarray, fit: _Fit, form: _Form) -> tuple[np.ndarray, np.n
     return _half(d), _half(m)
 
 
-def _units(scale: np.ndarray, largest: int) -> np.ndarray:
-    """d by which the scale of the largest magnitude is the whole number `largest`."""
-    return _half(np.take_along_axis(scale, np.abs(scale).argmax(axis=1)[:, None], axis=1) / np.float32(largest))
-
-
 def _whole(values: np.ndarray, unit: np.ndarray) -> np.ndarray:
     return np.rint(_quotient(values, unit))
 
@@ -186,12 +181,7 @@ def _sum(a: np.ndarray) -> np.ndarray:
 
 
 def _half(x: np.ndarray) -> np.ndarray:
-    """As a half float has it."""
     return np.clip(x, -_HALF, _HALF).astype(np.float16).astype(np.float32)
-
-
-def _where(better: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return np.where(better.reshape(-1, *[1] * (a.ndim - 1)), a, b)
 
 
 def _half_bytes(*units: np.ndarray) -> np.ndarray:

@@ -1,14 +1,12 @@
 """The same model in another tensor type: every matrix dequantised and quantised again, metadata kept.
 
-What is lost by quantising twice is lost: a file made here is for measuring speed, or for types as good as its source.
+Quantising twice loses twice: a file made here is for measuring speed, or for types as good as its source.
 """
 
-import difflib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
@@ -17,12 +15,11 @@ from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
 from specsparse.engine.gguf.writer import NewTensor, encode, write_gguf
 from specsparse.errors import UserError
 from specsparse.support.files import need_folder
+from specsparse.support.options import nearest
 
 _T = GGMLQuantizationType
-
-
 _FALLBACK: Mapping[GGMLQuantizationType, GGMLQuantizationType] = {_T.Q4_K: _T.Q5_0, _T.Q5_K: _T.Q5_1, _T.Q6_K: _T.Q8_0}
-"""What llama.cpp takes where a row is no multiple of 256 (`tensor_type_fallback` of llama-quant.cpp)."""
+"""The type that llama.cpp takes if a row is not a multiple of 256 (`tensor_type_fallback` of llama-quant.cpp)."""
 
 
 def targets() -> tuple[str, ...]:
@@ -38,47 +35,29 @@ def targets() -> tuple[str, ...]:
 
 
 def kind_of(name: str) -> GGMLQuantizationType:
-    """The type called `name` (any case); UserError, with the types there are, where it cannot be quantised to."""
+    """The type called `name` (any case); UserError, with the types there are, if it cannot be quantised to."""
     known = targets()
     if name.upper() not in known:
-        raise UserError(f"cannot quantise to {name!r}: choose one of {', '.join(known)}{nearest(name, known)}")
+        raise UserError(f"cannot quantise to {name!r}: choose one of {', '.join(known)}{nearest(name.upper(), known)}")
     return _T[name.upper()]
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Names the type that an unknown name is nearest to: of a mix of llama.cpp's, such as Q4_K_M, its main type."""
-    near = difflib.get_close_matches(name.upper(), {kind.upper(): kind for kind in known}, n=1)
-    return f"; the nearest is {near[0]}" if near else ""
+def type_for(name: str, shape: tuple[int, ...], kind: GGMLQuantizationType, *, tied: bool) -> GGMLQuantizationType:
+    """The type of a tensor (`shape` in numpy order) in a file of `kind`, by the rules of llama.cpp's quantiser.
 
-
-class Named(Protocol):
-    """A tensor that is there, or one that is to be written."""
-
-    @property
-    def name(self) -> str:
-        """In the file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Numpy order."""
-
-
-def type_for(tensor: Named, kind: GGMLQuantizationType, *, tied: bool) -> GGMLQuantizationType:
-    """The type that `tensor` gets in a file of `kind`, by the rules of llama.cpp's quantiser where gguf can.
-
-    Vectors stay float32. The output matrix is Q6_K beside K-quants, and Q8_0 beside other types under eight bits (where
-    llama.cpp takes Q6_K). Rows that are no multiple of 256 get llama.cpp's fallback for the K-quant, and those that are
-    no multiple of the block at all F16.
+    Vectors stay float32. The output matrix is Q6_K beside K-quants, and Q8_0 beside other types under eight bits (there
+    llama.cpp takes Q6_K). Rows that are not a multiple of 256 get llama.cpp's fallback for the K-quant, and rows that
+    are not a multiple of the block get F16.
     """
-    if len(tensor.shape) < 2:
+    if len(shape) < 2:
         return _T.F32
     block, size = GGML_QUANT_SIZES[kind]
-    is_output = tensor.name == ("token_embd.weight" if tied else "output.weight")
+    is_output = name == ("token_embd.weight" if tied else "output.weight")
     if is_output and 8 * size / block < 8:
         kind = _T.Q6_K if kind in _FALLBACK else _T.Q8_0
-    if tensor.shape[-1] % GGML_QUANT_SIZES[kind][0]:
+    if shape[-1] % GGML_QUANT_SIZES[kind][0]:
         kind = _FALLBACK.get(kind, kind)
-    return kind if tensor.shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else _T.F16
+    return kind if shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else _T.F16
 
 
 def requantise(
@@ -93,7 +72,7 @@ def requantise(
     Args:
         f: an open file.
         path: of the new file; replaced if it is there.
-        kind: from `kind_of`.
+        kind: of `targets`.
         progress: called with (bytes of the source done, bytes in all) after each tensor.
 
     Raises:
@@ -111,7 +90,7 @@ def requantise(
 
     tied, tensors = "output.weight" not in f.tensors, []
     for t in f.tensors.values():
-        to = type_for(t, kind, tied=tied)
+        to = type_for(t.name, t.shape, kind, tied=tied)
         tensors.append(NewTensor(t.name, to, t.shape, partial(data, t, to)))
     f.get("general.architecture", "str")
     keys = {**f.metadata, "general.file_type": file_type(kind), "general.quantization_version": 2}

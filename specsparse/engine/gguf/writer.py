@@ -55,18 +55,17 @@ class NewTensor:
     data: Callable[[], np.ndarray]
 
     @classmethod
-    def of(cls, name: str, values: np.ndarray, kind: GGMLQuantizationType) -> "NewTensor":
-        """Of float32 values, coded in `kind` when their turn comes."""
+    def from_values(cls, name: str, values: np.ndarray, kind: GGMLQuantizationType) -> "NewTensor":
+        """Float32 values, coded in `kind` when their turn comes."""
         return cls(name, kind, values.shape, lambda: encode(values, kind))
 
     @classmethod
-    def copy(cls, tensor: TensorInfo) -> "NewTensor":
+    def from_file(cls, tensor: TensorInfo) -> "NewTensor":
         """A tensor of another file, byte for byte."""
         return cls(tensor.name, tensor.type, tensor.shape, lambda: tensor.raw)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
         block, size = GGML_QUANT_SIZES[self.type]
         return prod(self.shape) // block * size
 
@@ -82,7 +81,7 @@ def write_gguf(
 
     Args:
         path: of the file; replaced if it is there.
-        metadata: ints become uint32 where they fit, floats float32, and lists of them int32 and float32; numpy scalars
+        metadata: ints become uint32 if they fit, floats float32, and lists of them int32 and float32; numpy scalars
             and arrays keep their own type. Empty lists and the alignment of another file are left out.
         tensors: in file order.
         magic: b"GGUF" or b"PWRI".
@@ -95,14 +94,22 @@ def write_gguf(
         k: v for k, v in metadata.items()
         if k != "general.alignment" and not (isinstance(v, list | np.ndarray) and len(v) == 0)
     }  # fmt: skip
-    _check_tensors(tensors, path)
+    names, codes = [t.name for t in tensors], {kind: code for code, kind in TYPE_CODES[magic].items()}
+    if len(set(names)) < len(names) or "" in names:
+        raise ValueError(f"{path}: tensors need names of their own: {', '.join(names)}")
     head = [magic, struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
     head += [_string(key) + _value(key, value) for key, value in metadata.items()]
     at = 0
     for t in tensors:
+        if not 1 <= len(t.shape) <= MAX_DIMS:
+            raise ValueError(f"{path}: tensor {t.name} has {len(t.shape)} dimensions, 1 to {MAX_DIMS} are allowed")
+        if t.type not in codes or t.shape[-1] % GGML_QUANT_SIZES[t.type][0]:
+            raise UserError(
+                f"{path}: tensor {t.name} with rows of {t.shape[-1]}: type {t.type.name} cannot hold them in a "
+                f"{magic.decode()} file"
+            )
         ne = t.shape[::-1]
-        code = _code(t, magic, path)
-        head.append(_string(t.name) + struct.pack(f"<I{len(ne)}QIQ", len(ne), *ne, code, at))
+        head.append(_string(t.name) + struct.pack(f"<I{len(ne)}QIQ", len(ne), *ne, codes[t.type], at))
         at += _padded(t.nbytes)
     blob = b"".join(head)
     with atomically(path) as file:
@@ -113,24 +120,6 @@ def write_gguf(
                 raise ValueError(f"tensor {t.name} has {len(data)} bytes, its type and shape ask for {t.nbytes}")
             file.write(data.ljust(_padded(len(data)), b"\0"))
     return Path(path)
-
-
-def _check_tensors(tensors: Sequence[NewTensor], path: str | os.PathLike[str]) -> None:
-    names = [t.name for t in tensors]
-    if len(set(names)) < len(names) or "" in names:
-        raise ValueError(f"{path}: tensors need names of their own: {', '.join(names)}")
-    for t in tensors:
-        if not 1 <= len(t.shape) <= MAX_DIMS:
-            raise ValueError(f"{path}: tensor {t.name} has {len(t.shape)} dimensions, 1 to {MAX_DIMS} are allowed")
-        if t.shape[-1] % GGML_QUANT_SIZES[t.type][0]:
-            raise UserError(f"{path}: tensor {t.name} has rows of {t.shape[-1]}, which {t.type.name} cannot hold")
-
-
-def _code(t: NewTensor, magic: bytes, path: str | os.PathLike[str]) -> int:
-    for code, kind in TYPE_CODES[magic].items():
-        if kind == t.type:
-            return code
-    raise UserError(f"{path}: tensor '{t.name}' of type {t.type.name} has no place in a {magic.decode()} file")
 
 
 def _padded(n: int) -> int:
@@ -151,23 +140,16 @@ def _value(key: str, value: object) -> bytes:
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         items = b"".join(map(_string, value))
         return struct.pack("<IIQ", GGUFValueType.ARRAY, GGUFValueType.STRING, len(value)) + items
-    array = _narrowed(value)
+    array = np.asarray(value)
+    if not isinstance(value, np.ndarray | np.generic):  # numpy's own types stay; else the width that files have
+        if array.dtype == np.float64:
+            array = array.astype(np.float32)
+        elif array.dtype == np.int64:
+            widths = (np.int32, np.int64) if array.ndim else (np.uint32, np.uint64, np.int64)
+            low, high = array.min(), array.max()
+            array = array.astype(next(t for t in widths if np.iinfo(t).min <= low and high <= np.iinfo(t).max))
     if array.dtype.str[1:] not in _OF_DTYPE or array.ndim > 1:
         raise ValueError(f"metadata key {key} holds {value!r:.60}, which GGUF has no type for")
     of = _OF_DTYPE[array.dtype.str[1:]]
     head = struct.pack("<IIQ", GGUFValueType.ARRAY, of, array.size) if array.ndim else struct.pack("<I", of)
     return head + array.tobytes()
-
-
-def _narrowed(value: object) -> np.ndarray:
-    """Numbers in the width that files have: float32, uint32 for one and int32 for a list, wider where those do not hold
-    the value; numpy's own types stay."""
-    array = np.asarray(value)
-    if isinstance(value, np.ndarray | np.generic) or array.dtype == np.bool_:
-        return array
-    if array.dtype == np.float64:
-        return array.astype(np.float32)
-    if array.dtype != np.int64:
-        return array
-    widths = (np.int32, np.int64) if array.ndim else (np.uint32, np.uint64, np.int64)
-    return array.astype(next(t for t in widths if np.iinfo(t).min <= array.min() and array.max() <= np.iinfo(t).max))

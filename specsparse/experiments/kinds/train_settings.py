@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Self, get_type_hints
 
-from specsparse.engine.gguf.digest import model_digest
-from specsparse.engine.gguf.reader import open_gguf
+from specsparse.engine.gguf.reader import model_digest, open_gguf
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments.kind import Kind, RunContext

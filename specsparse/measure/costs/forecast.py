@@ -92,7 +92,7 @@ def _trained_head(target: ModelOutline) -> Candidate | None:
     head = shipped_for(target.file.tensors["output_norm.weight"].dequantize())
     if head is None:
         return None
-    c, ids = target.config, head.get_numbers(DRAFT_IDS)
+    c, ids = target.config, head.get(DRAFT_IDS, "numbers", None)
     share = (c.vocab_size if ids is None else len(ids)) / c.vocab_size
     own = [Matrix(t.type.name, t.nbytes, math.prod(t.shape) if len(t.shape) == 2 else 0) for t in head.tensors.values()]
     output = [

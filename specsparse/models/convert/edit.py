@@ -148,7 +148,7 @@ def make_delta(base: str | os.PathLike[str], model: str | os.PathLike[str], path
         raise UserError(
             f"{new.path}: tensor {other[0]} is in one only of this file and {old.path}, or of another shape"
         )
-    tensors = [NewTensor.copy(t) for name, t in new.tensors.items() if not same(old.tensors[name], t)]
+    tensors = [NewTensor.from_file(t) for name, t in new.tensors.items() if not same(old.tensors[name], t)]
     keys = {key: value for key, value in new.metadata.items() if not equal(old.metadata.get(key), value)}
     if gone or not (tensors or keys):
         why = f"has no key {gone[0]}, and a difference takes no key away" if gone else "is the same model"
@@ -182,5 +182,5 @@ def apply_delta(base: str | os.PathLike[str], delta: str | os.PathLike[str], pat
         wanted = change.get(BASE_NAME_KEY, "str", "another model")
         raise UserError(f"{old.path}: has other weights than the file that {change.path} is a difference to ({wanted})")
     given = {key.removeprefix(_SET): v for key, v in change.metadata.items() if key.startswith(_SET)}
-    tensors = [NewTensor.copy(change.tensors.get(name, t)) for name, t in old.tensors.items()]
+    tensors = [NewTensor.from_file(change.tensors.get(name, t)) for name, t in old.tensors.items()]
     return write_gguf(path, {**old.metadata, **given}, tensors)

@@ -9,10 +9,11 @@ from gguf.constants import GGMLQuantizationType as GGML
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import DEFAULT_ALIGNMENT, MAGIC, GGUFFile, TensorInfo
-from specsparse.engine.gguf.requantise import file_type, nearest, type_for
+from specsparse.engine.gguf.requantise import file_type, type_for
 from specsparse.engine.gguf.writer import VERSION, NewTensor, encode, write_gguf
 from specsparse.errors import UserError
 from specsparse.support.files import Json, need_folder
+from specsparse.support.options import nearest
 
 OUT_TYPES = {
     name.lower(): GGML[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q4_1")
@@ -26,7 +27,7 @@ Source = tuple[str, tuple[int, ...], Callable[[], np.ndarray]]
 def out_type(name: str) -> GGML:
     """The type of that name, in any case; UserError, with those there are, for another one."""
     if name.lower() not in OUT_TYPES:
-        raise UserError(f"type {name!r}: choose one of {', '.join(OUT_TYPES)}{nearest(name, OUT_TYPES)}")
+        raise UserError(f"type {name!r}: choose one of {', '.join(OUT_TYPES)}{nearest(name.lower(), OUT_TYPES)}")
     return OUT_TYPES[name.lower()]
 
 
@@ -69,7 +70,7 @@ def write_model(
 
     tensors = []
     for name, shape, load in sources:
-        to = type_for(TensorInfo(name, kind, shape, nothing), kind, tied=tied)
+        to = type_for(name, shape, kind, tied=tied)
         if output is not None and name == ("token_embd.weight" if tied else "output.weight"):
             to = output
         tensors.append(NewTensor(name, to, shape, lambda load=load, to=to: coded(load, to)))

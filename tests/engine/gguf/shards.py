@@ -20,5 +20,5 @@ def split(source: Path, folder: Path, *, count: int, **keys: int) -> list[str]:
         metadata = dict(f.metadata) if i == 0 else {"general.architecture": f.metadata["general.architecture"]}
         metadata |= {"split.count": np.uint16(own["count"]), "split.no": np.uint16(own["no"])}
         metadata["split.tensors.count"] = np.int32(own["tensors_count"])
-        write_gguf(folder / name, metadata, [NewTensor.copy(t) for t in tensors[i * each : (i + 1) * each]])
+        write_gguf(folder / name, metadata, [NewTensor.from_file(t) for t in tensors[i * each : (i + 1) * each]])
     return names

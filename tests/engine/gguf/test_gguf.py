@@ -111,15 +111,15 @@ def test_typed_access(tmp_path):
         0.5,
         7,
     )
-    assert f.get_strings("strs") == ["a", ""] and f.get_strings("none") is None
-    assert f.get_numbers("nums").tolist() == [1, 2, 3]
+    assert f.get("strs", "strings", None) == ["a", ""] and f.get("none", "strings", None) is None
+    assert f.get("nums", "numbers", None).tolist() == [1, 2, 3]
     for call in (
         lambda: f.get("float", "int"),
         lambda: f.get("str", "int"),
         lambda: f.get("strs", "str"),
         lambda: f.get("none", "str"),
-        lambda: f.get_strings("nums"),
-        lambda: f.get_numbers("strs"),
+        lambda: f.get("nums", "strings", None),
+        lambda: f.get("strs", "numbers", None),
     ):
         with pytest.raises(UserError, match="metadata key '"):
             call()
@@ -283,11 +283,11 @@ def test_a_type_that_a_newer_gguf_dequantises_loads(tmp_path, monkeypatch):
     new, floats, rng = [], [], np.random.default_rng(0)
     for t in plain.tensors.values():
         if len(t.shape) == 1:
-            new, floats = [*new, NewTensor.copy(t)], [*floats, NewTensor.copy(t)]
+            new, floats = [*new, NewTensor.from_file(t)], [*floats, NewTensor.from_file(t)]
             continue
         raw = rng.integers(0, 60, (t.shape[0], t.shape[1] // 128 * 18), np.uint8)
         new.append(NewTensor(t.name, T.Q1_0, t.shape, lambda raw=raw: raw))
-        floats.append(NewTensor.of(t.name, dequantize(raw), T.F32))
+        floats.append(NewTensor.from_values(t.name, dequantize(raw), T.F32))
     paths = [write_gguf(tmp_path / f"{i}.gguf", plain.metadata, tensors) for i, tensors in enumerate((new, floats))]
     with pytest.raises(UserError, match="has type Q1_0; supported are F32"):
         specsparse.load(paths[0])

@@ -25,7 +25,7 @@ def test_weights_are_what_gguf_makes_of_the_source(source, tmp_path, name):
     made = open_gguf(requantise.requantise(source, tmp_path / "made.gguf", kind))
     assert list(made.tensors) == list(source.tensors)
     for key, tensor in source.tensors.items():
-        to = requantise.type_for(tensor, kind, tied=True)
+        to = requantise.type_for(tensor.name, tensor.shape, kind, tied=True)
         assert made.tensors[key].type == to
         wanted = quants.quantize(tensor.dequantize(), to)
         np.testing.assert_array_equal(made.tensors[key].raw.reshape(-1), wanted.view(np.uint8).reshape(-1))
@@ -55,7 +55,11 @@ def test_four_bit_types_keep_the_output_at_eight(tmp_path):
     q4 = GGMLQuantizationType.Q4_0
     for tied, kept in ((True, "token_embd.weight"), (False, "output.weight")):
         f = open_gguf(write_tiny_gguf(tmp_path / "tiny.gguf", tied=tied))
-        types = {n: requantise.type_for(t, q4, tied=tied).name for n, t in f.tensors.items() if len(t.shape) > 1}
+        types = {
+            n: requantise.type_for(t.name, t.shape, q4, tied=tied).name
+            for n, t in f.tensors.items()
+            if len(t.shape) > 1
+        }
         assert {n for n, t in types.items() if t == "Q8_0"} == {kept}
         assert {t for n, t in types.items() if n != kept} == {"Q4_0"}
 

@@ -31,7 +31,7 @@ KEYS = {
 @pytest.fixture
 def tensors():
     values = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
-    return [NewTensor.of("a", values, GGML.Q8_0), NewTensor.of("b", values[0], GGML.F32)]
+    return [NewTensor.from_values("a", values, GGML.Q8_0), NewTensor.from_values("b", values[0], GGML.F32)]
 
 
 def test_values_come_back(tmp_path, tensors):
@@ -43,7 +43,7 @@ def test_values_come_back(tmp_path, tensors):
     for t in tensors:
         np.testing.assert_array_equal(f.tensors[t.name].raw.ravel(), t.data().view(np.uint8).ravel())
     own = {**f.metadata, "narrow": KEYS["narrow"]}  # a width that plain numbers do not say
-    again = write_gguf(tmp_path / "b.gguf", own, [NewTensor.copy(t) for t in f.tensors.values()])
+    again = write_gguf(tmp_path / "b.gguf", own, [NewTensor.from_file(t) for t in f.tensors.values()])
     assert again.read_bytes() == f.path.read_bytes()
 
 
@@ -74,9 +74,9 @@ def test_tensors_that_do_not_fit(tmp_path, tensors):
         write_gguf(path, {}, [NewTensor("c", GGML.F32, (), b.data)])
     with pytest.raises(ValueError, match="has 256 bytes, its type and shape ask for 128"):
         write_gguf(path, {}, [a, NewTensor("c", GGML.F32, (32,), b.data)])
-    with pytest.raises(UserError, match="rows of 33, which Q8_0 cannot hold"):
+    with pytest.raises(UserError, match="rows of 33: type Q8_0"):
         write_gguf(path, {}, [NewTensor("c", GGML.Q8_0, (33,), b.data)])
-    with pytest.raises(UserError, match="'c' of type BF16 has no place in a PWRI file"):
+    with pytest.raises(UserError, match="type BF16 cannot hold them in a PWRI file"):
         write_gguf(path, {}, [NewTensor("c", GGML.BF16, (32,), b.data)], magic=POWERINFER_MAGIC)
     assert not list(tmp_path.iterdir())
 

@@ -309,7 +309,7 @@ def read_gguf(f: GGUFFile) -> Eagle3File:
         raise UserError(f"{f.path}: has {keys.size('block_count')} layers; an EAGLE-3 head of one layer is supported")
     sizes, known = keys.of_layers(), keys.of_file()
     target_width = keys.size("target_hidden_size", sizes["width"])
-    tokens, embedding = f.get_strings("tokenizer.ggml.tokens"), f.tensors.get(EMBEDDING)
+    tokens, embedding = f.get("tokenizer.ggml.tokens", "strings", None), f.tensors.get(EMBEDDING)
     rows = len(tokens or ()) or MAX_SIZE if embedding is None else embedding.shape[0]
 
     def load(name: str) -> TensorInfo:

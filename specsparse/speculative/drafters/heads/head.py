@@ -235,7 +235,7 @@ def read_head(path: Path, config: ModelConfig, *, floats: bool) -> HeadFile:
     size = f.get(VOCAB_SIZE, "int")
     if size != config.vocab_size:
         raise UserError(f"{path}: is a head for {size} ids, the target has {config.vocab_size}")
-    found, ids = f.get_numbers(BELOW), f.get_numbers(DRAFT_IDS)
+    found, ids = f.get(BELOW, "numbers", None), f.get(DRAFT_IDS, "numbers", None)
     below = () if found is None else tuple(int(i) for i in found)
     if any(not 0 <= i <= config.n_layers for i in below):
         raise UserError(f"{path}: {BELOW}={list(below)}: the target has layers 0 to {config.n_layers}")
@@ -297,7 +297,9 @@ def write_head(
         keys[BELOW] = np.asarray(below, np.int32)
     vector = GGMLQuantizationType.F32
     return write_gguf(
-        path, keys, [NewTensor.of(key, value, vector if value.ndim == 1 else kind) for key, value in tensors.items()]
+        path,
+        keys,
+        [NewTensor.from_values(key, value, vector if value.ndim == 1 else kind) for key, value in tensors.items()],
     )
 
 

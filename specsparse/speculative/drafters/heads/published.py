@@ -198,7 +198,7 @@ class HeadKeys:
     def numbers(self, key: str) -> np.ndarray:
         """An array of integers or truth values."""
         full = self.name(key)
-        value = self.f.get_numbers(full)
+        value = self.f.get(full, "numbers", None)
         if value is None or value.dtype.kind not in "iub":
             raise UserError(f"{self.f.path}: metadata key '{full}' must be an array of integers")
         return value
@@ -320,7 +320,7 @@ def write_head_gguf(
         of = kind if len(size) == 2 else GGMLQuantizationType.F32
         tensors.append(NewTensor(tensor, of, size, lambda n=tensor, t=of: encode(values(n), t)))
     if file.rope_factors is not None:
-        tensors.append(NewTensor.of(ROPE_FACTORS, file.rope_factors, GGMLQuantizationType.F32))
+        tensors.append(NewTensor.from_values(ROPE_FACTORS, file.rope_factors, GGMLQuantizationType.F32))
     if file.ids is not None:
         ids = file.ids.astype(np.int64)
         tensors.append(NewTensor(DRAFT_IDS, GGMLQuantizationType.I64, ids.shape, lambda: ids))
