@@ -1,11 +1,15 @@
 """The key/value cache: preallocated, appended to by the forward pass, committed by the caller."""
 
+import math
+from collections import Counter
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsparse.engine.config import ModelConfig
 from specsparse.kernels.reference import q8_cache
 
 LANES = 16
@@ -27,7 +31,6 @@ class KVCache(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """Slots a sequence may use."""
         return self.v[0].shape[2]
 
 
@@ -76,3 +79,40 @@ def commit_path(cache: KVCache, nodes_Bm: jax.Array, count_B: jax.Array) -> KVCa
     k = tuple(jax.vmap(move_k)(k, source, target) for k in cache.k)
     v = tuple(jax.vmap(move_v)(v, source, target) for v in cache.v)
     return KVCache(k, v, base_B + count_B)
+
+
+@dataclass(frozen=True)
+class LayerWindows:
+    """How much of a cache the layers of a model read. All counts are means over the layers, in tokens of one sequence.
+
+    Attributes:
+        shares: (window, share of the layers that have it); a window of 0 has no end. The shares add up to 1.
+    """
+
+    shares: tuple[tuple[int, float], ...] = ((0, 1.0),)
+
+    @staticmethod
+    def from_config(config: ModelConfig) -> "LayerWindows":
+        counts = Counter(config.kind(i).window for i in range(config.n_layers))
+        return LayerWindows(tuple((window, count / config.n_layers) for window, count in sorted(counts.items())))
+
+    def __bool__(self) -> bool:
+        return any(window for window, _ in self.shares)
+
+    def read(self, rows: int, before: float) -> float:
+        """Positions that `rows` rows in sequence read together, `before` tokens before the first: each once."""
+        return sum(
+            share * min(before + rows, window + rows - 1 if window else math.inf) for window, share in self.shares
+        )
+
+    def attended(self, rows: int, before: float) -> float:
+        """The same, each row counted on its own: row i sees `before` + i + 1 positions, or its window."""
+        total = 0.0
+        for window, share in self.shares:
+            short = min(max(math.floor(window - before), 0), rows) if window else rows  # rows that see all before them
+            total += share * (short * (before + (short + 1) / 2) + (rows - short) * window)
+        return total
+
+
+WHOLE = LayerWindows()
+"""No layer has a window."""

@@ -18,7 +18,7 @@ from specsparse.kernels import Kernels
 
 
 class Devices(abc.ABC):
-    """Base of `OneDevice`, `engine.mesh.sharded.MeshDevices` and `powerinfer.hot_cold.TwoDevices`.
+    """Base of `OneDevice`, `engine.mesh.MeshDevices` and `powerinfer.hot_cold.TwoDevices`.
 
     What is not abstract is as on one device.
     """

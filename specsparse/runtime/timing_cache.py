@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from specsparse import kernels
+from specsparse.engine.cache import WHOLE, LayerWindows
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.model import Model
-from specsparse.engine.windows import WHOLE, LayerWindows
 from specsparse.errors import UserError
 from specsparse.kernels.processor import cpu_info
 from specsparse.models import catalogue

@@ -188,10 +188,11 @@ class GGUFFile:
         if kind == "float" and type(value) is int:
             return float(value)
         wanted, name = _KINDS[kind]
+        if value is _REQUIRED:
+            raise UserError(f"{self.path}: metadata key {show(key)} is missing")
         if type(value) is not wanted:
-            found = show(value) if isinstance(value, (str, int, float)) else "an array"
-            problem = "is missing" if value is _REQUIRED else f"should be {name}, found {found}"
-            raise UserError(f"{self.path}: metadata key {show(key)} {problem}")
+            found = show(value) if isinstance(value, (str, int, float)) else f"an array of {len(value)}"
+            raise UserError(f"{self.path}: metadata key {show(key)} should be {name}, found {found}")
         return value
 
     def sizes(self, *, layers_only: bool = False) -> dict[str, Any]:

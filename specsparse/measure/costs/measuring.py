@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 
 from specsparse.engine.model import Model
-from specsparse.engine.windows import LayerWindows
+from specsparse.engine.cache import LayerWindows
 from specsparse.measure.costs.roofline import measure_device
 from specsparse.measure.trials import Loop, Ours, token_ids
 from specsparse.runtime import timing_cache
@@ -210,7 +210,7 @@ def measure(model: Model, *, effort: Effort | None = None, done: Callable[[], No
     forward = rising(raw)
     far_ns = effort.far_ns
     near = [forward[effort.ns.index(n)] for n in far_ns]
-    windows = LayerWindows.of(model.config)
+    windows = LayerWindows.from_config(model.config)
     distance = windows.read(1, effort.far) - windows.read(1, effort.near)
     kv_s, kv_row_s, kv_errors = fit_kv(far_ns, near, [at[f"far {n}"] for n in far_ns], distance)
     host_s = at["host"]

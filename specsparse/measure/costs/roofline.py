@@ -19,7 +19,7 @@ from specsparse.engine.config import PROJECTIONS, ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.engine.rope import RopeConfig
 from specsparse.engine.text.tokenizer import Tokenizer
-from specsparse.engine.windows import WHOLE, LayerWindows
+from specsparse.engine.cache import WHOLE, LayerWindows
 from specsparse.errors import UserError
 from specsparse.kernels import processor
 from specsparse.models import catalogue, hub
@@ -96,7 +96,7 @@ class Traffic:
             if shape is not None and not unread:
                 matrices.append(Matrix(kind, nbytes, shape[0] * shape[1] if len(shape) == 2 else 0))
         attention = 2 * config.n_layers * config.n_heads * config.head_dim  # scores and values
-        return cls(tuple(matrices), kv_bytes(config, 1, kv_dtype), attention, LayerWindows.of(config))
+        return cls(tuple(matrices), kv_bytes(config, 1, kv_dtype), attention, LayerWindows.from_config(config))
 
     @cached_property
     def weight_bytes(self) -> float:

@@ -17,10 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from specsparse import kernels
+from specsparse.engine.cache import LayerWindows
 from specsparse.engine.config import PROJECTIONS
 from specsparse.engine.gguf.reader import FLOAT_TYPES, open_gguf
 from specsparse.engine.model import Model
-from specsparse.engine.windows import LayerWindows
 from specsparse.errors import UserError
 from specsparse.measure import conditions, manifest, trials
 from specsparse.measure.conditions import Conditions
@@ -163,7 +163,7 @@ def work_of(model: Model, method: str, n: int, depth: int, forwards: int = 1) ->
     """The work of a test over n tokens after `depth`, in `forwards` passes of n / forwards rows."""
     c = model.config
     layers = sum(prod(c.projection_shape(p)) for p in PROJECTIONS) * c.n_layers
-    windows = LayerWindows.of(c)
+    windows = LayerWindows.from_config(c)
     seen = windows.attended(n, depth)  # by all rows together
     logits = 1 if method == "prompt" else n
     attention = 2 * c.n_layers * c.n_heads * c.head_dim * seen

@@ -7,8 +7,7 @@ import pytest
 import specsparse
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
-from specsparse.engine.mesh.sharded import mesh_of
-from specsparse.engine.mesh.split import split
+from specsparse.engine.mesh import Split, make_mesh
 from specsparse.errors import UserError
 from specsparse.speculative.drafters import get_drafter
 from specsparse.testing import write_tiny_gguf
@@ -19,7 +18,7 @@ IDS = list(range(5, 25))
 
 def split_of(tmp_path, ways, *, floats=False, **model):
     f = open_gguf(write_tiny_gguf(tmp_path / "m.gguf", n_layers=1, **model))
-    return split(f, ModelConfig.from_gguf(f), ways, floats=floats)
+    return Split.from_gguf(f, ModelConfig.from_gguf(f), ways, floats=floats)
 
 
 @pytest.mark.parametrize(
@@ -60,13 +59,13 @@ def test_a_mesh_of_one_device_gives_the_bits_of_none(tmp_path):
 @pytest.mark.parametrize("wanted", [0, -1, True, "2", 2.0])
 def test_a_mesh_is_a_number_or_a_mesh(wanted):
     with pytest.raises(UserError, match=r"a number of devices or a jax\.sharding\.Mesh is needed"):
-        mesh_of(wanted)
+        make_mesh(wanted)
 
 
 def test_more_devices_than_there_are():
     wanted = len(jax.devices()) + 1
     with pytest.raises(UserError, match=f"mesh={wanted}: JAX has {wanted - 1} "):
-        mesh_of(wanted)
+        make_mesh(wanted)
 
 
 def test_what_reads_whole_matrices_is_refused(tmp_path):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from specsparse.data.devices import Device, sheets
+from specsparse.engine.cache import LayerWindows
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
-from specsparse.engine.windows import LayerWindows
 from specsparse.errors import UserError
 from specsparse.measure.costs import measuring
 from specsparse.measure.costs.acceptance import Accepted
@@ -120,7 +120,7 @@ def test_what_windows_spare_is_counted_row_by_row(windows, model, rows, before):
     for window in windows:
         seen = [set(range(max(before + i + 1 - window, 0) if window else 0, before + i + 1)) for i in range(rows)]
         read, macs = read + len(set.union(*seen)), macs + sum(map(len, seen))
-    found = LayerWindows.of(config)
+    found = LayerWindows.from_config(config)
     assert bool(found) == any(windows)
     assert found.read(rows, before) * len(windows) == pytest.approx(read, rel=1e-12)
     assert found.attended(rows, before) * len(windows) == pytest.approx(macs, rel=1e-12)

@@ -1,1 +1,0 @@
-"""A dense model divided among devices."""
