@@ -1,4 +1,4 @@
-"""Where a model lies: who makes its arrays and its forward function, and compiles what calls it."""
+"""The devices of a model: they make its arrays and its forward function, and compile the programs that call it."""
 
 import abc
 from collections.abc import Callable
@@ -18,14 +18,11 @@ from specsparse.kernels import Kernels
 
 
 class Devices(abc.ABC):
-    """Base of `OneDevice`, `engine.mesh.MeshDevices` and `powerinfer.hot_cold.TwoDevices`.
-
-    What is not abstract is as on one device.
-    """
+    """Base of `OneDevice`, `engine.mesh.MeshDevices` and `powerinfer.hot_cold.TwoDevices`."""
 
     @property
     def ways(self) -> int | None:
-        """Devices that each matrix is divided among; None where matrices are whole."""
+        """Devices that each matrix is divided among; None if matrices are whole."""
         return None
 
     @property
@@ -35,10 +32,10 @@ class Devices(abc.ABC):
 
     @abc.abstractmethod
     def make_forward(self, config: ModelConfig, kernels: Kernels, ffn: Callable | None) -> ForwardFn:
-        """The forward function for weights and caches that were made here; `ffn` as `engine.llama.make_forward`'s."""
+        """`engine.llama.make_forward` for weights and caches that were made here."""
 
     def place_tensor(self, name: str, value: Pytree) -> Pytree:
-        """What is kept of a packed tensor; `name` is the file's."""
+        """The form in which a packed tensor is kept; `name` is the file's."""
         return value
 
     def place(self, params: Params) -> Params:
@@ -67,13 +64,12 @@ class Devices(abc.ABC):
 
 
 class OneDevice(Devices):
-    """All of a model on the default device."""
+    """The default device holds all of a model."""
 
     def make_forward(self, config: ModelConfig, kernels: Kernels, ffn: Callable | None) -> ForwardFn:
-        """`engine.llama.make_forward`."""
         return llama.make_forward(config, kernels, ffn)
 
 
 def compiled(function: Callable, *args: Pytree, donate: tuple[int, ...] = ()) -> Callable:
-    """`function` compiled for arguments of these shapes, of which those at the places `donate` are given up."""
+    """`function` compiled for arguments of these shapes; those at the places `donate` are given up."""
     return jax.jit(function, donate_argnums=donate).lower(*args).compile()

@@ -15,59 +15,43 @@ from specsparse.kernels import TILE_ROWS
 
 WIDEST = 64
 AUTO = "auto"
-"""In place of a width: that of `TILE_ROWS`, or what a longer draft needs (`engine.model.Model.holding`)."""
+"""In place of a width: `TILE_ROWS`, or the width that a longer draft needs (`engine.model.Model.holding`)."""
 _ALL = Want()
 
 
 def check_width(width: int) -> None:
-    """Refuses what is no width.
-
-    Raises:
-        UserError: it is no multiple of 8 from 8 to 64.
-    """
-    least = TILE_ROWS
-    if isinstance(width, bool) or not isinstance(width, int) or width % least or not least <= width <= WIDEST:
-        raise UserError(
-            f"width={width!r}: a multiple of {least} from {least} to {WIDEST} is needed, {AUTO}, or 0 for none"
-        )
+    """Raises UserError unless `width` is a multiple of 8 from 8 to 64."""
+    if isinstance(width, bool) or not isinstance(width, int) or width not in range(TILE_ROWS, WIDEST + 1, TILE_ROWS):
+        raise UserError(f"width={width!r} must be a multiple of {TILE_ROWS} up to {WIDEST}, {AUTO}, or 0 for none")
 
 
 def least_width(rows: int) -> int:
-    """The least width that holds steps of `rows` rows.
-
-    Raises:
-        UserError: there is none.
-    """
-    if rows > WIDEST:
-        raise UserError(_too_long(rows) + f"widths end at {WIDEST}: draft {WIDEST - 1} tokens at most")
+    """The least width that holds steps of `rows` rows; raises UserError if none does."""
+    check_rows(rows, WIDEST)
     return -(-rows // TILE_ROWS) * TILE_ROWS
 
 
 def check_rows(rows: int, width: int) -> None:
-    """Refuses drafts that do not fit a model's width.
+    """Raises UserError, with the width that does, if drafts do not fit a model's width.
 
     Args:
         rows: that a verification may have: drafted nodes and one.
         width: of the model; 0 for none.
-
-    Raises:
-        UserError: they do not fit; the line names the width that does.
     """
-    if not width or rows <= width:
-        return
-    raise UserError(_too_long(rows) + f"the model's width is {width}: load it with width={least_width(rows)}")
-
-
-def _too_long(rows: int) -> str:
-    return f"drafts of {rows - 1} tokens verify {rows} rows, and "
+    if width and rows > width:
+        hint = f"load it with width={least_width(rows)}" if rows <= WIDEST else f"draft {WIDEST - 1} tokens at most"
+        raise UserError(f"drafts of {rows - 1} tokens verify {rows} rows, and the model's width is {width}: {hint}")
 
 
 def fixed_width(forward: ForwardFn, width: int) -> ForwardFn:
     """`forward`, with passes of up to `width` rows all run as `width` rows, of a tree, with all logits.
 
-    Rows that were not asked for do not count and are cut off. What is around the pass is kept out of its program, so
-    that XLA compiles it alike wherever it stands. Longer passes, of prompts, are as ever.
+    Rows that were not asked for do not count and are cut off. Barriers keep the operations around the pass out of its
+    program, so that XLA compiles it alike wherever it stands. Longer passes, of prompts, stay as they are.
     """
+
+    def padded(rows_Bn: jax.Array, value: int) -> jax.Array:
+        return jnp.pad(rows_Bn, ((0, 0), (0, width - rows_Bn.shape[1])), constant_values=value)
 
     def of_width(
         params: Params, tokens_Bn: jax.Array, cache: KVCache, *, n_valid_B=None, parents_Bn=None, want: Want = _ALL
@@ -78,21 +62,17 @@ def fixed_width(forward: ForwardFn, width: int) -> ForwardFn:
         if n > width:
             return forward(params, tokens_Bn, cache, n_valid_B=n_valid_B, parents_Bn=parents_Bn, want=want)
         chain_Bn = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None] - 1, (batch, width))
-        parents_BW = chain_Bn if parents_Bn is None else _padded(parents_Bn, width, -1)
-        given = (params, _padded(tokens_Bn, width, 0), cache, n_valid_B, parents_BW)
+        parents_BW = chain_Bn if parents_Bn is None else padded(parents_Bn, -1)
+        given = (params, padded(tokens_Bn, 0), cache, n_valid_B, parents_BW)
         params, tokens_BW, cache, n_valid_B, parents_BW = jax.lax.optimization_barrier(given)
         wide = Want("none" if want.logits == "none" else "all", want.hidden, want.layers, zeros=False)
         out, cache = forward(params, tokens_BW, cache, n_valid_B=n_valid_B, parents_Bn=parents_BW, want=wide)
         out, cache = jax.lax.optimization_barrier((out, cache))
         logits, hidden = (None if rows is None else rows[:, :n] for rows in (out.logits, out.hidden))
-        if logits is not None and want.zeros:  # after the pass, which is the same for those who read no such rows
+        if logits is not None and want.zeros:  # outside of the pass, which must not depend on `zeros`
             logits = jnp.where((jnp.arange(n)[None] < n_valid_B[:, None])[..., None], logits, jnp.float32(0))
         if want.logits == "last":
             logits = jnp.take_along_axis(logits, jnp.maximum(n_valid_B - 1, 0)[:, None, None], axis=1)
         return ForwardOut(logits, hidden, out.stats), cache
 
     return of_width
-
-
-def _padded(rows_Bn: jax.Array, width: int, value: int) -> jax.Array:
-    return jnp.pad(rows_Bn, ((0, 0), (0, width - rows_Bn.shape[1])), constant_values=value)

@@ -24,10 +24,10 @@ from specsparse.kernels.packing.pack import pack
 class Layer(NamedTuple):
     """Weights of one layer. Matrices are [outputs, inputs], norms f32[D], biases f32[outputs] or None.
 
-    Norms that not all architectures have are None where there is none: those of each head of queries and keys, f32[d],
-    and of what attention and FFN add, f32[D].
-    `sparse` is what an injected sparse FFN reads: neuron-major rows and predictor weights; the dense matrices that it
-    replaces may then be None. `SkipWeights` there stand beside them, for the dense pass that skips zeros.
+    Norms that not all architectures have may be None: those of each head of queries and keys, f32[d], and of the
+    outputs of attention and FFN, f32[D]. An injected sparse FFN reads `sparse`: neuron-major rows and predictor
+    weights; the dense matrices that it replaces may then be None. `SkipWeights` there stand beside them, for the dense
+    pass that skips zeros.
     """
 
     attn_norm: jax.Array
@@ -47,7 +47,7 @@ class Layer(NamedTuple):
     post_ffw_norm: jax.Array | None = None
 
     def bias(self, *names: str) -> tuple[jax.Array | None, ...] | None:
-        """Biases of the named projections, None where there is none at all."""
+        """Biases of the named projections, or None if the layer has no bias at all."""
         return tuple(self.biases.get(n) for n in names) if self.biases else None
 
 
@@ -58,7 +58,7 @@ class Params(NamedTuple):
         embedding: QTensor [V, D].
         layers: L of them.
         output_norm: f32[D].
-        output: QTensor [V, D], the embedding itself where the two are tied.
+        output: QTensor [V, D], the embedding itself if the two are tied.
         cos, sin: f32[T, C, r/2] rotary tables of the cache's capacity (`engine.rope.model_tables`), set by whoever
             makes the cache.
     """
@@ -79,17 +79,12 @@ class Footprint:
     file: int
 
 
-def _vector(tensor: TensorInfo, factor: float = 1.0) -> np.ndarray:
-    return np.array(tensor.dequantize(), np.float32).reshape(-1) * np.float32(factor)
-
-
 def pack_matrix(tensor: TensorInfo, *, floats: bool) -> QTensor:
-    """Packs one matrix; `floats` keeps its dequantised values instead, for kernels that compute in float32."""
+    """One matrix on the device; `floats` keeps its dequantised values, for kernels that compute in float32."""
     return jax.device_put(_pack(tensor, floats=floats))
 
 
 def _pack(tensor: TensorInfo, *, floats: bool) -> QTensor:
-    """The same, quantised ones still numpy's."""
     if floats:
         packed = pack_float(jnp.asarray(tensor.dequantize()), "f32")
         return replace(packed, layout=replace(packed.layout, source=tensor.type.name))
@@ -97,7 +92,7 @@ def _pack(tensor: TensorInfo, *, floats: bool) -> QTensor:
 
 
 def pack_rows(tensor: TensorInfo, *, floats: bool) -> NeuronRows:
-    """The same for a matrix of neurons, one row each."""
+    """`pack_matrix` for a matrix of neurons, one row each."""
     if floats:
         return pack_neurons(np.ascontiguousarray(tensor.dequantize(), np.float32), GGML.F32, tensor.shape)
     return pack_neurons(tensor.raw, tensor.type, tensor.shape)
@@ -107,7 +102,6 @@ PackFFN = Callable[[dict[str, TensorInfo]], dict[str, Pytree]]
 """Tensors of a layer's FFN by short name ("ffn_up") -> fields of its `Layer`."""
 
 FFN_NAMES = ("ffn_gate", "ffn_up", "ffn_down", "ffn_down_t", "fc1", "fc2")
-"""Matrices of a dense and of a sparse FFN."""
 
 
 def load_params(
@@ -125,34 +119,30 @@ def load_params(
     Args:
         f: an open file whose tensors `config` was checked against.
         config: the model.
-        floats: dequantise to float32 at load, for the kernels that have no quantised product.
+        floats: dequantise to float32 at load, for kernels without a quantised product.
         float_types: GGUF types that are dequantised in any case.
         progress: called with the bytes done after each tensor, or None.
         pack_ffn: packs the matrices of a layer's FFN in its own way; None makes the dense one.
-        place: called with name and packed tensor, returns what is kept (`Devices.place_tensor`); two threads call it.
+        place: called by two threads with name and packed tensor, returns the one to keep (`Devices.place_tensor`).
 
     Raises:
         UserError: a tensor holds values that are not finite.
     """
 
-    def tensor(name: str) -> TensorInfo:
-        return f.tensors[name]
-
     def load(name: str):
-        t = tensor(name)
-        as_floats = floats or t.type.name in float_types
+        t = f.tensors[name]
         if name.endswith(("norm.weight", ".bias")):
-            out = _vector(t, config.query_scale if name.endswith("attn_q_norm.weight") else 1.0)
+            scale = config.query_scale if name.endswith("attn_q_norm.weight") else 1.0
+            out = np.array(t.dequantize(), np.float32).reshape(-1) * np.float32(scale)
         else:
-            out = _pack(t, floats=as_floats)
+            out = _pack(t, floats=floats or t.type.name in float_types)
         _check_finite(f, name, out)
         if progress is not None:
             progress(t.nbytes)
         return out if place is None else place(name, out)
 
     def ffn(i: int) -> dict[str, Pytree]:
-        """What `pack_ffn` makes of layer i."""
-        own = {n: tensor(f"blk.{i}.{n}.weight") for n in FFN_NAMES if f"blk.{i}.{n}.weight" in names}
+        own = {n: f.tensors[f"blk.{i}.{n}.weight"] for n in FFN_NAMES if f"blk.{i}.{n}.weight" in names}
         out = pack_ffn(own)
         for matrix in filter(_is_matrix, jax.tree.leaves(out, is_leaf=_is_matrix)):
             _check_finite(f, f"of the FFN of layer {i}", matrix)
@@ -165,34 +155,32 @@ def load_params(
     with ThreadPoolExecutor(2) as pool:  # numpy's copies release the lock
         loaded = dict(zip(ours, pool.map(load, ours), strict=True))
         packed = list(pool.map(ffn, range(config.n_layers))) if pack_ffn else [{}] * config.n_layers
-    # What nobody has placed, all at once and as it is: jnp.asarray would compile programs that copy.
-    loaded |= jax.device_put({name: value for name, value in loaded.items() if _on_host(value)})
+
+    def on_host(value: Pytree) -> bool:
+        return any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(value))
+
+    # All that is not placed yet at once and as it is: jnp.asarray would compile programs that copy.
+    loaded |= jax.device_put({name: value for name, value in loaded.items() if on_host(value)})
+
+    def layer(i: int) -> Layer:
+        fields = {n: loaded.get(f"blk.{i}.{n}.weight") for n in (*config.layer_norms, *PROJECTIONS)}
+        biases = {n: loaded[f"blk.{i}.{n}.bias"] for n in config.projections if f"blk.{i}.{n}.bias" in loaded}
+        return Layer(**{**fields, "biases": biases, **packed[i]})
+
     embedding = loaded["token_embd.weight"]
     return Params(
         embedding=embedding,
-        layers=tuple(_layer(loaded, config, i, packed[i]) for i in range(config.n_layers)),
+        layers=tuple(map(layer, range(config.n_layers))),
         output_norm=loaded["output_norm.weight"],
         output=embedding if config.tied_output else loaded["output.weight"],
     )
 
 
-def _layer(loaded: dict, config: ModelConfig, i: int, packed: dict[str, Pytree]) -> Layer:
-    prefix = f"blk.{i}."
-    names = (*config.layer_norms, *PROJECTIONS)
-    fields = {name: loaded.get(f"{prefix}{name}.weight") for name in names}
-    biases = {n: loaded[f"{prefix}{n}.bias"] for n in config.projections if f"{prefix}{n}.bias" in loaded}
-    return Layer(**{**fields, "biases": biases, **packed})
-
-
-def _on_host(value: Pytree) -> bool:
-    return any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(value))
-
-
 def _check_finite(f: GGUFFile, name: str, value) -> None:
     """Refuses float32 data that is NaN or infinite.
 
-    Half-precision and quantised tensors are not looked through at load: what is not finite there ends a generation with
-    a clear error when its logits are checked.
+    Half-precision and quantised tensors are not looked through at load: a value there that is not finite ends a
+    generation with a clear error when its logits are checked.
     """
     if _is_matrix(value):
         if value.layout.codes != "f32":
@@ -208,9 +196,9 @@ def rope_factors(f: GGUFFile, config: ModelConfig) -> np.ndarray | None:
 
 
 def footprint(params: Params, f: GGUFFile) -> Footprint:
-    """Bytes that one decoding step reads: every matrix but an untied embedding, of which one row counts as nothing.
+    """Bytes that one decoding step reads: every matrix but an untied embedding, of which it reads one row.
 
-    Of a sparse FFN all neurons are counted; beside dense matrices none.
+    All neurons of a sparse FFN count, unless they stand beside dense matrices.
     """
     tied = params.output is params.embedding
     read = [layer if layer.ffn_up is None else layer._replace(sparse=None) for layer in params.layers]
@@ -220,7 +208,7 @@ def footprint(params: Params, f: GGUFFile) -> Footprint:
 
 
 def types(params: Params) -> list[str]:
-    """GGUF types of the matrices, the one with the most weights first; "Q8_0 as f32" where they were dequantised."""
+    """GGUF types of the matrices, the one with the most weights first; "Q8_0 as f32" if they were dequantised."""
     sizes: Counter[str] = Counter()
     once = params._replace(output=None) if params.output is params.embedding else params
     for w in filter(_is_matrix, jax.tree.leaves(once, is_leaf=_is_matrix)):

@@ -15,8 +15,7 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
-from specsparse.engine.rope import rope_tables
-from specsparse.engine.rope import RopeConfig
+from specsparse.engine.rope import RopeConfig, rope_tables
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize

@@ -128,7 +128,7 @@ def test_an_automatic_width_holds_the_longest_draft(model, tmp_path):
     assert model.promise.startswith("equal bits") and f"{WIDTH} rows" in model.promise
     assert "24 rows" in model.holding(17).promise and "the fewest tiles" in model.holding(17).promise
     assert model.holding(17).room_for(3) == model.holding(17).room_for(16) == 24  # caches alike for every method
-    with pytest.raises(UserError, match="verify 65 rows, and widths end at 64: draft 63 tokens at most"):
+    with pytest.raises(UserError, match="draft 63 tokens at most"):
         model.holding(65)
     path = write_tiny_gguf(tmp_path / "m.gguf")
     asked = specsparse.load(path, backend="xla", width=WIDTH)
@@ -168,7 +168,7 @@ def test_what_a_width_does_not_hold_is_one_line(model, tmp_path):
         check_rows(65, 64)
     path = write_tiny_gguf(tmp_path / "m.gguf")
     for options, says in (
-        ({"backend": "xla", "width": 12}, "a multiple of 8 from 8 to 64"),
+        ({"backend": "xla", "width": 12}, "width=12"),
         ({"backend": "reference", "width": 8}, "reference kernels give equal bits at any width"),
         ({"backend": "xla", "width": 8, "mesh": 1}, "for dense models on one device"),
     ):

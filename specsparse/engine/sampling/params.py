@@ -225,6 +225,8 @@ class SamplingParams:
         Raises:
             UserError: an unknown name (the message has the nearest valid one), or a value that is not allowed.
         """
+        if not isinstance(mapping, Mapping):
+            raise UserError(f"sampling parameters are a mapping of names to values, not {type(mapping).__name__}")
         _check_names(mapping)
         return cls(**mapping)
 

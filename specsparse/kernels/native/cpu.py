@@ -250,17 +250,17 @@ def argmax(x):
 
 
 def check(logits_RV):
-    """`SamplingKernels.check` (see `engine.sampling.row_probs`) by the C++ kernels."""
+    """`SamplingKernels.check` (see `engine.sampling.probs`) by the C++ kernels."""
     return call("check", (logits_RV.shape[:1], jnp.bool_), logits_RV)
 
 
 def probs(logits_RV, rows, **_):
-    """`engine.sampling.row_probs.reference_probs` by the C++ kernels; `rows` are its ProbRows."""
+    """`engine.sampling.probs.reference_probs` by the C++ kernels; `rows` are its Truncation."""
     return call("law", (logits_RV.shape, jnp.float32), logits_RV, *rows)
 
 
 def draw(p_RV, u_RU):
-    """`engine.sampling.row_probs.reference_draw` by the C++ kernels: the same tree of sums, the same token."""
+    """`engine.sampling.probs.reference_draw` by the C++ kernels: the same tree of sums, the same token."""
     return call("draw_token", (p_RV.shape[:1], jnp.int32), p_RV, u_RU)
 
 
@@ -273,14 +273,14 @@ def sample(logits_RV, probs, n_valid_B, u_RU=None, tokens_R=None):
 
 
 def propose(logits_RN, probs, u_RU, ids_N, size):
-    """`SamplingKernels.propose` (see `engine.sampling.row_probs`) by the C++ kernels."""
+    """`SamplingKernels.propose` (see `engine.sampling.probs`) by the C++ kernels."""
     R = logits_RN.shape[:1]
     results = [(R, jnp.int32), (R, jnp.bool_), ((*R, size), jnp.float32)]
     return tuple(call("propose", results, logits_RN, *probs, u_RU, given(ids_N, jnp.int32)))
 
 
 def judge(rows_RV, probs, n_valid_B, tokens_BK, q_BKV, coins_BK, u_BU, *, whole):
-    """`SamplingKernels.judge` (see `engine.sampling.row_probs`) by the C++ kernels."""
+    """`SamplingKernels.judge` (see `engine.sampling.probs`) by the C++ kernels."""
     B = n_valid_B.shape
     results = [(B, jnp.int32), (B, jnp.int32), (B, jnp.bool_), (tokens_BK.shape, jnp.float32)]
     probs = (given(None), given(None), given(None, jnp.int32), given(None)) if probs is None else probs

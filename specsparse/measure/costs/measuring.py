@@ -15,8 +15,8 @@ from functools import partial
 
 import numpy as np
 
-from specsparse.engine.model import Model
 from specsparse.engine.cache import LayerWindows
+from specsparse.engine.model import Model
 from specsparse.measure.costs.roofline import measure_device
 from specsparse.measure.trials import Loop, Ours, token_ids
 from specsparse.runtime import timing_cache

@@ -15,11 +15,11 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from specsparse.data.devices import THIS, Device, known, sheets
 from specsparse.engine.architectures import ARCHITECTURES
+from specsparse.engine.cache import WHOLE, LayerWindows
 from specsparse.engine.config import PROJECTIONS, ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.engine.rope import RopeConfig
 from specsparse.engine.text.tokenizer import Tokenizer
-from specsparse.engine.cache import WHOLE, LayerWindows
 from specsparse.errors import UserError
 from specsparse.kernels import processor
 from specsparse.models import catalogue, hub

@@ -397,7 +397,10 @@ def _for_target(file: HeadFile, target: GGUFFile) -> HeadFile:
         file = file if file.layers else replace(file, layers=eagle3.default_layers(n_layers))
     else:
         width, highest = file.shape.feature_width, max(file.shape.features)
-    tokens, last = len(target.get("tokenizer.ggml.tokens", "strings", None) or ()), 0 if file.ids is None else file.ids.max()
+    tokens, last = (
+        len(target.get("tokenizer.ggml.tokens", "strings", None) or ()),
+        0 if file.ids is None else file.ids.max(),
+    )
     wrong = {
         f"is for a target of width {width}, {name} has {found}": found != width,
         f"drafts id {last}, {name} has {tokens} ids": 0 < tokens <= last,
