@@ -137,10 +137,9 @@ def load(
     if mesh is not None:
         if plan.ffn is not None or plan.pack is not None:
             raise UserError(f"{path}: mesh is for dense models; this one's FFN is computed neuron by neuron")
-        from specsparse.engine.mesh.sharded import MeshDevices, mesh_of
-        from specsparse.engine.mesh.split import split
+        from specsparse.engine.mesh import MeshDevices, Split, make_mesh
 
-        found = mesh_of(mesh)
+        found = make_mesh(mesh)
         plan = replace(plan, devices=MeshDevices(found, split(f, config, found.size, floats=floats)))
     plan, storage = _stored(f, config, plan, backend, floats=float_weights)
     automatic = width in (None, AUTO)
