@@ -140,7 +140,7 @@ def load(
         from specsparse.engine.mesh import MeshDevices, Split, make_mesh
 
         found = make_mesh(mesh)
-        plan = replace(plan, devices=MeshDevices(found, split(f, config, found.size, floats=floats)))
+        plan = replace(plan, devices=MeshDevices(found, Split.from_gguf(f, config, found.size, floats=floats)))
     plan, storage = _stored(f, config, plan, backend, floats=float_weights)
     automatic = width in (None, AUTO)
     width = _width(f, plan, width)
