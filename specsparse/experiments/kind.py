@@ -174,13 +174,13 @@ class Kind(abc.ABC, Generic[S]):
 KINDS: Registry[Kind] = Registry("kind", "specsparse.experiments.kind:Kind", "specsparse.experiments.kinds", {
     "speed": "speed:Speed",  # plain decoding and one method, interleaved
     "compare": "compare:Compare",  # plain decoding and every valid method of a list, ranked
-    "certify": "certify:Certify",  # the exact output distribution of every verifier; needs no model
-    "roofline": "roofline:RooflineKind",  # what a model file could do at best on a device, and what it does here
+    "certify": "certificate:Certify",  # the exact output distribution of every verifier; needs no model
+    "roofline": "device_roofline:RooflineKind",  # what a model file could do at best on a device, and what it does here
     "train_drafter": "train_drafter:TrainDrafter",  # a head or a draft model, trained and judged
     "relufy": "relufy:Relufy",  # FFNs turned to ReLU, and what that cost
-    "placement": "placement:Place",  # which neurons belong on the accelerator
-    "perplexity": "perplexity:Perplexity",  # how well a model predicts a text, and how far it is from float32
-    "quant_table": "quant_table:Quantisations",  # bytes, quality and speed in several types of weights
+    "placement": "neuron_placement:Place",  # which neurons belong on the accelerator
+    "perplexity": "quality:Perplexity",  # how well a model predicts a text, and how far it is from float32
+    "quant_table": "quality:Quantisations",  # bytes, quality and speed in several types of weights
     "train_predictors": "train_predictors:TrainPredictors",  # a predictor of active neurons, fitted and judged
     "powerinfer_oracle": "powerinfer_oracle:PowerInferOracle",  # logits and tokens against PowerInfer's
     "sparsity": "sparsity:SparsityKind",  # what leaving neurons out costs and gains, point by point

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from specsparse import kernels
 from specsparse.errors import UserError
-from specsparse.experiments.kinds import placement, sparsity
+from specsparse.experiments.kinds import neuron_placement, sparsity
 from specsparse.experiments.settings import RunConfig
 from specsparse.kernels.processor import cpu_info
 from specsparse.measure import conditions
@@ -198,7 +198,7 @@ def show(directory: Path, out: Console) -> None:
     if len(points) > 1:
         _show(out, sparsity.sweep_table(points, swept(points)), points, apart(points), directory)
     if len(placed) > 1:
-        placement.show_sweep(directory, placed, out)
+        neuron_placement.show_sweep(directory, placed, out)
         _say(apart(placed), out)
     if len(timed) > 1:
         _show(out, table(timed), timed, lines(timed), directory)

@@ -4,7 +4,7 @@ import pytest
 
 from specsparse.errors import UserError
 from specsparse.experiments.kind import KINDS, Kind
-from specsparse.experiments.kinds.perplexity import PerplexitySettings
+from specsparse.experiments.kinds.quality import PerplexitySettings
 from specsparse.experiments.settings import DecodingSettings, ModelSettings
 from specsparse.support.registry import Choice
 from tests.experiments.playing import play, replaced, run_config

@@ -16,9 +16,9 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.experiments import runner, sweeps
 from specsparse.experiments.command_line import shorthand
-from specsparse.experiments.kinds import certify as certify_kind
+from specsparse.experiments.kinds import certificate as certify_kind
 from specsparse.experiments.kinds import compare
-from specsparse.experiments.kinds.certify import CertifySpec
+from specsparse.experiments.kinds.certificate import CertifySpec
 from specsparse.experiments.kinds.compare import CompareSpec
 from specsparse.experiments.settings import FfnSpec, ModelSpec, from_omegaconf
 from specsparse.measure import conditions, machine, speedups

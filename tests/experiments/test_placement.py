@@ -13,8 +13,8 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.experiments import runner, sweeps
-from specsparse.experiments.kinds import placement
-from specsparse.experiments.kinds.placement import PlacementSpec
+from specsparse.experiments.kinds import neuron_placement
+from specsparse.experiments.kinds.neuron_placement import PlacementSpec
 from specsparse.measure import machine
 from specsparse.measure.costs import roofline
 from specsparse.powerinfer.gpuidx import GpuIndex, path_for, read_gpuidx, write_gpuidx
@@ -122,10 +122,10 @@ def test_what_somebody_else_placed_is_reported_as_it_is(cfg, tmp_path):
 def test_the_text_to_decode_after_fits_the_context(cfg, path):
     f = open_gguf(path)
     config = dataclasses.replace(ModelConfig.from_gguf(f), context_length=16)
-    assert len(placement.text_ids(settings(changed(cfg, "placement", decode=3)), f, config)) == 13
-    assert len(placement.text_ids(settings(changed(cfg, "placement", decode=3, window=4)), f, config)) == 4
+    assert len(neuron_placement.text_ids(settings(changed(cfg, "placement", decode=3)), f, config)) == 13
+    assert len(neuron_placement.text_ids(settings(changed(cfg, "placement", decode=3, window=4)), f, config)) == 4
     with pytest.raises(UserError, match=r"placement\.decode=15 leaves no room .* of 16 tokens"):
-        placement.text_ids(settings(changed(cfg, "placement", decode=15)), f, config)
+        neuron_placement.text_ids(settings(changed(cfg, "placement", decode=15)), f, config)
 
 
 def test_layers_and_predictors(cfg, tmp_path):
@@ -205,7 +205,7 @@ def test_other_experiments_take_a_solved_placement(cfg):
 
 def test_a_trace_has_a_row_a_device():
     spans = [("hot", 0, 2.0, 3.0), ("cold", 0, 1.5, 2.5), ("attention", 0, 1.0, 1.5)]
-    names, events = np.split(placement.chrome_trace(spans)["traceEvents"], [2])
+    names, events = np.split(neuron_placement.chrome_trace(spans)["traceEvents"], [2])
     assert [n["args"]["name"].split(":")[0] for n in names] == ["device 0", "device 1"]
     assert [(e["name"], e["tid"], e["ts"], e["dur"]) for e in events] == [
         ("attention 0", 0, 0, 5e5), ("cold 0", 1, 5e5, 1e6), ("hot 0", 0, 1e6, 1e6),

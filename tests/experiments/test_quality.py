@@ -7,8 +7,7 @@ import pytest
 
 import specsparse
 from specsparse.errors import UserError
-from specsparse.experiments.kinds.perplexity import PerplexitySpec
-from specsparse.experiments.kinds.quant_table import QuantTableSpec
+from specsparse.experiments.kinds.quality import PerplexitySpec, QuantTableSpec
 from specsparse.experiments.settings import FfnSpec
 from specsparse.measure.conditions import Conditions
 from specsparse.runtime.perplexity import score, windows
