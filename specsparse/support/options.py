@@ -21,13 +21,11 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, Union
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union
 
 from specsparse.errors import UserError
 
 T = TypeVar("T")
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,20 +226,6 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     names = sorted(valid)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else f"; valid: {', '.join(names) or 'none'}"
-
-
-def only_known(function: Callable[P, R]) -> Callable[P, R]:
-    """The function; a keyword that it does not have is refused as an unknown option is."""
-    known = list(inspect.signature(function).parameters)
-
-    @functools.wraps(function)
-    def call(*args: P.args, **given: P.kwargs) -> R:
-        for key in given:
-            if key not in known:
-                raise UserError(f"{function.__name__}() has no option {shown(key)}{nearest(key, known)}")
-        return function(*args, **given)
-
-    return call
 
 
 def _value(hint: Any, marks: Sequence[object], value: object, label: str) -> object:

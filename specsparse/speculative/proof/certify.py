@@ -30,7 +30,7 @@ from specsparse.speculative.proof.policies import measure_policy
 from specsparse.speculative.proof.results import DRIVER, CertificateReport, MutantResult, Result
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import VERIFIERS, get_verifier
-from specsparse.support.options import Range, Seed, only_known, read
+from specsparse.support.options import Range, Seed, read
 
 Certifiable = Verifier | str | ExternalVerifier | Callable | Policy
 
@@ -109,7 +109,6 @@ class _Options:
     known_bugs: bool
 
 
-@only_known
 def certify(
     verifiers: Sequence[Certifiable] | Certifiable | None = None,
     *,
@@ -139,7 +138,7 @@ def certify(
         UserError: an unknown name, a case too large to enumerate, or a callable that cannot be certified so.
     """
     if museum is not None:
-        warnings.warn("certify(museum=) is known_bugs= now", DeprecationWarning, stacklevel=3)
+        warnings.warn("certify(museum=) is known_bugs= now", DeprecationWarning, stacklevel=2)
         known_bugs = museum
     given = {
         "vocab": vocab,
