@@ -24,8 +24,8 @@ from specsparse.runtime.method import Method, MethodSpec, resolve
 from specsparse.speculative.policies.base import Fixed
 from specsparse.support.registry import Choice
 from specsparse.tools.bench import speculation
-from specsparse.tools.bench.speculation import Speculator, ours
-from specsparse.tools.peers.timed import Peer
+from specsparse.tools.bench.speculation import ours
+from specsparse.tools.peers.peer import Peer
 
 GOAL = 3.0
 PLAIN, LOOKUP = "ours plain", "ours lookup"
@@ -38,7 +38,7 @@ def peers_name(drafted: int) -> str:
 
 
 def measure(
-    model: Model, peer: Speculator, jobs: Sequence[tuple[str, list[int]]], *, tokens: int, drafted: list[int],
+    model: Model, peer: Peer, jobs: Sequence[tuple[str, list[int]]], *, tokens: int, drafted: list[int],
     repeats: int,
 ) -> Seconds:  # fmt: skip
     """Every prompt on every engine in turn, the order turned round each time; the first time is not counted."""

@@ -1,26 +1,35 @@
-"""Arguments that several commands share: numbers, names and lists of them, sampling parameters, and files to write.
-
-The method has a page of its own, `specsparse.cli.method_options`.
-"""
+"""What several commands share: types of arguments, the method, the sampling parameters, and where a report goes."""
 
 import argparse
 import collections.abc
+import json
 import typing
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from specsparse.errors import UserError
 from specsparse.support.files import Json, atomically, need_place, to_json, write_atomically
 from specsparse.support.options import options_of, shown
+from specsparse.support.registry import Choice
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
     from specsparse.engine.sampling.params import SamplingParams
     from specsparse.report.plots import Figure
+    from specsparse.runtime.method import MethodSpec
 
+T = TypeVar("T")
 STDOUT = "-"
-"""The file of --json without one."""
+"""The file of `--json` if none is named."""
+MODEL = "smollm2-135m"
+"""The default model."""
+ANY_MODEL = "a known name, a GGUF file or hf://owner/repo/file.gguf"
+GROUPS = ("drafter", "verifier", "policy", "tree")
+"""The parts of a method that have options."""
 ONE_TEXT = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "max_tokens", "min_tokens", "stop", "include_stop_str_in_output", "stop_token_ids", "ignore_eos", "bad_words",
@@ -50,8 +59,29 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def share(text: str, *, zero: bool = False) -> float:
+    """A number above 0 and up to 1; `zero` allows 0 too."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1 or not (value or zero):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a share from 0 to 1, for instance 0.7")
+    return value
+
+
+def list_of(read: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    """A type of values with commas between them."""
+
+    def several(text: str) -> tuple[T, ...]:
+        return tuple(read(part) for part in text.split(","))
+
+    several.__name__ = f"list of {read.__name__}"
+    return several
+
+
 def sizes(text: str) -> tuple[int, ...]:
-    """Whole numbers from 1 to 64, in order: `1..16`, `1,4,8`."""
+    """Whole numbers from 1 to 64, ascending: `1..16`, `1,4,8`."""
     found: set[int] = set()
     for part in text.split(","):
         first, dots, last = part.partition("..")
@@ -63,7 +93,7 @@ def sizes(text: str) -> tuple[int, ...]:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Words between commas, each once."""
+    """Words with commas between them, each once."""
     found = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     if not all(found):
         raise argparse.ArgumentTypeError(f"{text!r}: names between commas")
@@ -71,24 +101,15 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def names_among(what: str, valid: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """`names`, each of which is one of `valid`; `what` says what they are names of."""
+    """`names`, each of them one of `valid`; `what` is the kind of name."""
 
     def read(text: str) -> tuple[str, ...]:
-        found = names(text)
-        for name in found:
+        for name in (found := names(text)):
             if name not in valid:
                 raise argparse.ArgumentTypeError(f"unknown {what} {name!r}: there are {', '.join(valid)}")
         return found
 
     return read
-
-
-def token_ids(text: str) -> list[int]:
-    """Token ids between commas."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be token ids with commas between them") from None
 
 
 def logit_bias(text: str) -> tuple[int, float]:
@@ -100,11 +121,95 @@ def logit_bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} must be ID=BIAS, such as 42=-5") from None
 
 
+def read_text(path: Path, name: str) -> str:
+    """The text of a file; `name` is how the user gave it. UserError if it cannot be read, or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise UserError(f"{name}: cannot be read: {reason}") from None
+
+
+# The method.
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """MODEL, --drafter and --draft, as chat and profile have them."""
+    add = parser.add_argument
+    add("model", nargs="?", default=MODEL, help=ANY_MODEL)
+    about = "a drafter as in configs; none is plain decoding (%(default)s)"
+    add("--drafter", default="prompt_lookup", metavar="NAME", help=about)
+    add("--draft", metavar="FILE", help="draft with this model: the drafter is then model")
+
+
+def drafter_of(drafter: str, draft: str | None) -> Choice:
+    """The drafter that --drafter and --draft name."""
+    return Choice(drafter) if draft is None else Choice("model", {"model": draft})
+
+
+def add_method(parser: argparse.ArgumentParser) -> None:
+    """--drafter, --verifier, --policy, --tree and --option."""
+    add = parser.add_argument
+    add(
+        "--drafter",
+        default="none",
+        metavar="NAME",
+        help="a drafter as in configs; none is plain decoding (the default)",
+    )
+    add("--verifier", metavar="NAME", help="a verifier (the first lossless one that fits the draft)")
+    add("--policy", metavar="NAME", help="decides how many tokens a round drafts (the drafter's own)")
+    add("--tree", metavar="NAME", help="the shape of drafts, if the drafter has a model")
+    about = "an option of the drafter, such as gamma=4; of another part with its name, such as policy.gamma=4"
+    add("--option", action="append", default=[], metavar="KEY=VALUE", help=about)
+
+
+def method_of(args: argparse.Namespace, sampling: "SamplingParams") -> "MethodSpec":
+    """The method that the arguments of `add_method` say, for a target with these sampling parameters.
+
+    Raises:
+        UserError: an option of a part that is not named, or a part beside plain decoding.
+    """
+    options = read_options(args.option)
+    chosen = {group: name for group in GROUPS if (name := getattr(args, group))}
+    if args.drafter == "none":
+        del chosen["drafter"]
+    for group in GROUPS:
+        if options[group] and group not in chosen:
+            raise UserError(f"{group}.{next(iter(options[group]))} needs --{group} NAME")
+    if chosen and "drafter" not in chosen:
+        raise UserError(f"--{next(iter(chosen))} needs --drafter NAME")
+    from specsparse.runtime.method import MethodSpec  # imports jax, which takes longer than to find a mistake
+
+    return MethodSpec(**{group: Choice(name, options[group]) for group, name in chosen.items()}, sampling=sampling)
+
+
+def read_options(given: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Options by group, of texts KEY=VALUE or GROUP.KEY=VALUE. A value that is not JSON is a text.
+
+    Raises:
+        UserError: another form, an unknown group, or one option twice.
+    """
+    out: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
+    for text in given:
+        path, equals, value = text.partition("=")
+        group, dot, key = path.rpartition(".")
+        options = out.get(group if dot else "drafter")
+        if options is None or not equals or not key:
+            raise UserError(f"--option {text} must be KEY=VALUE or GROUP.KEY=VALUE, GROUP one of {', '.join(GROUPS)}")
+        if key in options:
+            raise UserError(f"--option {path} was given twice")
+        try:
+            options[key] = json.loads(value)
+        except (ValueError, RecursionError):
+            options[key] = value
+    return out
+
+
 # Sampling parameters: names, types and descriptions are those of `SamplingParams`.
 
 
 def add_sampling(parser: argparse.ArgumentParser, fields: Iterable[str] | None = ONE_TEXT, **defaults: Any) -> None:
-    """An option for each named parameter, or for all; one that is not given has the value in `defaults`, if any."""
+    """An option for each named parameter, or for all; `defaults` are values of options that are not given."""
     from specsparse.engine.sampling.params import SamplingParams
 
     options, types = options_of(SamplingParams), typing.get_type_hints(SamplingParams)
@@ -120,8 +225,8 @@ def add_sampling(parser: argparse.ArgumentParser, fields: Iterable[str] | None =
 
 
 def _form(annotation: Any) -> dict[str, Any]:
-    """How argparse reads a value of this type; lists are given in parts or with commas."""
-    kinds = [k for k in typing.get_args(annotation) if k is not type(None)]
+    """How argparse reads a value of this type."""
+    kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
     kind = kinds[0] if type(None) in typing.get_args(annotation) else annotation
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
@@ -130,7 +235,7 @@ def _form(annotation: Any) -> dict[str, Any]:
     if typing.get_origin(kind) is collections.abc.Mapping:
         return {"type": logit_bias, "action": "append", "metavar": "ID=BIAS"}
     if typing.get_args(kind) == (int,):
-        return {"type": token_ids, "action": "extend", "metavar": "ID,ID"}
+        return {"type": list_of(int), "action": "extend", "metavar": "ID,ID"}
     return {"action": "append", "metavar": "TEXT"}
 
 
@@ -149,12 +254,12 @@ def sampling_params(args: argparse.Namespace) -> "SamplingParams":
     return SamplingParams.from_dict({**args.sampling_defaults, **given_sampling(args)})
 
 
-# Files to write: a report as JSON, and pictures.
+# Reports: as tables and lines, as JSON, as a figure.
 
 
-def add_json(add: Callable[..., argparse.Action]) -> None:
-    """--json; `add` is `add_argument` of a parser."""
-    add("--json", nargs="?", const=STDOUT, metavar="FILE", help="the report as one JSON line, last or in FILE")
+def add_json(add: Callable[..., argparse.Action], about: str = "the report as one JSON line, last or in FILE") -> None:
+    """--json [FILE]; `add` is `add_argument` of a parser."""
+    add("--json", nargs="?", const=STDOUT, metavar="FILE", help=about)
 
 
 def need_places(files: list[str | Path | None], pictures: list[Path | None], *sources: str | Path | None) -> None:
@@ -168,6 +273,20 @@ def need_places(files: list[str | Path | None], pictures: list[Path | None], *so
             need_place(path, *sources, picture=any(path is picture for picture in pictures))
 
 
+def show(out: "Console", parts: "Iterable[Table | Text | str]") -> None:
+    """Prints tables and lines."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from specsparse.support import tables
+
+    for part in parts:
+        if isinstance(part, Table):
+            tables.show(out, part)
+        else:
+            out.print(Text(part) if isinstance(part, str) else part, soft_wrap=True)
+
+
 def write_json(file: str | None, report: Json, out: "Console") -> None:
     """Writes the report to the `file` of --json, if it was given."""
     if file == STDOUT:
@@ -178,7 +297,7 @@ def write_json(file: str | None, report: Json, out: "Console") -> None:
 
 
 def draw(path: Path | None, figure: "Callable[[Json], Figure]", report: Json, out: "Console") -> None:
-    """Draws the report as a picture, if one was asked for."""
+    """Draws the report as a PNG, if one was asked for."""
     if path is not None:
         with atomically(path) as file:
             file.write(figure(report).png())

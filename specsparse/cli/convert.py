@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specsparse.cli.arguments import ANY_MODEL
 from specsparse.errors import UserError
+from specsparse.support import terminal
 from specsparse.support.files import need_folder
 
 if TYPE_CHECKING:
@@ -25,31 +27,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def add(name: str, run: Callable[[argparse.Namespace], int], what: str) -> Callable[..., Any]:
         sub = kinds.add_parser(name, help=what, description=what, allow_abbrev=False)
         sub.set_defaults(run=run)
-        sub.add_argument("--overwrite", "--yes", action="store_true", help="replace the file to write, unasked")
+        sub.add_argument("--overwrite", "--yes", action="store_true", help="replace the file to write without asking")
         return sub.add_argument
 
     arg = add("hf", _hf, "a checkpoint of transformers (safetensors) into a GGUF file")
     arg("source", metavar="DIR_OR_REPO", help="a folder with config.json, or owner/repo[@revision] of the Hub")
     arg("out", type=Path, metavar="OUT.gguf")
-    arg("--outtype", default="f16", metavar="TYPE", help=f"of the matrices: {OUT_TYPES} (%(default)s)")
+    arg("--outtype", default="f16", metavar="TYPE", help=f"type of the matrices: {OUT_TYPES} (%(default)s)")
     arg("--pre", metavar="NAME", help="pre-tokenizer of a byte-level BPE, if the checkpoint does not tell")
 
-    of_head = "another of its forms: a folder, or a GGUF file for llama.cpp"
     for name, what, forms, default in (
         ("eagle3", "an EAGLE-3 head", ("original", "speculators"), "original"),
         ("dflash", "a DFlash drafter", ("authors", "speculators"), "the first that can say what it is"),
     ):
-        arg = add(name, _head, f"{what} into {of_head}")
+        arg = add(name, _head, f"{what} into another of its forms: a folder, or a GGUF file for llama.cpp")
         arg("source", metavar="HEAD", help="a folder, a GGUF file, a known name or hf://owner/repo")
         arg("out", type=Path, metavar="OUT", help="a folder, or a file that ends in .gguf")
-        arg("--form", choices=forms, help=f"of a folder ({default})")
+        arg("--form", choices=forms, help=f"form of a folder ({default})")
         arg("--target", metavar="MODEL", help="the target's GGUF file: its tokenizer goes into the head's")
         arg("--verifier", metavar="OWNER/NAME", help="the target's repository or folder, for a speculators folder")
         types = "f32, f16, bf16, q8_0, q4_0, q4_1"
-        arg("--outtype", default="f32", metavar="TYPE", help=f"of a GGUF file's matrices: {types}")
+        arg("--outtype", default="f32", metavar="TYPE", help=f"type of a GGUF file's matrices: {types} (%(default)s)")
 
     arg = add("quantize", _quantize, "a GGUF file into another type of weights")
-    arg("source", metavar="IN.gguf", help="a path, a known name or hf://owner/repo/file.gguf")
+    arg("source", metavar="IN.gguf", help=ANY_MODEL)
     arg("out", type=Path, metavar="OUT.gguf")
     arg("type", metavar="TYPE", help="Q8_0, Q6_K, Q5_K, Q4_K, Q5_1, Q5_0, Q4_1, Q4_0, F16, BF16, F32 ..")
 
@@ -57,36 +58,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arg("model", type=Path, metavar="model.bin")
     arg("tokenizer", type=Path, metavar="tokenizer.bin")
     arg("out", type=Path, metavar="OUT.gguf")
-    arg("--outtype", default="f32", metavar="TYPE", help=f"of the matrices: {OUT_TYPES} (%(default)s)")
+    arg("--outtype", default="f32", metavar="TYPE", help=f"type of the matrices: {OUT_TYPES} (%(default)s)")
 
     arg = add("set-metadata", _set_metadata, "change one metadata value of a GGUF file, in its place or into --out")
     arg("file", metavar="FILE")
     arg("key", metavar="KEY", help="such as tokenizer.ggml.eos_token_id")
     arg("value", metavar="VALUE", help="read as the type that the key has")
-    arg("--type", metavar="TYPE", help="of a key that is not there yet: uint32, float32, bool, string ..")
+    arg("--type", metavar="TYPE", help="type of a key that is not there yet: uint32, float32, bool, string ..")
     arg("--out", type=Path, metavar="FILE", help="write there, and leave FILE as it is")
 
-    arg = add(
-        "tokenizer", _tokenizer, "the tokenizer of a GGUF file into a folder for transformers and load generators"
-    )
-    arg("source", metavar="MODEL", help="a path, a known name or hf://owner/repo/file.gguf")
-    arg("out", type=Path, metavar="DIR", help="tokenizer.json and tokenizer_config.json are written there")
+    what = "the tokenizer of a GGUF file into a folder for transformers and load generators"
+    arg = add("tokenizer", _tokenizer, what)
+    arg("source", metavar="MODEL", help=ANY_MODEL)
+    arg("out", type=Path, metavar="DIR", help="the folder of tokenizer.json and tokenizer_config.json")
 
-    arg = add("make-delta", _make_delta, "write what a GGUF model has that its base has not: tensors, metadata")
-    arg("base", metavar="BASE", help="a path, a known name or hf://owner/repo/file.gguf")
+    arg = add("make-delta", _make_delta, "write the tensors and metadata that a model has and its base has not")
+    arg("base", metavar="BASE", help=ANY_MODEL)
     arg("model", metavar="MODEL.gguf", help="with tensors of the same names and shapes")
     arg("out", type=Path, metavar="DELTA.gguf")
 
     arg = add("apply-delta", _apply_delta, "make a model of its base and a difference; another base is refused")
-    arg("base", metavar="BASE", help="a path, a known name or hf://owner/repo/file.gguf")
+    arg("base", metavar="BASE", help=ANY_MODEL)
     arg("delta", type=Path, metavar="DELTA.gguf")
     arg("out", type=Path, metavar="OUT.gguf")
 
     arg = add("powerinfer", _powerinfer, "join a dense GGUF with predictors into a PowerInfer file, or split one")
     arg("source", metavar="MODEL", help="a GGUF, or a folder of transformers; with --back a PowerInfer file")
-    arg("predictors", type=Path, metavar="DIR", help="model_0.pt .. and config.json; with --back where to write them")
+    arg("predictors", type=Path, metavar="DIR", help="the folder of model_0.pt .. and config.json; --back writes it")
     arg("--out", type=Path, required=True, metavar="FILE", help="the file to write")
-    arg("--type", default="f16", help="f16 (default) or q4_0, what PowerInfer computes rightly")
+    arg("--type", default="f16", help="f16 (default) or q4_0, the types that PowerInfer computes rightly")
     arg("--threshold", type=float, help="to write into the file (the one of DIR/config.json)")
     arg("--back", action="store_true", help="split a PowerInfer file into a dense GGUF and its predictors")
 
@@ -124,10 +124,9 @@ def _check_out(args: argparse.Namespace) -> None:
 
 def _hf(args: argparse.Namespace) -> int:
     from specsparse.models.convert.hf import convert_hf
-    from specsparse.support import terminal
 
+    notes: list[str] = []
     with terminal.loading(terminal.console(), f"converting {args.source}") as progress:
-        notes: list[str] = []
         convert_hf(args.source, args.out, type_name=args.outtype, pre=args.pre, progress=progress, note=notes.append)
     for line in notes:
         print(f"note: {line}", file=sys.stderr)
@@ -135,32 +134,27 @@ def _hf(args: argparse.Namespace) -> int:
 
 
 def _head(args: argparse.Namespace) -> int:
-    """A draft head into another of its forms."""
     from specsparse.models import catalogue
     from specsparse.models.convert.heads import convert_head, head_facts
 
     target = _opened(args.target) if args.target else None
-    file = convert_head(
-        args.conversion, catalogue.published(args.source), args.out, form=args.form, target=target,
-        verifier=args.verifier, quant=args.outtype,
-    )  # fmt: skip
+    options = {"form": args.form, "target": target, "verifier": args.verifier, "quant": args.outtype}
+    head = convert_head(args.conversion, catalogue.published(args.source), args.out, **options)
     if args.out.suffix == ".gguf":
         return _wrote(args.out)
     names = ", ".join(sorted(path.name for path in args.out.iterdir()))
-    print(f"wrote {args.out}: {names} ({head_facts(file)['head']})")
+    print(f"wrote {args.out}: {names} ({head_facts(head)['head']})")
     return 0
 
 
 def _quantize(args: argparse.Namespace) -> int:
     from specsparse.engine.gguf import requantise
     from specsparse.engine.gguf.reader import FLOAT_TYPES
-    from specsparse.support import terminal
 
-    kind = requantise.kind_of(args.type)
-    source = _opened(args.source)
-    of, lossy = source.main_type(), kind.name not in FLOAT_TYPES
-    if lossy and of not in (*FLOAT_TYPES, kind.name):
-        what = f"{args.source} is quantised already ({of}): what two roundings lose adds up"
+    kind, source = requantise.kind_of(args.type), _opened(args.source)
+    before = source.main_type()
+    if kind.name not in FLOAT_TYPES and before not in (*FLOAT_TYPES, kind.name):
+        what = f"{args.source} is quantised already ({before}): what two roundings lose adds up"
         print(f"warning: {what}; a file in F16 or F32 makes a better {kind.name}", file=sys.stderr)
     with terminal.loading(terminal.console(), f"quantising to {kind.name}") as progress:
         requantise.requantise(source, args.out, kind, progress=progress)
@@ -169,7 +163,6 @@ def _quantize(args: argparse.Namespace) -> int:
 
 def _llama2c(args: argparse.Namespace) -> int:
     from specsparse.models.convert.llama2c import convert_llama2c
-    from specsparse.support import terminal
 
     with terminal.loading(terminal.console(), f"converting {args.model}") as progress:
         convert_llama2c(args.model, args.tokenizer, args.out, type_name=args.outtype, progress=progress)
@@ -178,7 +171,6 @@ def _llama2c(args: argparse.Namespace) -> int:
 
 def _set_metadata(args: argparse.Namespace) -> int:
     from specsparse.models.convert.edit import set_metadata
-    from specsparse.support import terminal
 
     with terminal.loading(terminal.console(), f"writing {args.out or args.file}") as progress:
         old, new = set_metadata(args.file, args.key, args.value, args.out, type_name=args.type, progress=progress)
@@ -197,8 +189,7 @@ def _tokenizer(args: argparse.Namespace) -> int:
 def _make_delta(args: argparse.Namespace) -> int:
     from specsparse.models.convert.edit import make_delta
 
-    base, model = (_opened(name).path for name in (args.base, args.model))
-    count = make_delta(base, model, args.out)
+    count = make_delta(_opened(args.base).path, _opened(args.model).path, args.out)
     print(f"wrote {args.out}: {count} tensors, {args.out.stat().st_size / 2**20:.1f} MiB")
     return 0
 
@@ -232,8 +223,8 @@ def _dense(name: str, out: Path) -> Iterator[Path]:
     if not (Path(os.path.expanduser(name)) / "config.json").is_file():
         yield _opened(name).path
         return
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
-        file = Path(beside) / "dense.gguf"
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+        file = Path(folder) / "dense.gguf"
         convert_hf(name, file, type_name="f16")
         yield file
 

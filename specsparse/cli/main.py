@@ -6,13 +6,14 @@ import importlib
 import re
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from typing import NoReturn
 
 from specsparse.errors import UserError, fail, not_installed
+from specsparse.support.files import git_commit
 from specsparse.support.options import shown
 from specsparse.support.terminal import until_the_reader_leaves
 
-# Name -> what the list of commands says. Only the module of the command that is called is imported.
 COMMANDS = {
     "advise": "should I speculate at all? Predicted speed-ups, here or on a device on paper; no weights needed",
     "audit": "does a verification of n rows give the bits of one row, here and in llama.cpp; where two texts fork",
@@ -30,17 +31,17 @@ COMMANDS = {
     "status": "which kernels run here and why, and what this machine is",
     "version": "version and commit",
 }
+"""Name -> its line in the list of commands. Only the module of the command that is called is imported."""
 TOOLS = ("advise", "audit", "bench", "chat", "inspect", "profile", "replay", "serve")
-"""Commands that are a folder of `specsparse.tools`; the others are modules of `specsparse.cli`."""
+"""Commands that are a package of `specsparse.tools`; the others are modules of `specsparse.cli`."""
 REWRITING = ("audit", "bench")
-"""Tools with sub-commands that have a default: their `rewritten` puts it in front, and forms of today for old flags."""
+"""Tools with a default sub-command: their `rewritten` puts it in front, and old flags into the form of today."""
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, with the nearest option."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage and exiting."""
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
             word = unknown.split()[0]
@@ -51,10 +52,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):
         """As argparse's, but nothing may be left: so a sub-command names the nearest of its own options."""
-        found, unknown = super().parse_known_args(args, namespace)
+        known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return found, unknown
+        return known, unknown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,9 +82,7 @@ def _dispatch(argv: list[str]) -> int:
         last = "COMMAND --help shows its arguments; --debug shows a full traceback after an error."
         print("\n".join(["usage: python -m specsparse COMMAND [arguments]", "", *lines, "", last]))
         return 0
-    name, rest = argv[0], argv[1:]
-    if name == "--version":
-        name = "version"
+    name, rest = "version" if argv[0] == "--version" else argv[0], argv[1:]
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
@@ -92,9 +91,23 @@ def _dispatch(argv: list[str]) -> int:
         from specsparse.run import main as run_main
 
         return run_main(rest)
-    module = importlib.import_module(f"specsparse.tools.{name}.command" if name in TOOLS else f"specsparse.cli.{name}")
+    if name == "version":
+        Parser(prog="specsparse version", description=COMMANDS[name]).parse_args(rest)
+        print(f"specsparse {_version()}")
+        return 0
+    module = importlib.import_module(f"specsparse.{'tools' if name in TOOLS else 'cli'}.{name}")
     parser = Parser(prog=f"specsparse {name}", description=module.__doc__, allow_abbrev=False)
     module.add_arguments(parser)
     if name in REWRITING:
         rest = module.rewritten(rest)
     return int(module.main(parser.parse_args(rest)) or 0)
+
+
+def _version() -> str:
+    """The version, and the commit of a checkout."""
+    try:
+        version = metadata.version("specsparse")
+    except metadata.PackageNotFoundError:
+        version = "(not installed)"
+    git = git_commit()
+    return version + (f" {git['commit'][:10]}{' with changes' if git['dirty'] else ''}" if git else "")

@@ -6,33 +6,33 @@ import functools
 from dataclasses import asdict
 from typing import Any
 
+from specsparse.errors import UserError
+
 KV_LENGTH = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("names", nargs="*", metavar="NAME", help="these only")
+    add("names", nargs="*", metavar="NAME", help="list these models only")
     about = "bring the named ones here; alone it asks on a terminal"
     add("--download", nargs="?", const="ask", choices=("yes", "no", "ask"), help=about)
     add("--json", action="store_true", help="one JSON object a line instead of a table")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the list."""
-    from specsparse.errors import UserError
     from specsparse.models import catalogue
     from specsparse.support import tables, terminal
     from specsparse.support.files import to_json
     from specsparse.support.options import nearest
 
-    unknown = [name for name in args.names if catalogue.find(name) is None]
-    if unknown:
-        raise UserError(f"{unknown[0]} is no model of the catalogue{nearest(unknown[0], catalogue.names())}")
+    for name in args.names:
+        if catalogue.find(name) is None:
+            raise UserError(f"{name} is no model of the catalogue{nearest(name, catalogue.names())}")
     if args.download and not args.names:
         raise UserError("--download needs the names of the models to bring here")
     for name in args.names if args.download else ():
         catalogue.path_of(name, args.download)
-    named = {entry.name for name in args.names if (entry := catalogue.find(name)) is not None}
+    named = {catalogue.find(name).name for name in args.names}
     rows = [_row(entry) for name, entry in catalogue.entries().items() if not named or name in named]
     if args.json:
         for row in rows:
@@ -46,8 +46,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _row(entry: Any) -> dict[str, Any]:
-    """An entry and this machine's facts about it; None for unknown ones."""
-    from specsparse.errors import UserError
+    """An entry and this machine's facts about it; unknown ones are None."""
     from specsparse.measure.costs.roofline import ModelOutline
     from specsparse.models import catalogue
 
@@ -57,18 +56,16 @@ def _row(entry: Any) -> dict[str, Any]:
         here = "yes" if path else "made on first use" if entry.base else "no"
     except UserError:
         path, here = None, "not installed"
-    known = catalogue.known(entry)
-    subject = None
+    known, outline = catalogue.known(entry), None
+    size: float | None = known.size
     if path is not None and path.is_file():
+        size = path.stat().st_size
         with contextlib.suppress(UserError):  # a file that does not run here
-            subject = ModelOutline.from_file(entry.name, path)
-        size: float | None = path.stat().st_size
+            outline = ModelOutline.from_file(entry.name, path)
     elif entry.shape is not None:
-        subject = ModelOutline.from_shape(entry.name, entry.shape)
-        size = known.size or subject.nbytes
-    else:
-        size = known.size
-    cache = subject.kv_bytes(min(subject.config.context_length, KV_LENGTH)) if subject else 0
+        outline = ModelOutline.from_shape(entry.name, entry.shape)
+        size = size or outline.nbytes
+    cache = outline.kv_bytes(min(outline.config.context_length, KV_LENGTH)) if outline else 0
     memory = None if size is None else size + cache
     speed = None if size is None or entry.role == "head" else _bandwidth() / size
     facts = {**asdict(known), "size": size, "here": here, "path": None if path is None else str(path)}
@@ -99,7 +96,7 @@ def _table(rows: list[dict[str, Any]]) -> Any:
     for row in rows:
         size, memory, speed = row["size"], row["memory"], row["tokens_per_second"]
         cells = [row["name"], row["here"], size_text(size) if size else "?", size_text(memory) if memory else "?"]
-        cells += [f"{speed:.0f}" if speed and speed >= 10 else f"{speed:.1f}" if speed else "?"]
+        cells += [f"{speed:.{0 if speed >= 10 else 1}f}" if speed else "?"]
         consent = " (consent and HF_TOKEN)" if row["gated"] else ""
         cells += [(row["licence"] or "?") + consent, ", ".join(row["drafts"]) or row["role"]]
         table.add_row(*map(Text, (*cells, f"{row['what']}: {row['good_for']}")))

@@ -7,14 +7,16 @@ import argparse
 import os
 from pathlib import Path
 
+from specsparse.cli.arguments import show
 from specsparse.errors import UserError
+from specsparse.support import terminal
 from specsparse.support.files import is_unicode
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN_DIR", help="runs, sweeps, or folders of them; or: diff A B")
-    add("--out", type=Path, metavar="DIR", help="where to write (report/ in the folder of the runs)")
+    add("--out", type=Path, metavar="DIR", help="the folder to write (report/ in the folder of the runs)")
     add("--title", help="heading of the page (the names of the experiments)")
 
 
@@ -52,19 +54,15 @@ def main(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     """Print the differences of two runs; with --out as a page too."""
     from specsparse.report import diff, runs
-    from specsparse.support import tables, terminal
 
     if len(args.runs) != 3:
         raise UserError("report diff takes two runs: report diff A B")
-    both = [runs.find([Path(path)]) for path in args.runs[1:]]
-    for path, found in zip(args.runs[1:], both, strict=True):
+    a, b = (runs.find([Path(path)]) for path in args.runs[1:])
+    for path, found in zip(args.runs[1:], (a, b)):
         if len(found) != 1:
             raise UserError(f"{path}: holds {len(found)} runs; diff takes one on each side, such as {path}/0")
-    difference, out = diff.diff(both[0][0], both[1][0]), terminal.console()
-    for table in diff.tables(difference):
-        tables.show(out, table)
-    for line in diff.lines(difference):
-        out.print(line, soft_wrap=True)
+    difference, out = diff.diff(a[0], b[0]), terminal.console()
+    show(out, [*diff.tables(difference), *diff.lines(difference)])
     if args.out is not None:
         out.print(f"page: {diff.write(difference, args.out)}", soft_wrap=True)
     return 0

@@ -10,25 +10,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the status."""
     from specsparse import kernels  # after the arguments: JAX takes a second
     from specsparse.kernels.processor import cpu_info
     from specsparse.measure import manifest
     from specsparse.measure.machine import read_bandwidth
     from specsparse.support.files import package_dir, package_line
 
-    found = {"cpu": cpu_info(), "kernels": kernels.status(), "packages": manifest.package_versions()}
-    found["package"] = str(package_dir())
+    cpu, versions = cpu_info(), manifest.package_versions()
+    facts = {"cpu": cpu, "kernels": kernels.status(), "packages": versions, "package": str(package_dir())}
     if args.bandwidth:
-        found["read_bandwidth"] = read_bandwidth()
+        facts["read_bandwidth"] = read_bandwidth()
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(facts))
         return 0
-    cpu = found["cpu"]
     print(f"package   {package_line()}")
     print(f"cpu       {cpu['model']}, {cpu['cores']} cores, {' '.join(cpu['flags']) or cpu['architecture']}")
-    print("kernels   " + ", ".join(f"{k}={v}" for k, v in found["kernels"].items()))
-    print("packages  " + ", ".join(f"{k} {v}" for k, v in found["packages"].items()))
+    print("kernels   " + ", ".join(f"{k}={v}" for k, v in facts["kernels"].items()))
+    print("packages  " + ", ".join(f"{k} {v}" for k, v in versions.items()))
     if args.bandwidth:
-        print(f"memory    {found['read_bandwidth'] / 1e9:.1f} GB/s read")
+        print(f"memory    {facts['read_bandwidth'] / 1e9:.1f} GB/s read")
     return 0

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import specsparse
-from specsparse.cli import arguments, generate, method_options
+from specsparse.cli import arguments, generate
 from specsparse.cli import main as cli
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.runtime.session import prompt_ids
@@ -95,7 +95,7 @@ def test_every_sampling_parameter_is_an_option():
 
 def test_options_by_group():
     given = ["gamma=4", "draft_vocab=[1, 2]", "policy.p_min=0.5", "tree.draw=top", "verifier.delta=null"]
-    assert method_options.read_options(given) == {
+    assert arguments.read_options(given) == {
         "drafter": {"gamma": 4, "draft_vocab": [1, 2]},
         "policy": {"p_min": 0.5},
         "tree": {"draw": "top"},
@@ -106,7 +106,7 @@ def test_options_by_group():
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--file", "nowhere.txt"], "nowhere.txt: No such file"),
+        (["--file", "nowhere.txt"], "--file nowhere.txt: cannot be read: No such file"),
         (["a", "--file", "b"], "give one of them"),
         ([""], "the prompt is empty"),
         (["a", "--logprobs", "2"], "add --json"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specsparse.tools.peers import process
+from specsparse.tools import peers
 
 HELLO = '{"version": "scripted 1", "system_info": "TEST = 1"}'
 
@@ -15,7 +15,7 @@ def peer_python(tmp_path, monkeypatch):
         python = tmp_path / "python"
         python.write_text(text)
         python.chmod(0o755)
-        monkeypatch.setenv(process.PYTHON_VARIABLE, str(python))
+        monkeypatch.setenv(peers.PYTHON_VARIABLE, str(python))
 
     return use
 

@@ -1,1 +1,109 @@
-"""`specsparse advise`: should I speculate at all?"""
+"""Should I speculate at all? Predicted speed-ups of every method for TARGET, with draft models if any are named.
+
+A name of the catalogue, a GGUF file or hf://owner/repo/file.gguf; headers are enough, and most models of the catalogue
+need not be here. On this machine forwards and drafts are measured once and kept; on other devices times are on paper.
+Acceptances are those of --acceptance, else those of the table of kept rates, else several that are supposed.
+"""
+
+import argparse
+from pathlib import Path
+
+from specsparse.cli.arguments import (
+    ANY_MODEL,
+    STDOUT,
+    add_json,
+    draw,
+    list_of,
+    need_places,
+    positive,
+    share,
+    show,
+    sizes,
+)
+from specsparse.errors import UserError
+
+_MOST = 1 << 24
+"""Most sequences, and most tokens."""
+_MOST_SIZES, _MOST_ALPHAS = 32, 16
+"""Most pairs of a batch and a context, and most acceptances: every method is looked at in each."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("target", metavar="TARGET", help=f"the model that writes: {ANY_MODEL}")
+    add("drafts", nargs="*", default=(), metavar="DRAFT", help="draft models to judge for it")
+    add("--device", type=_device, default="this", metavar="NAME", help="this machine (default), h100, h200, mi300x ..")
+    add("--paper", action="store_true", help="take this machine too by its peaks alone: nothing is loaded")
+    add("--refresh", action="store_true", help="measure this machine again, whatever was kept")
+    add("--batch", type=list_of(_size), default=(1,), metavar="LIST", help="sequences at once: 1,4,16 (1)")
+    add("--context", type=list_of(_size), default=(), metavar="LIST", help="tokens in each cache: 512,4096 (512)")
+    add("--gamma", type=sizes, metavar="LIST", help="draft lengths to look at, up to 64: 1..8,12 (1 to 16)")
+    add(
+        "--alpha", type=list_of(_acceptance), default=(), metavar="LIST", help="acceptances to suppose: 0.5,0.6,0.7,0.8"
+    )
+    add("--acceptance", type=Path, metavar="FILE", help="take the acceptances of a run: its record.json")
+    add("--task", metavar="NAME", help="take only the acceptances of texts of this kind")
+    add("--kv-dtype", choices=("f16", "bf16", "f32", "q8_0"), default="f16", help="type of the caches (%(default)s)")
+    add("--plot", type=Path, metavar="FILE.png", help="draw speed-up against draft length")
+    add_json(add, "one JSON object instead of tables, or in FILE")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Advise and print."""
+    from specsparse.models import catalogue, hub
+
+    batches, contexts, alphas = (tuple(sorted({*given})) for given in (args.batch, args.context, args.alpha))
+    if alphas and (args.acceptance or args.task):
+        raise UserError("--alpha supposes what --acceptance and --task count: give one of them")
+    if args.refresh and (args.paper or args.device != "this"):
+        raise UserError("--refresh measures this machine: leave --paper and --device out")
+    pairs = len(batches) * max(len(contexts), 1)
+    if pairs > _MOST_SIZES or len(alphas) > _MOST_ALPHAS:
+        raise UserError(
+            f"--batch and --context make {pairs} pairs, {_MOST_SIZES} are the most; --alpha has {len(alphas)} values, "
+            f"{_MOST_ALPHAS} are the most: give fewer"
+        )
+    need_places([args.json], [args.plot], args.target, *args.drafts, args.acceptance)
+    for name in (args.target, *args.drafts):
+        if not name.startswith(hub.SCHEME) and catalogue.find(name) is None:
+            catalogue.resolve(name)  # neither a known model nor a file
+
+    from specsparse.experiments.decoding import bar_on  # after the names: JAX takes a second
+    from specsparse.measure.costs import acceptance
+    from specsparse.support import terminal
+    from specsparse.support.files import to_json, write_atomically
+    from specsparse.tools.advise.advise import Question, advise, figure, parts
+
+    out = terminal.console()
+    question = Question(
+        args.target, tuple(args.drafts), args.device, batches, contexts, alphas=alphas,
+        counted=acceptance.from_record(args.acceptance) if args.acceptance else None, task=args.task,
+        kv_dtype=args.kv_dtype, paper=args.paper, refresh=args.refresh,
+        **({"lengths": args.gamma} if args.gamma else {}),
+    )  # fmt: skip
+    advice = advise(question, bar=bar_on(out))
+    report = advice.to_dict()
+    if args.json == STDOUT:
+        print(to_json(report))
+    else:
+        show(out, parts(advice))
+    if args.json not in (None, STDOUT):
+        write_atomically(Path(args.json), to_json(report) + "\n")
+    draw(args.plot, figure, report, out)
+    return 0
+
+
+def _device(text: str) -> str:
+    from specsparse.data.devices import known
+
+    return known(text)
+
+
+def _size(text: str) -> int:
+    if (value := positive(text)) > _MOST:
+        raise argparse.ArgumentTypeError(f"{value} is too large, {_MOST:,} is the most")
+    return value
+
+
+def _acceptance(text: str) -> float:
+    return share(text, zero=True)

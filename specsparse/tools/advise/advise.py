@@ -1,9 +1,11 @@
 """Advice: every method's predicted speed-up at every batch size and context, the best of them, and what it needs."""
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from matplotlib.figure import Figure as Canvas
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +18,8 @@ from specsparse.measure.costs.forecast import LENGTHS, Candidate, Clocks, Foreca
 from specsparse.measure.costs.measuring import Bar, silent
 from specsparse.measure.costs.roofline import ModelOutline, another_vocabulary, get_device, outline
 from specsparse.models import catalogue
+from specsparse.report import plots
+from specsparse.report.plots import COLOURS, FAINT, MOST, Figure, Row
 from specsparse.runtime import timing_cache
 from specsparse.runtime.load import load
 from specsparse.runtime.timing_cache import CostTable
@@ -26,19 +30,19 @@ from specsparse.support.options import nearest
 SWEEP = (0.5, 0.6, 0.7, 0.8)
 """Acceptances that are supposed if none was measured."""
 CONTEXT = 512
-"""Tokens in the cache if nobody says how many."""
+"""Tokens in the cache by default."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked.
+    """A target, its draft models and the sizes to look at.
 
     Attributes:
         target, draft_models: names, paths or references to the Hub.
         device: a name of `data.devices`, or "this".
         batches, contexts: sizes that are looked at; no context: `CONTEXT`, or as much as the model has room for.
         lengths: of drafts.
-        alphas: acceptances, instead of what is known.
+        alphas: acceptances to suppose.
         counted: acceptances by drafter, of a run's record.
         task: the only kind of text that counts.
         kv_dtype: of the caches.
@@ -83,12 +87,11 @@ class Advice:
     """The answer.
 
     Attributes:
-        question: what was asked.
-        target: the model.
-        draft_models: the drafts' models.
+        question: that was asked.
+        target, draft_models: the models.
         vocabularies: a line for each draft model whose vocabulary is not the target's.
-        device: what it is for.
-        memory: bytes that the device has, or None if that is not known.
+        device: that it is for.
+        memory: bytes of the device, or None if that is not known.
         cases: by batch size and context.
     """
 
@@ -105,7 +108,6 @@ class Advice:
         return None if self.memory is None else sum(case.memory.values()) <= self.memory
 
     def to_dict(self) -> Json:
-        """As plain values."""
         return {
             "target": facts(self.target, self.question),
             "drafts": [facts(draft, self.question) for draft in self.draft_models],
@@ -127,7 +129,7 @@ class Advice:
 
 
 def facts(model: ModelOutline, question: Question) -> Json:
-    """What a token of a model reads and computes."""
+    """Bytes and multiply-adds of a token of a model."""
     load = model.traffic(kv_dtype=question.kv_dtype)
     return {
         "name": model.name, "source": model.source, "parameters": model.config.n_parameters,
@@ -138,7 +140,7 @@ def facts(model: ModelOutline, question: Question) -> Json:
 
 
 def verdict(case: Sizes) -> str:
-    """What to do, in a sentence; if nobody counted an acceptance, from which one on a method pays."""
+    """The advice in a sentence; if no acceptance was counted, from which one on each method pays."""
     supposed = all(f.acceptance.source == acceptance.SWEPT for f in case.forecasts)
     if supposed and len({f.acceptance.alpha for f in case.forecasts}) > 1:
         least = {f.candidate.name: f.break_even for f in case.forecasts if f.candidate.token is not None}
@@ -165,7 +167,12 @@ def advise(question: Question, *, bar: Bar = silent) -> Advice:
     Raises:
         UserError: an unknown model or device, a context that the model has no room for, or a task nobody counted.
     """
-    _check_task(question)
+    if question.task is not None:
+        known = acceptance.kept_tasks(_usual(question.target))
+        if question.counted is not None:
+            known = {task for rates in question.counted.values() for task in rates.tasks}
+        if question.task not in known:
+            raise UserError(f"--task {question.task}: nothing was counted on such texts{nearest(question.task, known)}")
     target, draft_models = outline(question.target), tuple(map(outline, question.draft_models))
     room = target.config.context_length
     for context in question.contexts:
@@ -174,11 +181,11 @@ def advise(question: Question, *, bar: Bar = silent) -> Advice:
     question = replace(question, contexts=question.contexts or (min(CONTEXT, room),))
     chosen = tuple(candidates(target, draft_models, kv_dtype=question.kv_dtype))
     if question.device == THIS and target.path is not None and not question.paper:
-        table, keys = _measured(target, chosen, kv_dtype=question.kv_dtype, refresh=question.refresh, bar=bar)
+        table, keys = _measured(target, chosen, question, bar)
         device = device_of(table)
     else:
         table, keys, device = None, {}, get_device(question.device)
-    known = [(candidate, how) for candidate in chosen for how in _acceptances(question, candidate)]
+    methods = [(candidate, rates) for candidate in chosen for rates in _acceptances(question, candidate)]
     models, cases = (target, *draft_models), []
     for batch in question.batches:
         for context in question.contexts:
@@ -186,29 +193,24 @@ def advise(question: Question, *, bar: Bar = silent) -> Advice:
                 clocks = Clocks.on_paper(device, target, context, batch, kv_dtype=question.kv_dtype)
             else:
                 clocks = Clocks.from_table(table, keys, target.nbytes, context, batch)
-            found = tuple(forecast(clocks, candidate, how, lengths=question.lengths) for candidate, how in known)
+            found = tuple(forecast(clocks, method, rates, lengths=question.lengths) for method, rates in methods)
             caches = sum(model.kv_bytes(context, question.kv_dtype) for model in models) * batch
             memory = {**{model.name: model.nbytes for model in models}, "caches": caches}
             cases.append(Sizes(batch, context, clocks, found, memory))
     vocabularies = tuple(filter(None, (another_vocabulary(target, draft) for draft in draft_models)))
-    return Advice(question, target, draft_models, vocabularies, device, _memory(device), tuple(cases))
-
-
-def _memory(device: Device) -> float | None:
-    if device.name != THIS:
-        return device.memory
-    try:
-        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (ValueError, OSError):
-        return None
+    memory = device.memory
+    if device.name == THIS:
+        with contextlib.suppress(ValueError, OSError):  # a system that does not tell
+            memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return Advice(question, target, draft_models, vocabularies, device, memory, tuple(cases))
 
 
 def _measured(
-    target: ModelOutline, chosen: Sequence[Candidate], *, kv_dtype: str, refresh: bool, bar: Bar
+    target: ModelOutline, chosen: Sequence[Candidate], question: Question, bar: Bar
 ) -> tuple[CostTable, dict[str, str]]:
     """The target's table with the cost of every drafter that is here, and the drafters' keys in it.
 
-    What is not kept (with `refresh` everything) is measured; only then weights are loaded.
+    Costs that are not kept (with `refresh` all of them) are measured; only then weights are loaded.
     """
     assert target.path is not None
 
@@ -219,17 +221,17 @@ def _measured(
     here = [c for c in chosen if is_here(c)]
     draws = {c.name: "top" if c.tree else None for c in here}
     keys = {c.name: measuring.draft_key(c.drafter, c.options, draws[c.name]) for c in here}
-    table = timing_cache.find(target.path, target.config, kv_dtype=kv_dtype)
-    if refresh or table is None or any(key not in table.drafts for key in keys.values()):
-        model = load(target.path, kv_dtype=kv_dtype)
-        table = measuring.load_or_measure(model, refresh=refresh, bar=bar)
+    table = timing_cache.find(target.path, target.config, kv_dtype=question.kv_dtype)
+    if question.refresh or table is None or any(key not in table.drafts for key in keys.values()):
+        model = load(target.path, kv_dtype=question.kv_dtype)
+        table = measuring.load_or_measure(model, refresh=question.refresh, bar=bar)
         for c in here:
             table, _ = measuring.table_for(model, c.drafter, c.options, draw=draws[c.name], bar=bar)
     return table, keys
 
 
 def _acceptances(question: Question, candidate: Candidate) -> list[AcceptedRates]:
-    """What was asked for, else what a run counted, else what the table has, else a sweep."""
+    """Those of the question, else those that a run counted, else those of the kept table, else a sweep."""
     if question.alphas:
         return [acceptance.swept(alpha) for alpha in question.alphas]
     if question.counted is None:
@@ -248,15 +250,6 @@ def _usual(name: str) -> str:
     """The catalogue's name of a model, if it has one."""
     entry = catalogue.find(name)
     return name if entry is None else entry.name
-
-
-def _check_task(question: Question) -> None:
-    if question.counted is None:
-        known = acceptance.kept_tasks(_usual(question.target))
-    else:
-        known = {task for rates in question.counted.values() for task in rates.tasks}
-    if question.task is not None and question.task not in known:
-        raise UserError(f"--task {question.task}: nothing was counted on such texts{nearest(question.task, known)}")
 
 
 def parts(advice: Advice) -> Iterator[Table | Text]:
@@ -279,8 +272,7 @@ def parts(advice: Advice) -> Iterator[Table | Text]:
         limit = "" if advice.memory is None else " of {}" if advice.fits(case) else ", MORE THAN THE {} THERE ARE"
         total = size_text(sum(case.memory.values())) + limit.format(size_text(advice.memory or 0))
         yield Text(f"memory: {each} = {total}")
-        counted = [f for f in case.forecasts if f.acceptance.source != acceptance.SWEPT]
-        if counted:
+        if counted := [f for f in case.forecasts if f.acceptance.source != acceptance.SWEPT]:
             yield _counted_table(counted)
             yield from (Text(line, style="dim") for line in dict.fromkeys(f.acceptance.source for f in counted))
         if guessed := [f for f in case.forecasts if f.acceptance.source == acceptance.SWEPT]:
@@ -332,3 +324,41 @@ def _swept_table(found: list[Forecast]) -> Table:
 
 def _rate(value: float | None) -> str:
     return "never" if value is None else f"{value:.2f}"
+
+
+def figure(report: Json) -> Figure:
+    """A panel for each batch size and context of `Advice.to_dict`, a line a method and acceptance; the shade is the
+    interval."""
+    rows = []
+    for case in report["cases"]:
+        where = f"batch {case['batch']}, {case['context']} tokens"
+        for method in sorted(case["methods"], key=lambda m: -max(p["speedup"] for p in m["lengths"]))[:MOST]:
+            label = f"{method['method']}, acceptance {method['alpha']:.2f}"
+            rows += [
+                {"where": where, "method": label, "gamma": p["gamma"], "value": p["speedup"],
+                 "low": p["low"], "high": p["high"], "tokens_a_round": p["tokens"]}
+                for p in method["lengths"]
+            ]  # fmt: skip
+    caption = (
+        "Predicted speed-up over plain decoding by the length of the drafts: expected tokens of a round over its time "
+        f"in plain steps. Shaded: over texts and over what the times may be. The {MOST} methods that pay most."
+    )
+    width = 4.6 * max(1, len(report["cases"]))
+    title = f"{report['target']['name']} on {report['device']['title']}: what drafting would bring"
+    return Figure("advised", title, caption, tuple(rows), _panels, size=(width, 4.4))
+
+
+def _panels(canvas: Canvas, rows: Sequence[Row]) -> None:
+    places = plots.distinct(rows, "where")
+    panels = canvas.subplots(1, len(places), squeeze=False, sharey=True)[0]
+    for axes, where in zip(panels, places, strict=True):
+        here = [r for r in rows if r["where"] == where]
+        for i, method in enumerate(plots.distinct(here, "method")):
+            own = sorted((r for r in here if r["method"] == method), key=lambda r: r["gamma"])
+            at, colour = [r["gamma"] for r in own], COLOURS[i % len(COLOURS)]
+            axes.plot(at, [r["value"] for r in own], color=colour, marker="o", markersize=3, label=method)
+            axes.fill_between(at, [r["low"] for r in own], [r["high"] for r in own], color=colour, alpha=0.1, lw=0)
+        axes.axhline(1, color=FAINT, linewidth=0.8)
+        axes.set(title=where, xlabel="tokens drafted in a round", ylabel="speed-up")
+        axes.set_ylim(0, 1.15 * max(r["value"] for r in here) + 0.2)
+        plots.legend_below(axes)

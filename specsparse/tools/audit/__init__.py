@@ -1,7 +1,139 @@
-"""Does a verification of n rows give the bits of one row? Asked of any engine; and where two texts fork.
+"""Does a verification of n rows give the bits of one row? Asked of specsparse and of other engines on the same file.
 
-    logits.RowEngine .. -> same_bits.Tally, a width each -> same_bits.groups -> same_bits.run -> a report
+    audit [bits]         which widths share bits, and how often greedy speculation writes another text than plain
+                         decoding: audit --engine specsparse,llama.cpp --threads 1,2
+    audit diff A B       where the texts of two runs of any engines fork
 
-Greedy speculation writes plain decoding's text if the logits of a row do not depend on how many rows are computed with
-it. An engine whose do writes another text as soon as two tokens are about equally likely.
+Each prints tables; --json adds the report as a last line of JSON, --json FILE writes it there.
 """
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from specsparse.cli.arguments import (
+    ANY_MODEL,
+    MODEL,
+    STDOUT,
+    add_json,
+    draw,
+    list_of,
+    names,
+    names_among,
+    need_places,
+    positive,
+    show,
+    sizes,
+    write_json,
+)
+from specsparse.errors import UserError
+from specsparse.support import tables, terminal
+from specsparse.support.files import Json, to_json, write_atomically
+from specsparse.tools.peers import PEERS
+
+_BITS = """Rows of a text are computed one at a time and in batches of every width. The report says which widths share
+bits, where the most likely token is another one, and so how often greedy speculation writes another text than plain
+decoding."""
+_DIFF = """Where the texts of two runs fork. A and B are JSON Lines of {"id": .., "token_ids": [..]} of any engine, or
+folders of runs of ours."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    kinds = parser.add_subparsers(dest="audit", required=True, metavar="bits | diff")
+
+    sub = kinds.add_parser("bits", help="which widths share bits (the default)", description=_BITS, allow_abbrev=False)
+    sub.set_defaults(run=_bits)
+    add = sub.add_argument
+    add("--model", default=MODEL, help=f"{ANY_MODEL} (%(default)s)")
+    engines = ("specsparse", *PEERS)
+    add("--engine", type=names_among("engine", engines), default=("specsparse",), metavar="LIST",
+        help=f"{', '.join(engines)} (specsparse)")  # fmt: skip
+    add("--threads", type=list_of(positive), default=(), metavar="LIST", help="1,2 (all cores)")
+    add("--widths", type=sizes, default=sizes("1..16,24,32,48"), metavar="LIST", help="1..48 (1..16,24,32,48)")
+    add("--quantise", type=names, default=(), metavar="LIST", help="the file requantised: Q4_0,Q8_0,F16 (as it is)")
+    add("--flash", type=_switches, default=(True, False), metavar="LIST", help="on,off, if a peer has it (both)")
+    add("--windows", type=positive, default=4, metavar="N", help="places of the text to audit (%(default)s)")
+    add("--prompt-tokens", type=positive, default=40, metavar="N", help="tokens before the rows (%(default)s)")
+    add("--tokens", type=positive, default=48, metavar="N", help="rows of each window, 2 or more (%(default)s)")
+    rows = "greedy: rows of the engine's own greedy text, where a flip is a fork; text: of the real one (%(default)s)"
+    add("--rows", choices=("greedy", "text"), default="greedy", help=rows)
+    add("--text", type=Path, metavar="FILE", help="a real text (the built-in prompts)")
+    add_json(add)
+    add("--html", type=Path, metavar="FILE", help="write the report as a page")
+    add("--figure", type=Path, metavar="FILE.png", help="draw the widths")
+
+    sub = kinds.add_parser("diff", help="where the texts of two runs fork", description=_DIFF, allow_abbrev=False)
+    sub.set_defaults(run=_diff)
+    add = sub.add_argument
+    add("a", metavar="A", help="JSON Lines, or a run's folder")
+    add("b", metavar="B", help="another")
+    add("--sides", type=names, metavar="LIST", help="the side of a run's prompts.jsonl to compare: one, or A's,B's")
+    add_json(add)
+
+
+def rewritten(argv: Sequence[str]) -> list[str]:
+    """`bits` if no sub-command is named."""
+    return [*argv] if argv and argv[0] in ("bits", "diff", "-h", "--help") else ["bits", *argv]
+
+
+def main(args: argparse.Namespace) -> int:
+    """Audit and print; 1 if specsparse itself is not one group."""
+    return args.run(args)
+
+
+def _bits(args: argparse.Namespace) -> int:
+    need_places([args.json, args.html], [args.figure], args.model, args.text)
+    if args.tokens < 2:
+        raise UserError("--tokens 1 is too few: two rows are the least")
+    from specsparse.tools.audit import audit_page, same_bits  # after the arguments: JAX takes a second
+
+    out, report = terminal.console(), Json()
+    plan = same_bits.AuditPlan(
+        model=args.model, engines=args.engine, threads=tuple(dict.fromkeys(args.threads)), widths=args.widths,
+        types=args.quantise, flash=args.flash, windows=args.windows, prompt_tokens=args.prompt_tokens,
+        tokens=args.tokens, greedy=args.rows == "greedy", text=args.text,
+    )  # fmt: skip
+
+    def after_case(so_far: Json) -> None:
+        report.update(so_far)
+        if args.json not in (None, STDOUT):
+            write_atomically(Path(args.json), to_json(report) + "\n")
+
+    try:
+        same_bits.run(plan, out, after_case)
+    finally:
+        if report:  # if the run is stopped, of the cases that were done
+            tables.show(out, audit_page.cases_table(report), names=4)
+            if (groups := audit_page.groups_table(report)) is not None:
+                tables.show(out, groups, names=2)
+            show(out, audit_page.lines(report))
+            draw(args.figure, audit_page.figure, report, out)
+            if args.html is not None:
+                audit_page.write_page(report, args.html)
+                out.print(f"page: {args.html}", soft_wrap=True)
+            write_json(args.json, report, out)
+    ours = [case for case in report["cases"] if case["engine"] == same_bits.OURS]
+    return int(any(case["verdict"] != same_bits.ONE_GROUP for case in ours))
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from specsparse.tools.audit import texts
+
+    need_places([args.json], [], args.a, args.b)
+    sides = args.sides or (None, None)
+    if len(sides) > 2:
+        raise UserError("--sides takes one side, or A's and B's")
+    a, b = (texts.read(Path(path), side) for path, side in ((args.a, sides[0]), (args.b, sides[-1])))
+    difference, out = texts.compare_texts(a, b, where=(args.a, args.b)), terminal.console()
+    show(out, texts.parts(difference))
+    report = {"audit": "specsparse audit diff", "version": 1, "a": args.a, "b": args.b, **difference.to_dict()}
+    write_json(args.json, report, out)
+    return 0
+
+
+def _switches(text: str) -> tuple[bool, ...]:
+    words = names(text)
+    if not set(words) <= {"on", "off"}:
+        raise argparse.ArgumentTypeError(f"{text!r}: on, off or on,off")
+    return tuple(word == "on" for word in words)

@@ -5,7 +5,7 @@ T rows, a vocabulary of V. The row at position i reads the given token i and pre
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -28,18 +28,17 @@ from specsparse.support import terminal
 from specsparse.support.files import Json
 from specsparse.tools.peers.logits import (
     CHECKED,
+    CHUNK,
     OURS,
-    PIECE,
     Check,
     Judge,
     OurRows,
-    PeerRows,
     RowEngine,
     real_text,
     rows_by,
     text_ids,
 )
-from specsparse.tools.peers.process import PeerError, PeerProcess
+from specsparse.tools.peers.peer import Peer, PeerError
 
 VERSION = 1
 """Of the report's format."""
@@ -107,17 +106,16 @@ class Tally:
     def add(self, window: str, one_TV: np.ndarray, rows_TV: np.ndarray, judge: Judge | None = None) -> None:
         """A window's rows alone and in batches, float32[T, V] each; `judge` has our distributions there."""
         digest = hashlib.sha256(np.ascontiguousarray(rows_TV)).digest()
-        other = np.flatnonzero((rows_TV.view(np.uint32) != one_TV.view(np.uint32)).any(axis=1))
         self._bits.append(digest)
         self.positions += len(rows_TV)
-        self.rows_differing += len(other)
-        if len(other):
-            self._add_differing(window, one_TV[other], rows_TV[other], other)
         if judge is not None:
             found = judge.check(digest, rows_TV)
             self.check = found if self.check is None else self.check.plus(found)
-
-    def _add_differing(self, window: str, one_nV: np.ndarray, rows_nV: np.ndarray, at_n: np.ndarray) -> None:
+        other = np.flatnonzero((rows_TV.view(np.uint32) != one_TV.view(np.uint32)).any(axis=1))
+        if not len(other):
+            return
+        self.rows_differing += len(other)
+        one_nV, rows_nV = one_TV[other], rows_TV[other]
         with np.errstate(invalid="ignore"):
             apart = np.abs(rows_nV.astype(np.float64) - one_nV)
         apart[one_nV == rows_nV] = 0.0  # infinities too
@@ -126,7 +124,7 @@ class Tally:
         for i in np.flatnonzero(best_n != now_n):
             second, first = np.partition(one_nV[i], -2)[-2:]
             margin = float(first) - float(second)
-            self.flips.append(Flip(window, int(at_n[i]), int(best_n[i]), int(now_n[i]), margin))
+            self.flips.append(Flip(window, int(other[i]), int(best_n[i]), int(now_n[i]), margin))
 
     @property
     def digest(self) -> str:
@@ -134,15 +132,8 @@ class Tally:
         return hashlib.sha256(b"".join(self._bits)).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class WidthGroup:
-    """Widths whose rows have the same bits.
-
-    Attributes:
-        widths: rows of a batch, ascending.
-        same: whether the bits are those of one row at a time.
-        tally: of each of them.
-    """
+class WidthGroup(NamedTuple):
+    """Widths whose rows have the same bits, ascending; whether those are one row's; the tally of each of them."""
 
     widths: tuple[int, ...]
     same: bool
@@ -150,7 +141,6 @@ class WidthGroup:
 
     @property
     def rate(self) -> Rate:
-        """Flips for each thousand positions."""
         return rate(len(self.tally.flips), self.tally.positions)
 
     @property
@@ -181,8 +171,7 @@ def groups(tallies: Sequence[Tally]) -> tuple[WidthGroup, ...]:
     return tuple(WidthGroup(tuple(t.width for t in own), bits == alone, own[0]) for bits, own in found.items())
 
 
-@dataclass(frozen=True)
-class AuditWindow:
+class AuditWindow(NamedTuple):
     """A prompt, and the tokens that follow it in the text; `name` says where it stands."""
 
     name: str
@@ -197,7 +186,7 @@ def windows_of(ids: Sequence[int], count: int, *, prompt: int, following: int, b
         ids: the text.
         count: windows.
         prompt, following: tokens of each part.
-        bos: what a prompt begins with, in place of its first token; None for nothing.
+        bos: replaces the first token of each prompt; None for nothing.
 
     Raises:
         UserError: the text is too short.
@@ -210,19 +199,18 @@ def windows_of(ids: Sequence[int], count: int, *, prompt: int, following: int, b
         )
     stride, out = len(ids) // count, []
     for start in range(0, count * stride, stride):
-        first = [bos] if bos is not None else [ids[start]]
-        head = (*first, *ids[start + 1 : start + prompt])
+        head = (ids[start] if bos is None else bos, *ids[start + 1 : start + prompt])
         out.append(AuditWindow(f"token {start}", head, tuple(ids[start + prompt : start + size])))
     return out
 
 
 @dataclass(frozen=True)
 class AuditPlan:
-    """What is asked.
+    """The question.
 
     Attributes:
         model: a name or a file.
-        engines: names of `logits.ENGINES`.
+        engines: "specsparse" and names of `peers.PEERS`.
         threads: numbers of them; empty for all cores.
         widths: rows of a batch.
         types: the file requantised to each; empty for the file as it is.
@@ -247,21 +235,24 @@ class AuditPlan:
 
     @property
     def room(self) -> int:
-        """Tokens of the longest feed."""
+        """Tokens of the longest context."""
         return max(self.prompt_tokens + self.tokens, CHECKED) + max(self.widths)
 
-    def settings(self, engine: str) -> Iterator[tuple[int | None, bool | None]]:
-        """Threads and flash attention of each case of an engine; ours has one kind of attention."""
-        for threads in self.threads or (None,):
-            for flash in (None,) if engine == OURS else self.flash:
-                yield threads, flash
+    def settings(self) -> list[tuple[str, int | None, bool | None]]:
+        """Engine, threads and flash attention of each case; ours has one kind of attention."""
+        return [
+            (engine, threads, flash)
+            for engine in self.engines
+            for threads in self.threads or (None,)
+            for flash in ((None,) if engine == OURS else self.flash)
+        ]
 
 
 def run(plan: AuditPlan, out: Console, after: Callable[[Json], None] = lambda report: None) -> Json:
     """Audits, showing progress on `out`.
 
     Args:
-        plan: what is asked.
+        plan: the question.
         out: the terminal.
         after: called with the report so far after each case, so that a run that is stopped loses no case.
 
@@ -278,12 +269,13 @@ def run(plan: AuditPlan, out: Console, after: Callable[[Json], None] = lambda re
         requantise.kind_of(name)
     for name in plan.engines:
         if name != OURS:
-            PeerProcess(name, option="--engine").close()  # first: a missing package costs no time
+            Peer(name, option="--engine").close()  # first: a missing package costs no time
     path = catalogue.resolve(plan.model)
-    asked = {**asdict(plan), "text": plan.text and str(plan.text), "prompt_batches": PIECE}
+    asked = {**asdict(plan), "text": plan.text and str(plan.text), "prompt_batches": CHUNK}
     found: Json = {"audit": "specsparse audit", "version": VERSION, "plan": asked, "complete": False, "cases": [],
                    "manifest": manifest.build({}, path)}  # fmt: skip
-    cases = max(len(plan.types), 1) * sum(len(list(plan.settings(engine))) for engine in plan.engines)
+    settings = plan.settings()
+    cases = max(len(plan.types), 1) * len(settings)
     for kind in plan.types or (None,):
         file = path if kind is None else requantised(path, kind, out)
         with terminal.busy(out, f"loading {file.name}"):
@@ -296,17 +288,16 @@ def run(plan: AuditPlan, out: Console, after: Callable[[Json], None] = lambda re
         ids = text_ids(model.tokenizer, plan.text)
         bos = model.tokenizer.bos_id if model.tokenizer.add_bos else None
         cut = windows_of(ids, plan.windows, prompt=plan.prompt_tokens, following=plan.tokens, bos=bos)
-        for engine in plan.engines:
-            for threads, flash in plan.settings(engine):
-                found["cases"].append(_case(plan, engine, model, cut, ids[:CHECKED], threads, flash, out))
-                found["complete"] = len(found["cases"]) == cases
-                after(found)
+        for setting in settings:
+            found["cases"].append(_case(plan, *setting, model, cut, ids[:CHECKED], out))
+            found["complete"] = len(found["cases"]) == cases
+            after(found)
     return found
 
 
 def _case(
-    plan: AuditPlan, name: str, model: Model, cut: Sequence[AuditWindow], real: Sequence[int], threads: int | None,
-    flash: bool | None, out: Console,
+    plan: AuditPlan, name: str, threads: int | None, flash: bool | None, model: Model, cut: Sequence[AuditWindow],
+    real: Sequence[int], out: Console,
 ) -> Json:  # fmt: skip
     if threads is not None:
         kernels.set_threads(threads)
@@ -317,20 +308,30 @@ def _case(
     }  # fmt: skip
     begun = time.perf_counter()
     attention = "" if flash is None else f", flash {'on' if flash else 'off'}"
+    said = f"{name}, {found['weights']}, {count} threads{attention}"
     try:
         ours = OurRows(model, plan.room)
-        engine: RowEngine = (
-            ours if name == OURS else PeerRows.start(name, model.path, plan.room, threads=count, flash=flash)
-        )
-        found["version"] = engine.version
-        said = f"{name}, {found['weights']}, {count} threads{attention}"
+        engine = ours if name == OURS else Peer(name, option="--engine", patient=True)
         with closing(engine), terminal.counting(out, said, len(cut) * len(plan.widths)) as bar:
+            found["version"] = engine.version
+            if engine is not ours:
+                engine.load(model.path, threads=count, room=plan.room, flash=flash)
             done = partial(bar.advance, bar.task_ids[0])
             found |= audit(engine, plan, cut, real, ours=None if name == OURS else ours, done=done)
     except PeerError as error:
-        found |= {"verdict": FAILED, "failed": " ".join(str(error).split()), "one_row_bits": None, "repeatable": None,
-                  "check": None, "groups": []}  # fmt: skip
+        found |= _failed(FAILED, " ".join(str(error).split()))
     return {**found, "seconds": time.perf_counter() - begun}
+
+
+def _failed(verdict: str, failed: str | None = None, check: Json | None = None) -> Json:
+    return {
+        "verdict": verdict,
+        "failed": failed,
+        "one_row_bits": None,
+        "repeatable": None,
+        "check": check,
+        "groups": [],
+    }
 
 
 def audit(
@@ -338,17 +339,18 @@ def audit(
     ours: RowEngine | None = None, done: Callable[[], None] = lambda: None,
 ) -> Json:  # fmt: skip
     """An open engine's part of a case (see `run`); `ours` is the reference of another one, `real` a text for it."""
-    check = None if ours is None else real_text(engine, ours, real, max(plan.widths))
-    checked = check and {"one_row": check[0].to_dict(), "widest": check[1].to_dict()}
-    if check is not None and check[0].wrong:
-        return {"verdict": WRONG, "failed": None, "one_row_bits": None, "repeatable": None, "check": checked,
-                "groups": []}  # fmt: skip
+    checked = None
+    if ours is not None:
+        one_row, widest = real_text(engine, ours, real, max(plan.widths))
+        checked = {"one_row": one_row.to_dict(), "widest": widest.to_dict()}
+        if one_row.wrong:
+            return _failed(WRONG, check=checked)
     tallies, repeatable, texts = [Tally(w) for w in sorted({1, *plan.widths})], True, {}
     for window in cut:
         text = engine.write(window.prompt, plan.tokens) if plan.greedy else list(window.following)
         texts[window.name] = text
         alone = rows_by(engine, window.prompt, text, 1)
-        judge = None if ours is None else Judge(rows_by(ours, window.prompt, text, PIECE), np.asarray(text))
+        judge = None if ours is None else Judge(rows_by(ours, window.prompt, text, CHUNK), np.asarray(text))
         for tally in tallies:
             tally.add(window.name, alone, rows_by(engine, window.prompt, text, tally.width), judge)
             done()

@@ -5,12 +5,14 @@ A line is one text: {"id": "chat-1", "token_ids": [198, 504, ..]}, the ids that 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.table import Table
 
+from specsparse.cli.arguments import read_text
 from specsparse.errors import UserError
 from specsparse.support import tables
 from specsparse.support.files import Json, is_unicode
@@ -21,18 +23,17 @@ Texts = dict[str, tuple[int, ...]]
 """Token ids by the id of a text."""
 
 
-@dataclass(frozen=True)
-class Fork:
+class Fork(NamedTuple):
     """Where two texts part.
 
     Attributes:
-        text: its id.
+        id: of the text.
         position: of the first token that differs, from 0; None if there is none.
         a, b: the token of each there; None if that text has ended.
         compared: tokens up to the fork, that one included; those of the shorter text if there is none.
     """
 
-    text: str
+    id: str
     position: int | None
     a: int | None
     b: int | None
@@ -41,11 +42,11 @@ class Fork:
 
 @dataclass(frozen=True)
 class TextsDifference:
-    """What `compare_texts` found.
+    """The result of `compare_texts`.
 
     Attributes:
         forks: an entry for each text that both have.
-        only: texts that only A, only B has.
+        only: numbers of texts that only A, only B has.
         shorter: texts of which one is the beginning of the other.
     """
 
@@ -55,7 +56,6 @@ class TextsDifference:
 
     @property
     def forked(self) -> tuple[Fork, ...]:
-        """The texts that part."""
         return tuple(fork for fork in self.forks if fork.position is not None)
 
     @property
@@ -65,16 +65,14 @@ class TextsDifference:
 
     @property
     def rate(self) -> Rate:
-        """Forks for each thousand tokens, up to each text's first fork: what follows a fork is another text."""
+        """Forks for each thousand tokens, up to each text's first fork: behind a fork stands another text."""
         return rate(len(self.forked), self.positions)
 
     def to_dict(self) -> Json:
-        """For the report."""
         return {
             "texts": len(self.forks), "forked": len(self.forked), "positions": self.positions,
             "fork_rate": self.rate._asdict(), "only_in": self.only, "cut_off": self.shorter,
-            "forks": [{"id": f.text, "position": f.position, "a": f.a, "b": f.b, "compared": f.compared}
-                      for f in self.forks],
+            "forks": [fork._asdict() for fork in self.forks],
         }  # fmt: skip
 
 
@@ -89,11 +87,7 @@ def read(path: Path, side: str | None = None) -> Texts:
         UserError: no such file, a malformed line, a text that is there twice, or several sides and none chosen.
     """
     file = path / ROWS_FILE if path.is_dir() else path
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON may hold U+2028
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise UserError(f"{file}: cannot be read: {reason}") from None
+    lines = read_text(file, str(file)).split("\n")  # not splitlines: JSON may hold U+2028
     rows = [_row(line, f"{file}:{i}") for i, line in enumerate(lines, 1) if line.strip()]
     sides = list(dict.fromkeys(str(row["side"]) for _, _, row in rows if row.get("side") is not None))
     if len(sides) > 1 if side is None else side not in sides:
@@ -123,12 +117,9 @@ def _row(line: str, where: str) -> tuple[str, tuple[int, ...], Json]:
 
 
 def compare_texts(a: Texts, b: Texts, *, where: Sequence[str] = ("A", "B")) -> TextsDifference:
-    """The first fork of every text that both have.
+    """The first fork of every text that both have; UserError if they have none in common, or only empty ones.
 
-    If one text is the beginning of the other, nothing is known of what it would have written: that is no fork.
-
-    Raises:
-        UserError: no text in common, or only empty ones.
+    If one text is the beginning of the other, nothing is known of how it would have gone on: that is no fork.
     """
     common = [name for name in a if name in b]
     forks = []
@@ -141,25 +132,22 @@ def compare_texts(a: Texts, b: Texts, *, where: Sequence[str] = ("A", "B")) -> T
             forks.append(Fork(name, at, a[name][at], b[name][at], at + 1))
     if not sum(fork.compared for fork in forks):
         raise UserError(f"{where[0]} and {where[1]} have no text in common: the ids of their lines must be the same")
-    shorter = tuple(f.text for f in forks if f.position is None and len(a[f.text]) != len(b[f.text]))
+    shorter = tuple(f.id for f in forks if f.position is None and len(a[f.id]) != len(b[f.id]))
     return TextsDifference(tuple(forks), (len(a) - len(common), len(b) - len(common)), shorter)
 
 
-def table(found: TextsDifference) -> Table:
-    """The texts that fork."""
-    made = tables.new("text", "first fork at", "token of A", "token of B")
-    for fork in found.forked:
-        made.add_row(fork.text, str(fork.position), str(fork.a), str(fork.b))
-    return made
-
-
-def lines(found: TextsDifference) -> list[str]:
-    """The rate, and what was not compared."""
-    out = [
-        f"{len(found.forked)} of {len(found.forks)} texts fork; {found.positions} tokens compared up to the first fork",
-        f"forks in 1,000 tokens: {found.rate}, 95 % interval of Clopper and Pearson",
-    ]
-    if found.shorter:
-        out.append(f"{len(found.shorter)} texts are the beginning of the other's: compared as far as they go")
-    a, b = found.only
-    return out + ([f"left out: {a} texts only A has, {b} only B"] if a or b else [])
+def parts(difference: TextsDifference) -> Iterator[Table | str]:
+    """The texts that fork, the rate, and the texts that were not compared."""
+    forked, positions = difference.forked, difference.positions
+    if forked:
+        table = tables.new("text", "first fork at", "token of A", "token of B")
+        for fork in forked:
+            table.add_row(fork.id, str(fork.position), str(fork.a), str(fork.b))
+        yield table
+    yield f"{len(forked)} of {len(difference.forks)} texts fork; {positions} tokens compared up to the first fork"
+    yield f"forks in 1,000 tokens: {difference.rate}, 95 % interval of Clopper and Pearson"
+    if difference.shorter:
+        yield f"{len(difference.shorter)} texts are the beginning of the other's: compared as far as they go"
+    a, b = difference.only
+    if a or b:
+        yield f"left out: {a} texts only A has, {b} only B"

@@ -1,32 +1,254 @@
-"""`specsparse bench`: this engine beside the machine and beside other engines; a sub-command each.
+"""Measure this engine beside the machine and beside other engines: one sub-command for each thing to measure.
 
-    speed                 one_sequence.py     prompts, decoding and v(n), which vn_entries.py publishes
-    draft, batch          speculation.py      texts with drafts, one by one and several sequences at once
-    products, ffn, lut    kernel_benches.py   random weights; lut_product.py has the kernels of the last
-    device                card/               an accelerator, in stages that fail alone
+    bench [speed] [MODEL]      prompts (pp), decoding (tg) and v(n), the cost of n tokens in one pass over that of one
+    bench batch 1,2,4,8        pp, tg and speculation by the number of sequences at once
+    bench draft NAME           texts with drafts by a drafter, a known draft model or a GGUF file
+    bench ffn 4096x11008       one FFN, sparse and dense
+    bench products Q4_0,Q8_0   products by type of weights
+    bench lut                  look-up tables beside integer products, four-bit weights
+    bench device gpu --all     an accelerator in stages, on models made from their shapes
 
-What a sub-command measures is a frozen dataclass, whose fields are its options; `command.py` makes it of the arguments.
+Each prints tables; --json adds the report as a last line of JSON, --json FILE writes it there. Shares are of the read
+bandwidth and of the multiply-add peak measured in between. --peer runs another engine on the same file and threads,
+interleaved with ours.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+import argparse
+import dataclasses
+import importlib
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from specsparse.cli.arguments import (
+    ANY_MODEL,
+    MODEL,
+    STDOUT,
+    add_json,
+    count,
+    draw,
+    list_of,
+    names,
+    names_among,
+    need_places,
+    positive,
+    share,
+    show,
+    sizes,
+    write_json,
+)
+from specsparse.support.files import Json
+from specsparse.tools.peers import PEERS
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from specsparse.support.files import Json
+_LONGEST = 2**31 - 1
 
 
 class Benchmark(Protocol):
-    """One of them."""
+    """What a sub-command measures: a frozen dataclass, whose fields are the destinations of its options."""
 
     def check(self) -> None:
         """UserError if it cannot be run; before the machine is waited for and anything is loaded."""
 
-    def run(self, out: "Console") -> "Json":
+    def run(self, out: "Console") -> Json:
         """Measures, showing progress on `out`, and returns the report."""
 
-    def shown(self, report: "Json") -> "Iterator[Table | Text | str]":
+    def shown(self, report: Json) -> "Iterable[Table | Text | str]":
         """The report as tables and lines."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.set_defaults(model=None, drafter=None, plot=None, publish=None)
+    kinds = parser.add_subparsers(dest="bench", required=True, metavar=" | ".join(_BENCHES))
+
+    def sub(name: str, what: str, options: str, **defaults: Any) -> Callable[..., Any]:
+        made = kinds.add_parser(name, help=what, description=what, allow_abbrev=False)
+        for option in options.split():
+            made.add_argument(f"--{option}", **_OPTIONS[option])
+        add_json(made.add_argument)
+        made.set_defaults(**defaults)
+        return made.add_argument
+
+    add = sub("speed", "prompts, decoding and v(n) of one sequence", f"pp repeats {_RUNNING}", ns=sizes("1..16"))
+    add("model", nargs="?", metavar="MODEL", **_OPTIONS["model"])
+    add("--tg", type=count, default=128, metavar="N", help="tokens to decode, 0 for no such test (%(default)s)")
+    add("--widths", dest="ns", type=_widths, metavar="LIST", help="v(n): 1..16, 1,4,8 or none (1..16)")
+    add("--depth", type=count, default=0, metavar="N", help="tokens in the cache before each test (%(default)s)")
+    add("--rows", type=positive, metavar="N", help="v(n) in a program of N rows, n of them valid; default n rows")
+    add("--quantise", metavar="TYPE", help="measure the same model re-quantised: Q4_0, Q8_0, F16 ...")
+    add("--publish", metavar="FILE", help="write v(n) of each engine as entries of the page of v(n) (docs/vn.md)")
+    add("--machine", metavar="NAME", help="this machine's name in --publish (its processor)")
+
+    what = "prompts, decoding and speculation by the number of sequences at once"
+    add = sub("batch", what, f"model pp tg repeats {_RUNNING} plot", drafter="prompt_lookup", drafted=())
+    add("sizes", type=sizes, metavar="LIST", help="sequences at once: 1,2,4,8")
+    add("--drafter", metavar="NAME", help="as of bench draft (%(default)s)")
+    add("--gamma", dest="drafted", type=sizes, metavar="LIST", help="tokens of a draft: 2,4 (as many as pay)")
+
+    add = sub("draft", "texts plainly and with drafts", f"model tg repeats {_RUNNING}", repeats=1, drafted=(2, 4))
+    add("drafter", metavar="NAME", help="smollm2-draft, a GGUF file or a drafter")
+    add("--gamma", dest="drafted", type=sizes, metavar="LIST", help="tokens of a draft (2,4)")
+
+    add = sub("ffn", "one FFN, sparse and dense", "types repeats threads kernels plot", types=("F16", "Q4_0"))
+    add("shape", type=_shape, metavar="DxF", help="its width and its neurons: 4096x11008")
+    add("--widths", dest="ns", type=sizes, default=(1, 2, 4, 8), metavar="LIST", help="tokens of a call (1,2,4,8)")
+    shares = (0.05, 0.1, 0.2, 0.5, 1.0)
+    add("--active", type=list_of(share), default=shares, metavar="LIST", help="shares of neurons kept (0.05 .. 1)")
+
+    add = sub("products", "products by type of weights", "repeats threads", repeats=15, ns=(1, 4, 8, 64, 256))
+    add("types", type=_types, metavar="LIST", help="types of weights: Q4_0,Q8_0,Q6_K")
+    add("--widths", dest="ns", type=sizes, metavar="LIST", help="rows of activations (1,4,8,64,256)")
+    add("--shape", type=_shape, default=(1536, 1536), metavar="RxC", help="rows x columns (1536x1536)")
+
+    what = "look-up tables beside integer products, four-bit weights"
+    add = sub("lut", what, "types repeats threads", types=("Q4_0", "Q4_1"), shapes=((2048, 2048), (4096, 11008)))
+    add("--widths", dest="ns", type=sizes, default=(1, 4), metavar="LIST", help="tokens of a call (1,4)")
+    add("--shapes", type=list_of(_shape), metavar="LIST", help="rows x columns (2048x2048,4096x11008)")
+
+    add = sub("device", "stages on a device, models made from their shapes", "kernels", json=STDOUT)
+    add("device", choices=("gpu", "tpu", "cpu"), metavar="gpu | tpu | cpu")
+    add("--all", action="store_true", help="every stage (under 8 minutes)")
+    add("--stages", type=names, default=(), metavar="LIST", help="some of them: status,equality ...")
+    add("--tiny", action="store_true", help="tiny shapes in this process: a trial of the bench itself")
+    add("--repeats", type=positive, metavar="N", help="timings of each figure (3; 1 with --tiny)")
+    add("--layers", type=positive, metavar="N", help="layers of the 7B shape (all)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure and print."""
+    from specsparse.measure.machine import timing_lock  # after the arguments: JAX takes a second
+    from specsparse.support import terminal
+    from specsparse.tools.bench import vn_entries
+
+    need_places([args.json, args.publish], [args.plot], args.model, args.drafter)
+    if args.publish:
+        vn_entries.check(Path(args.publish), args.ns)
+    module, _, name = _BENCHES[args.bench].partition(":")
+    owner = getattr(importlib.import_module(f"specsparse.tools.bench.{module}"), name)
+    fields = (field.name for field in dataclasses.fields(owner))
+    bench = owner(**{name: getattr(args, name) for name in fields if hasattr(args, name)})
+    bench.check()
+    out = terminal.console()
+    with timing_lock(lambda line: out.print(line, soft_wrap=True)):
+        report = bench.run(out)
+    show(out, bench.shown(report))
+    if args.plot:
+        draw(args.plot, bench.figure, report, out)
+    if args.publish:
+        vn_entries.publish(args, report)
+        out.print(f"entries: {args.publish}", soft_wrap=True)
+    write_json(args.json, report, out)
+    return int(bool(report.get("failed")))
+
+
+def _types(text: str) -> tuple[str, ...]:
+    return names(text.upper())
+
+
+def _shape(text: str) -> tuple[int, int]:
+    width, cross, neurons = text.partition("x")
+    if not cross:
+        raise argparse.ArgumentTypeError(f"{text!r}: two lengths, for instance 4096x11008")
+    found = positive(width), positive(neurons)
+    if max(found) > _LONGEST:
+        raise argparse.ArgumentTypeError(f"{text!r}: lengths go up to {_LONGEST}, for instance 4096x11008")
+    return found
+
+
+def _widths(text: str) -> tuple[int, ...]:
+    if text == "none":
+        return ()
+    try:
+        return sizes(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; none leaves v(n) out") from None
+
+
+_BENCHES = {
+    "speed": "one_sequence:SequenceBench",
+    "batch": "speculation:BatchBench",
+    "draft": "speculation:DraftBench",
+    "ffn": "kernel_benches:FfnBench",
+    "products": "kernel_benches:ProductsBench",
+    "lut": "kernel_benches:LutBench",
+    "device": "card.card_stages:DeviceBench",
+}
+"""Sub-command -> its `Benchmark`."""
+_RUNNING = "threads kv-dtype kernels peer"
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "model": {"default": MODEL, "help": f"{ANY_MODEL} (%(default)s)"},
+    "pp": {"type": count, "default": 512, "metavar": "N", "help": "prompt tokens, 0 for no such test (%(default)s)"},
+    "tg": {"type": positive, "default": 128, "metavar": "N", "help": "tokens of each text (%(default)s)"},
+    "types": {"type": _types, "metavar": "LIST", "help": "types of weights: Q4_0 ..  (%(default)s)"},
+    "repeats": {"type": positive, "default": 5, "metavar": "N", "help": "timings of each test (%(default)s)"},
+    "threads": {"type": positive, "metavar": "N", "help": "threads of every engine (all cores)"},
+    "kv-dtype": {"metavar": "TYPE", "help": "f16 (default), bf16, f32 or q8_0 cache"},
+    "kernels": {
+        "dest": "backend", "metavar": "NAME", "help": "native, reference, xla, packed or bf16 (the best there is)",
+    },
+    "peer": {
+        "dest": "peers", "type": names_among("peer", PEERS), "default": (), "metavar": "LIST",
+        "help": f"beside {', '.join(PEERS)}, by the interpreter SPECSPARSE_PEER_PYTHON",
+    },
+    "plot": {"type": Path, "metavar": "FILE.png", "help": "draw the table"},
+}  # fmt: skip
+"""Options of several sub-commands."""
+
+# The form of the version before, which had flags for sub-commands; it is rewritten for one version.
+_OLD_COMMANDS = {
+    "--device": "device", "--products": "products", "--ablation": "lut", "--ffn-shape": "ffn", "--batch": "batch",
+    "--drafter": "draft",
+}  # fmt: skip
+"""The first that is given counts."""
+_OLD_FLAGS = {
+    "speed": {"--n": "--widths", "--model": None},
+    "batch": {"--n": "--gamma"},
+    "draft": {"--n": "--gamma"},
+    "ffn": {"--n": "--widths", "--quantise": "--types"},
+    "products": {"--n": "--widths", "--shapes": "--shape"},
+    "lut": {"--n": "--widths", "--quantise": "--types"},
+    "device": {},
+}
+"""By sub-command, its flags of today; None: an argument without a flag."""
+
+
+def rewritten(argv: Sequence[str]) -> list[str]:
+    """`speed` if no sub-command is named, and flags of the version before in the form of today, which is said."""
+    if argv and argv[0] in (*_BENCHES, "-h", "--help"):
+        return list(argv)
+    given = list(_pairs(argv))
+    flags = [flag for flag, _ in given]
+    old = next((flag for flag in _OLD_COMMANDS if flag in flags), None)
+    command = _OLD_COMMANDS.get(old, "speed")
+    renamed, first, rest = _OLD_FLAGS[command], [], []
+    for flag, value in given:
+        if flag == old and flag is not None:
+            first = [] if command == "lut" else [value]
+        elif flag is None and command in ("batch", "draft"):
+            rest += ["--model", value]
+        else:
+            rest += [renamed.get(flag, flag), value]
+    made = [command, *(word for word in (*first, *rest) if word is not None)]
+    if old or any(flag in renamed for flag in flags):
+        print(f"specsparse: this form ends with the next version; write: bench {shlex.join(made)}", file=sys.stderr)
+    return made
+
+
+def _pairs(argv: Sequence[str]) -> Iterator[tuple[str | None, str | None]]:
+    """(flag, its value): flag is None for an argument without one, the value of a switch is None."""
+    words = list(argv)
+    while words:
+        flag, equals, value = words.pop(0).partition("=")
+        if not flag.startswith("--"):
+            yield None, flag + equals + value
+        elif equals:
+            yield flag, value
+        else:
+            yield flag, words.pop(0) if flag not in ("--all", "--tiny") and words and words[0][:2] != "--" else None

@@ -22,6 +22,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as GGML
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
+from matplotlib.figure import Figure as Canvas
 from rich.console import Console
 from rich.table import Table
 
@@ -35,56 +36,57 @@ from specsparse.kernels.packing.random_blocks import random_quantised
 from specsparse.kernels.qtensor import QTensor
 from specsparse.measure import manifest
 from specsparse.measure.trials import MachinePeaks, paired_ratio, summary
+from specsparse.report import plots
+from specsparse.report.plots import COLOURS, FAINT, Figure, Row
 from specsparse.support import tables, terminal
 from specsparse.support.files import Json, need_memory
 from specsparse.support.interleaved import alternating, interleaved, seconds
 from specsparse.tools.bench.lut_product import SUMS, BitPlanes, lut_linear, pack_planes
 
-_STD = 0.02
-_FEWEST = 16
-_COPY_BYTES = 1800
-"""A copy costs a hundredth of a second or more to compile, so there is one for so many bytes of each: 1 GiB in copies
-of 1.4 MB or more is reached. Smaller ones stay in a cache in part, whatever their number."""
-_SAMPLE = 16, 256
-"""Rows and columns that every type packs, in whole groups and blocks."""
 MADE_BYTES, BLOCK_MADE_BYTES = 12, 4
 """Most bytes a weight while it is made: as a float64 and its float32; as codes, whose scales alone are floats."""
+_SAMPLE = 16, 256
+"""Rows and columns that every type packs, in whole groups and blocks."""
 
 Weights = TypeVar("Weights")
 
 
 def bounded(total: int, each: int) -> int:
-    """Copies of `each` bytes that make up `total`, or as many as compile in seconds."""
-    return max(1, min(-(-total // each), max(_FEWEST, each // _COPY_BYTES)))
+    """Copies of `each` bytes that make up `total`, or as many as compile in seconds.
+
+    A copy costs a hundredth of a second or more to compile, so there are 16 of small weights and else one for every
+    1,800 bytes of each: 1 GiB in copies of 1.4 MB or more is reached. Smaller ones stay in a cache in part.
+    """
+    return max(1, min(-(-total // each), max(16, each // 1800)))
+
+
+def random_raw(kind: str, shape: tuple[int, int], seed: int = 0) -> np.ndarray:
+    """Random weights as a file has them."""
+    return random_quantised(kind, *shape, seed, std=0.02, edges=False)
+
+
+def random_packed(kind: str, shape: tuple[int, int], seed: int = 0) -> QTensor:
+    """Random weights as the kernels read them."""
+    return pack_qtensor(random_raw(kind, shape, seed), GGML[kind], shape)
 
 
 def packed_bytes(kind: str, rows: int, cols: int) -> int:
     """Of a matrix of a GGUF type as the kernels read it, about; nothing of its size is made."""
-    made = pack_qtensor(random_quantised(kind, *_SAMPLE, std=_STD, edges=False), GGML[kind], _SAMPLE)
     group, block = _SAMPLE
-    return made.nbytes * -(-rows // group) * -(-cols // block)
-
-
-def random_raw(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
-    """Random weights as a file has them."""
-    return random_quantised(kind, *shape, seed, std=_STD, edges=False)
-
-
-def random_packed(kind: str, shape: tuple[int, int], seed: int) -> QTensor:
-    return pack_qtensor(random_raw(kind, shape, seed), GGML[kind], shape)
+    return random_packed(kind, _SAMPLE).nbytes * -(-rows // group) * -(-cols // block)
 
 
 def copies_of(weights: Weights, count: int) -> list[Weights]:
     """The weights `count` times, each in memory of its own: reading one leaves nothing of another in a cache."""
 
-    def move(a: jax.Array) -> jax.Array:
+    def copy(a: jax.Array) -> jax.Array:
         if a.dtype != jnp.uint8:
             return a
         to = aligned_empty(*a.shape)
         to[...] = np.asarray(a)
         return jax.device_put(to)
 
-    return [weights, *(jax.tree.map(move, weights) for _ in range(count - 1))]
+    return [weights, *(jax.tree.map(copy, weights) for _ in range(count - 1))]
 
 
 def random_rows(n: int, cols: int, seed: int | list[int]) -> tuple[jax.Array, jax.Array]:
@@ -115,12 +117,12 @@ PRODUCTS = {
     "product": chained(lambda w, x, n_valid, y: cpu.linear(x, (w,), n_valid=n_valid, residual=y)[0]),
     **{sums: chained(lambda w, x, n_valid, y, sums=sums: lut_linear(x, w, sums=sums, residual=y)) for sums in SUMS},
 }
-"""The native product, and the ones by look-up tables by what an entry is."""
+"""The native product, and those by look-up tables, named after their `SUMS`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelBench(abc.ABC):
-    """A bench of kernels: its fields are its options, its methods what `run` needs of it.
+    """A bench of kernels: its fields are its options, its methods the parts of `run`.
 
     Attributes:
         types: GGUF types of the weights.
@@ -133,8 +135,8 @@ class KernelBench(abc.ABC):
     title: ClassVar[str]
     known: ClassVar[tuple[str, ...]]
     """Types that can be measured."""
-    shape_from: ClassVar[str] = "--shapes"
-    """What a user gave a shape by."""
+    shape_option: ClassVar[str]
+    """The option that gives a shape, for messages."""
 
     types: tuple[str, ...]
     ns: tuple[int, ...]
@@ -143,16 +145,16 @@ class KernelBench(abc.ABC):
     backend: str | None = "native"
 
     @abc.abstractmethod
-    def shapes_of(self) -> Sequence[tuple[int, int]]:
-        """(rows, columns) of what is timed."""
+    def all_shapes(self) -> Sequence[tuple[int, int]]:
+        """(rows, columns) of the matrices."""
 
-    def whole_blocks(self, shape: tuple[int, int]) -> Sequence[int]:
+    def block_lengths(self, shape: tuple[int, int]) -> Sequence[int]:
         """Lengths that must be whole blocks of a type."""
         return shape[1:]
 
     @abc.abstractmethod
     def bytes_of(self, kind: str, shape: tuple[int, int]) -> int:
-        """Most memory that one takes with its copies."""
+        """Most memory that the copies of a matrix take."""
 
     @abc.abstractmethod
     def make(self, kind: str, shape: tuple[int, int]) -> Any:
@@ -160,7 +162,7 @@ class KernelBench(abc.ABC):
 
     @abc.abstractmethod
     def cases(self) -> Sequence[Hashable]:
-        """What is timed of each; what is compared stands together."""
+        """The cases of each matrix; those that are compared stand together."""
 
     def order(self, cases: Sequence[Hashable], repeat: int) -> Iterator[Hashable]:
         return alternating(cases, repeat)
@@ -171,14 +173,14 @@ class KernelBench(abc.ABC):
 
     @abc.abstractmethod
     def row(self, weights: Any, case: Any, taken: Mapping[Any, list[Any]], machine: MachinePeaks) -> Json:
-        """A case in the report: `taken` are the results of `once` by case, `machine` what it reached meanwhile."""
+        """A case in the report: `taken` are the results of `once` by case, `machine` its speed meanwhile."""
 
     @abc.abstractmethod
     def table(self, report: Json) -> Table:
         """Medians."""
 
     def about(self) -> str:
-        """What the line under the table ends with."""
+        """The end of the line under the table."""
         return ""
 
     def plan(self) -> Json:
@@ -188,22 +190,18 @@ class KernelBench(abc.ABC):
         for name in self.types:
             if name not in self.known:
                 raise UserError(f"bench {self.title} has no type {name!r}; there are {', '.join(self.known)}")
-        for kind, shape in itertools.product(self.types, self.shapes_of()):
-            block, given = GGML_QUANT_SIZES[GGML[kind]][0], f"{self.shape_from} {shape[0]}x{shape[1]}"
-            if any(size % block for size in self.whole_blocks(shape)):
+        for kind, shape in itertools.product(self.types, self.all_shapes()):
+            block, given = GGML_QUANT_SIZES[GGML[kind]][0], f"{self.shape_option} {shape[0]}x{shape[1]}"
+            if any(size % block for size in self.block_lengths(shape)):
                 raise UserError(f"{given}: multiples of {block} fit {kind}")
             need_memory(f"{given} in {kind}", self.bytes_of(kind, shape), "give a smaller shape, such as 4096x11008")
 
     def run(self, out: Console) -> Json:
-        """The report: the plan, `rows`, what the machine read, and the manifest.
-
-        Raises:
-            UserError: kernels that are not there.
-        """
+        """The report: the plan, `rows`, the machine's read bandwidth, and the manifest."""
         chosen = kernels.get(self.backend)
         if self.threads is not None:
             kernels.set_threads(self.threads)
-        subjects = [(kind, shape) for kind in self.types for shape in self.shapes_of()]
+        subjects = [(kind, shape) for kind in self.types for shape in self.all_shapes()]
         total = (self.repeats + 1) * len(self.cases()) * len(subjects)
         buffer, rows, reads = processor.ReadBuffer(), [], []
         with terminal.counting(out, f"timing {self.title}", total) as bar:
@@ -217,13 +215,9 @@ class KernelBench(abc.ABC):
                 rows += [{"type": subject[0], **self.row(weights, case, taken, machine)} for case in taken]
                 reads += machine.read
         return {
-            "bench": f"specsparse {self.title}",
-            "backend": chosen.name,
-            "plan": self.plan(),
-            "rows": rows,
-            "read_bytes_per_second": summary(reads),
-            "manifest": manifest.build({}, None),
-        }
+            "bench": f"specsparse {self.title}", "backend": chosen.name, "plan": self.plan(), "rows": rows,
+            "read_bytes_per_second": summary(reads), "manifest": manifest.build({}, None),
+        }  # fmt: skip
 
     def shown(self, report: Json) -> Iterator[Table | str]:
         """The table, and a line with kernels and machine."""
@@ -243,10 +237,10 @@ _PROMPT = 16
 
 @dataclass(frozen=True, kw_only=True)
 class ProductsBench(KernelBench):
-    """Products by type of weights: what decoding, verifying and prompts are made of.
+    """Products by type of weights: the work of decoding, verifying and prompts.
 
-    Weights come from memory, or from the last cache, which their copies fit. Every time stands beside what the machine
-    read and multiplied in the same repeat.
+    Weights come from memory, or from the last cache, which their copies fit. Every time stands beside the machine's
+    read bandwidth and multiply-add rate in the same repeat.
 
     Attributes:
         ns: ascending; 1 first, which v(n) divides by.
@@ -257,7 +251,7 @@ class ProductsBench(KernelBench):
 
     title = "products"
     known = tuple(kind.name for kind in KINDS)
-    shape_from = "--shape"
+    shape_option = "--shape"
 
     ns: tuple[int, ...] = (1, 4, 8, 64, 256)
     repeats: int = 15
@@ -265,11 +259,11 @@ class ProductsBench(KernelBench):
     memory_bytes: int = 160 << 20
     cache_bytes: int = 20 << 20
 
-    def shapes_of(self) -> Sequence[tuple[int, int]]:
+    def all_shapes(self) -> Sequence[tuple[int, int]]:
         return (self.shape,)
 
     def copies(self, state: str, nbytes: int) -> int:
-        """How many of a matrix of `nbytes`."""
+        """Copies of a matrix of `nbytes`."""
         if state == MEMORY:
             return bounded(self.memory_bytes, nbytes)
         return min(max(1, self.cache_bytes // nbytes), bounded(self.cache_bytes, nbytes))
@@ -300,35 +294,24 @@ class ProductsBench(KernelBench):
         (state, n), times, w = case, taken[case], weights[0]
         macs, one = n * prod(w.shape), taken.get((state, 1))
         return {
-            "weights": state,
-            "n": n,
-            "ms": summary([1e3 * s for s in times]),
-            "bytes": w.nbytes,
+            "weights": state, "n": n, "ms": summary([1e3 * s for s in times]), "bytes": w.nbytes,
             "v": paired_ratio(times, one) if one else None,
             "share_of_read": paired_ratio([w.nbytes / s for s in times], machine.read),
             "macs_per_second": macs / statistics.median(times),
             "share_of_int8": paired_ratio([macs / s for s in times], machine.int8),
             "read_bytes_per_second": statistics.median(machine.read),
             "int8_macs_per_second": statistics.median(machine.int8),
-        }
+        }  # fmt: skip
 
     def table(self, report: Json) -> Table:
-        """A row a case; shares are of what the machine did in the same repeat."""
+        """A row a case; shares are of the machine's rates in the same repeat."""
         columns = ("type", "weights from", "rows", "ms", "v(n)", "GB/s", "of read", "GMAC/s", "of int8")
         made = tables.new(*columns, left=(0, 1), close=True)
         for row in report["rows"]:
-            ms = row["ms"]["median"]
-            made.add_row(
-                row["type"],
-                row["weights"],
-                str(row["n"]),
-                f"{ms:.3f}",
-                f"{row['v']['median']:.2f}" if row["v"] else "",
-                f"{1e-6 * row['bytes'] / ms:.1f}",
-                f"{row['share_of_read']['median']:.0%}",
-                f"{row['macs_per_second'] / 1e9:.0f}",
-                f"{row['share_of_int8']['median']:.0%}",
-            )
+            ms, v = row["ms"]["median"], f"{row['v']['median']:.2f}" if row["v"] else ""
+            read = (f"{1e-6 * row['bytes'] / ms:.1f}", f"{row['share_of_read']['median']:.0%}")
+            int8 = (f"{row['macs_per_second'] / 1e9:.0f}", f"{row['share_of_int8']['median']:.0%}")
+            made.add_row(row["type"], row["weights"], str(row["n"]), f"{ms:.3f}", v, *read, *int8)
         return made
 
     def about(self) -> str:
@@ -337,14 +320,12 @@ class ProductsBench(KernelBench):
 
 VARIANTS = ("ffn", "ffn+mlp", "ffn+signbit")
 """Which neurons are kept is given; predicted by a two-layer MLP; predicted from sign bits."""
-_EPS = 1e-5
 _SEEDS = itertools.count()
 """Of activations and of the neurons that are kept: others in each call."""
 
 
-@dataclass(frozen=True)
-class _FfnWeights:
-    """One copy of all weights; a pytree would do as well, but jit takes its fields by name."""
+class _FfnWeights(NamedTuple):
+    """One copy of all weights."""
 
     norm: jax.Array
     gate: NeuronRows
@@ -358,7 +339,41 @@ class _FfnWeights:
     signs: SignRows
 
 
-jax.tree_util.register_dataclass(_FfnWeights, list(_FfnWeights.__dataclass_fields__), [])
+def active_share(report: Json) -> Figure:
+    """A panel a type, a line for each number of tokens, over the dense FFN of as many; dashed: the neurons read."""
+    plan = report["plan"]
+    rows = tuple(
+        {
+            "type": r["type"], "tokens": r["n"], "active": r["active"], "read": r["neurons_read"] / plan["neurons"],
+            "ms": r["ms"]["median"], "value": r["over_dense"]["median"],
+            "low": r["over_dense"]["min"], "high": r["over_dense"]["max"],
+        }
+        for r in report["rows"] if r["what"] == "ffn"
+    )  # fmt: skip
+    caption = (
+        "Time of the sparse FFN, predictor excluded, over that of the dense one with as many tokens (medians, whiskers "
+        "from the fastest to the slowest); dashed: share of the neurons that some token of the pass keeps, which the "
+        "time would be if bytes were all."
+    )
+    title = f"FFN of {plan['width']} x {plan['neurons']}: time against active share"
+    return Figure("active_share", title, caption, rows, _draw_shares, size=(4.6 * len(plan["types"]), 4.2))
+
+
+def _draw_shares(canvas: Canvas, rows: Sequence[Row]) -> None:
+    kinds = plots.distinct(rows, "type")
+    panels = canvas.subplots(1, len(kinds), squeeze=False)[0]
+    for axes, kind in zip(panels, kinds, strict=True):
+        for i, n in enumerate(plots.distinct(rows, "tokens")):
+            own = sorted((r for r in rows if r["type"] == kind and r["tokens"] == n), key=lambda r: r["active"])
+            at, colour = [r["active"] for r in own], COLOURS[i % len(COLOURS)]
+            spread = list(zip(*map(plots.whiskers, own)))
+            axes.errorbar(at, [r["value"] for r in own], spread, color=colour, marker="o", markersize=4, capsize=2,
+                          label=f"{n} token{'s' * (n > 1)}")  # fmt: skip
+            axes.plot(at, [r["read"] for r in own], color=colour, linestyle="--", linewidth=1)
+        axes.axhline(1, color=FAINT, linewidth=0.8)
+        axes.set(title=kind, xlabel="active share of the neurons of a token", ylabel="time / dense")
+        axes.set_ylim(0)
+        plots.legend_below(axes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,7 +393,8 @@ class FfnBench(KernelBench):
 
     title = "ffn"
     known = tuple(sorted(kind.name for kind in SUPPORTED))
-    shape_from = "bench ffn"
+    shape_option = "bench ffn"
+    figure = staticmethod(active_share)
 
     shape: tuple[int, int]
     active: tuple[float, ...] = (0.05, 0.1, 0.2, 0.5, 1.0)
@@ -389,13 +405,13 @@ class FfnBench(KernelBench):
     cold_bytes: int = 1 << 30
     backend: str | None = None
 
-    def shapes_of(self) -> Sequence[tuple[int, int]]:
+    def all_shapes(self) -> Sequence[tuple[int, int]]:
         return (self.shape,)
 
     def plan(self) -> Json:
         return {**asdict(self), "width": self.shape[0], "neurons": self.shape[1]}
 
-    def whole_blocks(self, shape: tuple[int, int]) -> Sequence[int]:
+    def block_lengths(self, shape: tuple[int, int]) -> Sequence[int]:
         return (*shape, self.rank)
 
     def bytes_of(self, kind: str, shape: tuple[int, int]) -> int:
@@ -452,16 +468,10 @@ class FfnBench(KernelBench):
             extra = {"ffn": 0, "ffn+mlp": w.fc1.nbytes + w.fc2.nbytes, "ffn+signbit": w.signs.nbytes}[name]
             nbytes = neurons * 3 * w.gate.data.shape[1] + extra
         return {
-            "n": n,
-            "active": share,
-            "what": name,
-            "ms": ms,
-            "over_dense": paired_ratio(times, dense),
-            "neurons_read": neurons,
-            "bytes": nbytes,
-            "bytes_per_second": 1e3 * nbytes / ms["median"],
+            "n": n, "active": share, "what": name, "ms": ms, "over_dense": paired_ratio(times, dense),
+            "neurons_read": neurons, "bytes": nbytes, "bytes_per_second": 1e3 * nbytes / ms["median"],
             "over_bandwidth": ms["median"] / (1e3 * nbytes / statistics.median(machine.read)),
-        }
+        }  # fmt: skip
 
     def table(self, report: Json) -> Table:
         """A row a type, number of tokens and active share.
@@ -472,22 +482,13 @@ class FfnBench(KernelBench):
         columns = ("type", "tokens", "active", "rows read", "ms", "GB/s", "of bandwidth", "x dense", "+mlp", "+signbit")
         made, plan = tables.new(*columns, close=True), report["plan"]
         rows = {(r["type"], r["n"], r["active"], r["what"]): r for r in report["rows"]}
-        for kind, n in itertools.product(plan["types"], plan["ns"]):
-            for share in (None, *plan["active"]):
-                programs = ("dense",) if share is None else VARIANTS
-                row, *_ = found = [rows[kind, n, 1.0 if share is None else share, name] for name in programs]
-                ratios = [f"{r['over_dense']['median']:.2f}" for r in found]
-                made.add_row(
-                    kind,
-                    str(n),
-                    "dense" if share is None else f"{share:.0%}",
-                    f"{row['neurons_read']:.0f}",
-                    f"{row['ms']['median']:.3f}",
-                    f"{row['bytes_per_second'] / 1e9:.1f}",
-                    f"{1 / row['over_bandwidth']:.0%}",
-                    *ratios,
-                    *[""] * (3 - len(ratios)),
-                )
+        for kind, n, share in itertools.product(plan["types"], plan["ns"], (None, *plan["active"])):
+            programs = ("dense",) if share is None else VARIANTS
+            row, *_ = found = [rows[kind, n, 1.0 if share is None else share, name] for name in programs]
+            ratios = [f"{r['over_dense']['median']:.2f}" for r in found] + [""] * (3 - len(found))
+            rates = (f"{row['bytes_per_second'] / 1e9:.1f}", f"{1 / row['over_bandwidth']:.0%}")
+            cells = (f"{row['neurons_read']:.0f}", f"{row['ms']['median']:.3f}", *rates, *ratios)
+            made.add_row(kind, str(n), "dense" if share is None else f"{share:.0%}", *cells)
         return made
 
     def about(self) -> str:
@@ -497,14 +498,15 @@ class FfnBench(KernelBench):
 @functools.cache
 def _ffn_programs(chosen: Kernels) -> dict[str, Callable]:
     """By name, (copies, x_RD, keep_CRF, n_valid) -> (x_RD, neurons read by each copy)."""
+    eps = 1e-5
 
     def dense(w: _FfnWeights, x, keep, n_valid):
-        options = {"norm": w.norm, "eps": _EPS, "n_valid": n_valid}
-        (h,) = chosen.linear(x, (w.dense_gate, w.dense_up), act="silu", **options)
+        gates = (w.dense_gate, w.dense_up)
+        (h,) = chosen.linear(x, gates, act="silu", norm=w.norm, eps=eps, n_valid=n_valid)
         return chosen.linear(h, (w.dense_down,), residual=x, n_valid=n_valid)[0], jnp.int32(keep.shape[1])
 
     def ffn(w: _FfnWeights, x, keep, n_valid):
-        options = {"norm": w.norm, "eps": _EPS, "n_valid": n_valid, "act": "silu", "residual": x}
+        options = {"norm": w.norm, "eps": eps, "n_valid": n_valid, "act": "silu", "residual": x}
         y, stats = chosen.sparse_ffn(x, keep, w.gate, w.up, w.down_t, **options)
         return y, stats.union
 
@@ -530,13 +532,8 @@ def _ffn_programs(chosen: Kernels) -> dict[str, Callable]:
     return {name: over_copies(one) for name, one in ways.items()}
 
 
-STATES = ("cold", "warm")
-_ERROR_ROWS = 64
-"""Rows of the matrix whose results are compared with float64."""
-
-
 class LutCase(NamedTuple):
-    """Tokens, "cold" or "warm", and "product" or the kind of sums in the tables."""
+    """Tokens, "cold" or "warm", and a key of `PRODUCTS`."""
 
     n: int
     state: str
@@ -552,7 +549,7 @@ class _LutCopies:
     dense: np.ndarray
 
     def read_by(self, case: LutCase) -> list[QTensor | BitPlanes]:
-        """What the calls of a case read, one after the other."""
+        """The matrices that the calls of a case read, one after the other."""
         found: list[Any] = self.codes if case.kernel == "product" else self.planes
         return found if case.state == "cold" else [found[0]] * len(found)
 
@@ -572,6 +569,7 @@ class LutBench(KernelBench):
 
     title = "lut"
     known = ("Q4_0", "Q4_1")
+    shape_option = "--shapes"
 
     ns: tuple[int, ...] = (1, 4)
     types: tuple[str, ...] = known
@@ -580,7 +578,7 @@ class LutBench(KernelBench):
     cold_bytes: int = 256 << 20
     most_copies: int = 256
 
-    def shapes_of(self) -> Sequence[tuple[int, int]]:
+    def all_shapes(self) -> Sequence[tuple[int, int]]:
         return self.shapes
 
     def copies(self, nbytes: int) -> int:
@@ -594,11 +592,11 @@ class LutBench(KernelBench):
         raw = random_raw(kind, shape, 1)
         codes = pack_qtensor(raw, GGML[kind], shape)
         planes, count = pack_planes(codes), self.copies(codes.nbytes)
-        dense = dequantize(raw[:_ERROR_ROWS], GGML[kind]).astype(np.float64)
+        dense = dequantize(raw[:64], GGML[kind]).astype(np.float64)
         return _LutCopies(copies_of(codes, count), copies_of(planes, count), dense)
 
     def cases(self) -> list[LutCase]:
-        return [LutCase(*parts) for parts in itertools.product(self.ns, STATES, PRODUCTS)]
+        return [LutCase(*parts) for parts in itertools.product(self.ns, ("cold", "warm"), PRODUCTS)]
 
     def order(self, cases: Sequence[LutCase], repeat: int) -> Iterator[LutCase]:
         """Each time another kernel in front: who comes first finds other things in the cache."""
@@ -611,44 +609,31 @@ class LutBench(KernelBench):
         return product_seconds(PRODUCTS[case.kernel], weights.read_by(case), case.n)
 
     def row(self, weights: _LutCopies, case: LutCase, taken: Mapping[Any, list[float]], machine: MachinePeaks) -> Json:
+        """ "relative_error" is the root of the mean square error over that of the exact product."""
         w, ms = weights.codes[0], summary([1e3 * s for s in taken[case]])
         x, n_valid = random_rows(case.n, w.shape[1], case.n)
         got = np.asarray(PRODUCTS[case.kernel](weights.read_by(case)[:1], x, n_valid))
         exact = np.asarray(x, np.float64) @ weights.dense.T
+        error = np.sqrt(np.mean((got[:, : exact.shape[1]] - exact) ** 2) / np.mean(exact**2))
         return {
-            "rows": w.shape[0],
-            "cols": w.shape[1],
-            "n": case.n,
-            "state": case.state,
-            "kernel": case.kernel,
-            "ms": ms,
-            "bytes": w.nbytes,
-            "bytes_per_second": w.nbytes / (1e-3 * ms["median"]),
+            "rows": w.shape[0], "cols": w.shape[1], "n": case.n, "state": case.state, "kernel": case.kernel, "ms": ms,
+            "bytes": w.nbytes, "bytes_per_second": w.nbytes / (1e-3 * ms["median"]),
             "over_product": paired_ratio(taken[case], taken[case._replace(kernel="product")]),
-            # The root of the mean square error over that of the exact product.
-            "relative_error": float(np.sqrt(np.mean((got[:, : exact.shape[1]] - exact) ** 2) / np.mean(exact**2))),
-        }
+            "relative_error": float(error),
+        }  # fmt: skip
 
     def table(self, report: Json) -> Table:
         """A row a case.
 
         "x product" is time over that of the product kernel, so above 1 is slower; "error" is relative to the product of
-        the same weights with activations that nobody rounded.
+        the same weights with activations that are not rounded.
         """
         columns = ("type", "matrix", "tokens", "weights", "kernel", "ms", "GB/s", "x product", "±", "error")
         made = tables.new(*columns, left=(0, 1, 3, 4), close=True)
         for row in report["rows"]:
-            ratio = row["over_product"]
-            made.add_row(
-                row["type"],
-                f"{row['rows']}x{row['cols']}",
-                str(row["n"]),
-                row["state"],
-                row["kernel"] if row["kernel"] == "product" else f"tables, {row['kernel']}",
-                f"{row['ms']['median']:.3f}",
-                f"{row['bytes_per_second'] / 1e9:.1f}",
-                f"{ratio['median']:.2f}",
-                f"{ratio['sd']:.2f}",
-                f"{row['relative_error']:.2%}",
-            )
+            ratio, matrix = row["over_product"], f"{row['rows']}x{row['cols']}"
+            kernel = row["kernel"] if row["kernel"] == "product" else f"tables, {row['kernel']}"
+            rates = (f"{row['ms']['median']:.3f}", f"{row['bytes_per_second'] / 1e9:.1f}")
+            ratios = (f"{ratio['median']:.2f}", f"{ratio['sd']:.2f}", f"{row['relative_error']:.2%}")
+            made.add_row(row["type"], matrix, str(row["n"]), row["state"], kernel, *rates, *ratios)
         return made

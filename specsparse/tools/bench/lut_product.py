@@ -18,8 +18,8 @@ from specsparse.kernels.qtensor import BLOCK, ROWS, Packed, QTensor, packed_pytr
 
 Sums = Literal["int16", "int8", "int6"]
 SUMS: tuple[str, ...] = ("int16", "int8", "int6")
-"""What a table holds: exact sums of int8 activations; sums of float activations in 127 steps; in 31, so that four of
-them can be added as bytes."""
+"""The entries of a table: exact sums of int8 activations; sums of float activations in 127 steps; in 31, so that four
+of them can be added as bytes."""
 _TARGET = "specsparse_lut_linear"
 _STEPS = {"int8": 127.0, "int6": 31.0}
 _BITS = np.arange(16)[:, None] >> np.arange(4) & 1  # [entry, activation]
@@ -62,9 +62,9 @@ class Tables(NamedTuple):
 
     Attributes:
         entries: int32[R, blocks, 8, 16], one table for each four columns.
-        scale: f32[R, blocks], what a step is worth.
+        scale: f32[R, blocks], the size of a step.
         less: f32[R, blocks], of the sum of entries.
-        centre: f32[R, blocks], what bits that stand for -1 and 1 leave out.
+        centre: f32[R, blocks], the part that bits for -1 and 1 leave out.
         shift: f32[R, blocks], sum of the activations.
     """
 
@@ -126,16 +126,9 @@ def lut_linear(x_RD: jax.Array, w: BitPlanes, *, sums: Sums = "int16", residual:
 def reference_linear(
     x_RD: jax.Array, w: BitPlanes, *, sums: Sums = "int16", residual: jax.Array | None = None
 ) -> jax.Array:
-    """w times rows of activations by tables of their sums, in jnp: the definition, and the oracle of `lut_linear`.
+    """f32[R, O]: w [O, D] times rows f32[R, D] by tables of their sums, in jnp; the oracle of `lut_linear`.
 
-    Args:
-        x_RD: f32[R, D].
-        w: [O, D].
-        sums: what a table entry is, one of `SUMS`.
-        residual: f32[R, O] added to the product, or None.
-
-    Returns:
-        f32[R, O].
+    `residual` f32[R, O] is added to the product.
     """
     _check(x_RD, w, sums, residual)
     tables = make_tables(x_RD, w.layout.zero, sums)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -25,22 +26,12 @@ from specsparse.errors import UserError
 from specsparse.measure import conditions, manifest, trials
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs.roofline import kv_bytes
-from specsparse.measure.trials import (
-    OURS,
-    Ours,
-    Side,
-    TrialPlan,
-    TrialResults,
-    paired_ratio,
-    requantised,
-    summary,
-    timings,
-)
+from specsparse.measure.trials import OURS, Ours, Side, TrialPlan, TrialResults, paired_ratio, summary, timings
 from specsparse.models import catalogue
 from specsparse.runtime.load import load
 from specsparse.support import tables, terminal
 from specsparse.support.files import Json
-from specsparse.tools.peers.timed import Peer, below_expectation, perplexities, wrong_logits
+from specsparse.tools.peers.peer import Peer, below_expectation, perplexities, wrong_logits
 
 _WIDE = 64
 """Rows of the batches in which a peer's perplexity is checked if prompts are timed."""
@@ -89,18 +80,14 @@ class SequenceBench:
         open_gguf(catalogue.resolve(self.model))
 
     def run(self, out: Console) -> Json:
-        """The report of `_report`.
-
-        Raises:
-            UserError: anything wrong with the model, the options or a peer.
-        """
+        """The report: see `_report`, with its notes."""
         plan, notes = self.plan(), []
         room = max(plan.pp, plan.tg + 1, self.rows or 0, *plan.ns, 1)  # most tokens that a test adds to the cache
         with ExitStack() as stack:
             peers = [stack.enter_context(Peer(name)) for name in self.peers]  # first: a missing package costs no time
             path = catalogue.resolve(self.model)
             if self.quantise:
-                path = requantised(path, self.quantise, out)
+                path = trials.requantised(path, self.quantise, out)
                 name = path.name.rpartition("-as-")[2].removesuffix(".gguf")
                 notes.append(f"re-quantised to {name} from the file's own weights, for speed only; kept as {path}")
             reset_peak_memory()
@@ -144,14 +131,13 @@ class SequenceBench:
         yield from _lines(report)
 
 
-@dataclass(frozen=True)
-class PassWork:
-    """What one test moves and computes.
+class PassWork(NamedTuple):
+    """Bytes and multiply-adds of one test.
 
     Attributes:
-        file_bytes: weights as in the file, read once a forward, and the cache: what must be read.
+        file_bytes: weights as in the file, once a forward, and the cache: the least that must be read.
         moved_bytes: the same with the weights as packed.
-        macs: multiply-adds of all matrices and of attention.
+        macs: of all matrices and of attention.
     """
 
     file_bytes: float
@@ -209,37 +195,25 @@ def _report(
     return {
         "bench": "specsparse",
         "model": {
-            **(about.get("model") or {}),
-            "name": f.metadata.get("general.name"),
-            "type": " + ".join(types),
-            "main_type": f.main_type(),
-            "parameters": sum(prod(t.shape) for t in f.tensors.values()),
-            "bytes_read_per_token": model.footprint.file,
-            "bytes_packed_per_token": model.footprint.packed,
+            **(about.get("model") or {}), "name": f.metadata.get("general.name"), "type": " + ".join(types),
+            "main_type": f.main_type(), "parameters": sum(prod(t.shape) for t in f.tensors.values()),
+            "bytes_read_per_token": model.footprint.file, "bytes_packed_per_token": model.footprint.packed,
         },
-        "threads": threads,
-        "kv_dtype": model.kv_dtype,
+        "threads": threads, "kv_dtype": model.kv_dtype,
         "plan": {**asdict(plan), "depth": ours.depth, "verify_rows": ours.rows, "verify_forwards": ours.forwards},
-        "load_s": model.load_s,
-        "compiled": [asdict(c) for c in ours.compiled],
-        "peak_memory_bytes": dict(memory),
+        "load_s": model.load_s, "compiled": [asdict(c) for c in ours.compiled], "peak_memory_bytes": dict(memory),
         "machine": {
             "read_bytes_per_second": summary(machine.read),
             "int8_macs_per_second": summary(machine.int8) if machine.int8 else None,
-            "f32_macs_per_second": summary(machine.f32),
-            "compute_peak": peak_name,
+            "f32_macs_per_second": summary(machine.f32), "compute_peak": peak_name,
         },
-        "results": rows,
-        "v": v,
-        "peers": list(peers),
-        "ratios": ratios,
-        "manifest": {k: v for k, v in about.items() if k != "model"},
-        "backend": model.kernels.name,
-    }
+        "results": rows, "v": v, "peers": list(peers), "ratios": ratios,
+        "manifest": {k: v for k, v in about.items() if k != "model"}, "backend": model.kernels.name,
+    }  # fmt: skip
 
 
 def _notes(found: Json, model: Model) -> list[str]:
-    """What a reader must know before believing the figures."""
+    """Reasons to doubt the figures."""
     read = found["machine"]["read_bytes_per_second"]
     restless = conditions.busy(Conditions(read["median"], read["sd"] / read["mean"]))
     notes = [restless] if restless else []
@@ -328,10 +302,8 @@ def _lines(report: Json) -> Iterator[Text | str]:
     for peer in report["peers"]:
         yield f"peer      {peer['version']}, load {peer['load_s']:.2f} s, its build: {peer['system_info']}"
         if peer["flash"]:
-            chosen = ", ".join(
-                f"{'on' if on else 'off'} for {_METHODS[method]}" for method, on in peer["flash"].items()
-            )
-            yield f"          flash attention, the faster of on and off: {chosen}"
+            chosen = (f"{'on' if on else 'off'} for {_METHODS[method]}" for method, on in peer["flash"].items())
+            yield f"          flash attention, the faster of on and off: {', '.join(chosen)}"
         if peer["check"]:
             yield f"          {perplexities(peer['check'])}"
     for note in report["notes"]:

@@ -12,9 +12,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+from matplotlib.figure import Figure as Canvas
 from rich.console import Console
 from rich.table import Table
 
@@ -26,6 +27,8 @@ from specsparse.errors import UserError
 from specsparse.measure import intervals, manifest, trials
 from specsparse.measure.trials import paired_ratio
 from specsparse.models import catalogue
+from specsparse.report import plots
+from specsparse.report.plots import Figure, Row
 from specsparse.runtime.load import load
 from specsparse.runtime.method import Method, MethodSpec, resolve
 from specsparse.runtime.session import Request, Session, prompt_ids
@@ -35,8 +38,8 @@ from specsparse.support import tables, terminal
 from specsparse.support.files import Json
 from specsparse.support.interleaved import interleaved
 from specsparse.support.registry import Choice
-from specsparse.tools.peers.process import PEERS
-from specsparse.tools.peers.timed import Peer, WrittenText, perplexities, wrong_logits
+from specsparse.tools.peers import PEERS
+from specsparse.tools.peers.peer import Peer, TimedText, perplexities, wrong_logits
 
 PLAIN, PEER_PLAIN = "ours plain", "peer plain"
 PROMPT = 900
@@ -45,6 +48,8 @@ TASKS = ("summarise", "code-edit", "chat", "maths")
 """Of the built-in prompts: each size of batch decodes every one of them equally often."""
 _MOST_PROMPT = 512
 """Tokens of a prompt in a batch."""
+_RATE, _SPEEDUP = "tokens a second, all sequences", "speed-up over plain decoding"
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +87,6 @@ class SpeculationBench:
             yield model, peers, kernels.status()["threads"] or 1
 
 
-class Speculator(Protocol):
-    """What is needed of a peer."""
-
-    def speculate(self, ids: list[int], n: int, *, drafted: int, draft: Path | None = None) -> WrittenText:
-        """See `Peer.speculate`."""
-
-
 def draft_file(drafter: str) -> Path | None:
     """The file of a draft model; None for the name of a drafter."""
     return None if DRAFTERS.holds(drafter) else catalogue.resolve(drafter)
@@ -100,11 +98,22 @@ def method_of(model: Model, drafter: str, drafted: int | None, *, batch: int = 1
     `drafted` tokens in each draft; None for the length that the drafter takes by itself in such a batch.
     """
     file = draft_file(drafter)
-    named = Choice("model", {"model": str(file)}) if file else Choice(drafter)
-    return resolve(MethodSpec(named, policy=None if drafted is None else Fixed(drafted)), model, batch=batch)
+    choice = Choice("model", {"model": str(file)}) if file else Choice(drafter)
+    return resolve(MethodSpec(choice, policy=None if drafted is None else Fixed(drafted)), model, batch=batch)
 
 
-def ours(model: Model, method: Method, ids: Sequence[int], tokens: int) -> WrittenText:
+def _chat(model: Model, text: str) -> str:
+    """A chat's first turn, as the model's template has it."""
+    try:
+        return model.tokenizer.apply_chat_template([{"role": "user", "content": text}])
+    except UserError:  # a base model has no template
+        return text
+
+
+# Texts one by one.
+
+
+def ours(model: Model, method: Method, ids: Sequence[int], tokens: int) -> TimedText:
     """Greedy tokens after a prompt and a first round, whose tokens are not timed; as if it had written one."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens + 1, ignore_eos=True)
     session = Session(model, [Request(np.asarray(ids, np.int32), params, seed=0)], method)
@@ -113,26 +122,23 @@ def ours(model: Model, method: Method, ids: Sequence[int], tokens: int) -> Writt
     session.advance()
     share = tokens / (tokens + 1 - done)
     passes = (session.counters()[0].num_rounds - rounds) * share
-    return WrittenText((session.times.total - begun) * share, session.tokens()[0].tolist(), passes)
+    return TimedText((session.times.total - begun) * share, session.tokens()[0].tolist(), passes)
 
 
 def writers_of(
-    model: Model, peer: Speculator | None, drafter: str, *, drafted: Sequence[int] = (2, 4), tg: int = 128
-) -> dict[str, Callable[[list[int]], WrittenText]]:
+    model: Model, peer: Peer | None, drafter: str, *, drafted: Sequence[int] = (2, 4), tg: int = 128
+) -> dict[str, Callable[[list[int]], TimedText]]:
     """Our sides and the peer's by name; each writes `tg` tokens after a prompt's ids and a first token."""
-    draft, methods = draft_file(drafter), {PLAIN: Method()}
-    methods |= {f"ours {k}": method_of(model, drafter, k) for k in drafted}
-    found = {name: (lambda ids, how=how: ours(model, how, ids, tg)) for name, how in methods.items()}
+    methods = {PLAIN: Method()} | {f"ours {k}": method_of(model, drafter, k) for k in drafted}
+    writers = {name: (lambda ids, method=method: ours(model, method, ids, tg)) for name, method in methods.items()}
     if peer is not None:
-        asked = {PEER_PLAIN: (0, None)}
-        asked |= {f"peer {k}": (k, draft) for k in drafted if draft}
-        asked |= {f"peer lookup {k}": (k, None) for k in drafted}
-        for name, (k, file) in asked.items():
-            found[name] = lambda ids, k=k, file=file: peer.speculate(ids, tg, drafted=k, draft=file)
-    return found
-
-
-Result = TypeVar("Result")
+        draft = draft_file(drafter)
+        drafts = {PEER_PLAIN: (0, None)}
+        drafts |= {f"peer {k}": (k, draft) for k in drafted if draft}
+        drafts |= {f"peer lookup {k}": (k, None) for k in drafted}
+        for name, (k, file) in drafts.items():
+            writers[name] = lambda ids, k=k, file=file: peer.speculate(ids, tg, drafted=k, draft=file)
+    return writers
 
 
 def measure(
@@ -149,7 +155,7 @@ def measure(
     return found
 
 
-def summary_of(found: Mapping[str, Mapping[str, list[WrittenText]]], tg: int) -> Json:
+def summary_of(found: Mapping[str, Mapping[str, list[TimedText]]], tg: int) -> Json:
     """Tokens a second and a target pass by task and side ("all": of the mean time), and tasks whose text differs.
 
     Our texts are compared with our plain decoding, the peer's with its own. "ratios" are of our best draft length over
@@ -181,19 +187,15 @@ def summary_of(found: Mapping[str, Mapping[str, list[WrittenText]]], tg: int) ->
 def jobs_of(
     model: Model, *, room: int, tasks: Sequence[str] | None = None, limit_per_task: int = 1
 ) -> list[tuple[str, list[int]]]:
-    """The built-in prompts, or those of some tasks, as a chat's first turn: (task, ids), `room` tokens left free.
+    """(task, ids) of the built-in prompts, or of those of some tasks, as a chat's first turn.
 
-    Raises:
-        UserError: an unknown task, or a context that holds no prompt beside what is written.
+    UserError if a task is unknown, or if the context holds no prompt beside the `room` for the text.
     """
     most = min(PROMPT, model.config.context_length - room)
     if most < 1:
         raise UserError(f"--tg does not fit the context of {model.config.context_length} tokens: choose less")
-    out = []
-    for p in prompts.load(tasks=tasks, limit_per_task=limit_per_task):
-        ids = model.tokenizer.encode(_chat(model, p.text), parse_special=True)
-        out.append((p.task, ids[-most:]))
-    return out
+    chosen = prompts.load(tasks=tasks, limit_per_task=limit_per_task)
+    return [(p.task, model.tokenizer.encode(_chat(model, p.text), parse_special=True)[-most:]) for p in chosen]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,18 +231,14 @@ class DraftBench(SpeculationBench):
         }  # fmt: skip
 
     def shown(self, report: Json) -> Iterator[Table | str]:
-        """Tokens a second by task and side, those of a target pass under them; ratios; whose texts are not plain."""
-        rows = report["tok_s"]
-        made = tables.new("tok/s", *rows["all"])
-        for task, row in rows.items():
+        """Tokens a second by task and side, those of a target pass under them; ratios; texts that are not plain."""
+        made = tables.new("tok/s", *report["tok_s"]["all"])
+        for task, row in report["tok_s"].items():
             made.add_row(task, *(f"{rate:.1f}" for rate in row.values()))
         made.add_row("tokens a pass", *(f"{x:.2f}" for x in report["tokens_per_pass"]["all"].values()))
         yield made
-        names = {
-            "over_plain": "plain decoding",
-            "over_peer_drafts": "the peer's drafts",
-            "over_peer_best": "the peer's best",
-        }
+        names = {"over_plain": "plain decoding", "over_peer_drafts": "the peer's drafts",
+                 "over_peer_best": "the peer's best"}  # fmt: skip
         yield "our best over " + ", over ".join(f"{names[key]} {x:.2f}x" for key, x in report["ratios"].items())
         if report["peer"]:
             flash = "on" if report["peer"]["flash"] else "off"
@@ -250,8 +248,7 @@ class DraftBench(SpeculationBench):
                 yield f"{name} differs from plain decoding in {', '.join(tasks)}"
 
 
-Batches = list[list[np.ndarray]]
-"""Prompts int32[n] of each sequence of each batch."""
+# Several sequences at once.
 
 
 class TimedBatch(NamedTuple):
@@ -260,8 +257,7 @@ class TimedBatch(NamedTuple):
     Attributes:
         prompt: of the prompt test, or None.
         plain: of plain decoding.
-        fast: by method.
-        tokens_per_pass: what the target wrote in a round, by method.
+        fast, tokens_per_pass: of speculation and what the target wrote in a round, by method.
         peers: by name.
     """
 
@@ -272,176 +268,10 @@ class TimedBatch(NamedTuple):
     peers: dict[str, float]
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchBench(SpeculationBench):
-    """The same texts in batches of several sizes, greedily, by `match`.
-
-    Attributes:
-        sizes: sequences in a batch, each 1 or more.
-        pp: prompt tokens of each sequence; below 2 leaves prompts out.
-        drafted: () for the length that the drafter takes by itself.
-    """
-
-    sizes: tuple[int, ...]
-    pp: int = 512
-    drafter: str = "prompt_lookup"
-    drafted: tuple[int, ...] = ()
-    repeats: int = 5
-
-    def methods(self) -> dict[str, int | None]:
-        """Tokens of a draft by the method's name in the report."""
-        return {f"{self.drafter} {k}": k for k in self.drafted} or {self.drafter: None}
-
-    def check(self) -> None:
-        if without := [name for name in self.peers if not PEERS[name].flash]:
-            raise UserError(f"--peer {without[0]} has no batches here: llama.cpp and ik_llama.cpp have")
-
-    def run(self, out: Console) -> Json:
-        """The report: `rows` of `measure`, the plan and the manifest."""
-        with self.opened(out) as (model, peers, threads):
-            for peer in peers:
-                peer.open(model.path, model.config, threads=threads, room=self.tg, depth=0)
-            started = time.perf_counter()
-            with terminal.counting(out, "timing batches", len(self.sizes) * (self.repeats + 1)) as bar:
-                rows = self.measure(model, partial(bar.advance, bar.task_ids[0]), peers=peers)
-        return {
-            "bench": "specsparse batch",
-            "plan": asdict(self),
-            "rows": rows,
-            "break_even": {name: break_even(rows, name) for name in self.methods()},
-            "peers": [peer.facts() for peer in peers],
-            "seconds": time.perf_counter() - started,
-            "manifest": manifest.build({}, model.path),
-        }
-
-    def measure(self, model: Model, done: Callable[[], None], *, peers: Sequence[Peer] = ()) -> list[Json]:
-        """A row for each size: tokens per second in all and the speed-up, with their deviations.
-
-        All sizes decode the same mix of texts, interleaved. Plain and speculative decoding of one batch stand side by
-        side in time, and the peers' of the same prompts and as many tokens, each with flash attention on or off,
-        whichever is faster at that size. `done` is called after each repeat of each size, the warm-up counted.
-        """
-        texts = self.texts(model)
-        params = SamplingParams(temperature=0.0, max_tokens=self.tg, ignore_eos=True)
-        methods = {
-            size: {name: method_of(model, self.drafter, k, batch=size) for name, k in self.methods().items()}
-            for size in self.sizes
-        }
-        batches = {size: batches_of(texts, size) for size in self.sizes}
-        flash = {peer.name: peer.choose_for_batches({s: b[0] for s, b in batches.items()}, self.tg) for peer in peers}
-        for peer in peers:
-            peer.check(model, widest=max(self.sizes))
-
-        def once(size: int) -> TimedBatch:
-            ours = self._ours(model, methods[size], batches[size], params)
-            theirs = {p.name: sum(p.batch(b, self.tg, flash[p.name][size]) for b in batches[size]) for p in peers}
-            return ours._replace(peers=theirs)
-
-        found = interleaved({size: partial(once, size) for size in self.sizes}, repeats=self.repeats, done=done)
-        return [
-            self._row(size, sum(map(len, batches[size])), timed, {name: by[size] for name, by in flash.items()})
-            for size, timed in found.items()
-        ]
-
-    def texts(self, model: Model) -> list[np.ndarray]:
-        """Built-in prompts int32[n], cut so that they and the output fit the context."""
-        most = model.config.context_length
-        room = most - self.tg - 1
-        if room < 1 or self.pp > most:
-            raise UserError(
-                f"pp {self.pp} and tg {self.tg} do not fit the context of {most} tokens: choose smaller ones"
-            )
-        plain = SamplingParams(temperature=0.0, truncate_prompt_tokens=min(room, _MOST_PROMPT))
-        rows = [p for task in TASKS for p in prompts.load(tasks=[task], limit_per_task=1)]
-        return [prompt_ids(model, _chat(model, p.text), plain) for p in rows]
-
-    def _ours(self, model: Model, methods: dict[str, Method], batches: Batches, params: SamplingParams) -> TimedBatch:
-        """All batches once, plain and by each method; the prompt test once for one batch."""
-        prompt_s, seconds = None, dict.fromkeys(("", *methods), 0.0)
-        emitted, rounds = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0)
-        if self.pp > 1:
-            ids, one = trials.token_ids(self.pp, model.config.vocab_size), params.merged(max_tokens=1)
-            prompt_s = Session(model, [Request(ids, one, seed=0) for _ in batches[0]], Method()).times.prefill
-        for batch in batches:
-            requests = [Request(ids, params, seed=0) for ids in batch]
-            for name, how in {"": Method(), **methods}.items():
-                session = Session(model, requests, how)
-                session.advance()
-                seconds[name] += session.times.total
-                if name:
-                    each = session.counters()
-                    emitted[name] += sum(c.num_emitted_tokens for c in each)
-                    rounds[name] += sum(c.num_rounds for c in each)
-        return TimedBatch(prompt_s, seconds.pop(""), seconds, {n: emitted[n] / rounds[n] for n in methods}, {})
-
-    def _row(self, size: int, sequences: int, timed: Sequence[TimedBatch], flash: dict[str, bool]) -> Json:
-        plain, prompt = [t.plain for t in timed], [t.prompt for t in timed if t.prompt is not None]
-
-        def rate(seconds: Sequence[float]) -> dict[str, float]:
-            return trials.summary([sequences * self.tg / s for s in seconds])
-
-        fast, theirs = {}, {}
-        for name in timed[0].fast:
-            seconds = [t.fast[name] for t in timed]
-            ratio = intervals.geometric_mean([a / b for a, b in zip(plain, seconds, strict=True)], least=2)
-            fast[name] = {
-                "tokens_per_second": rate(seconds),
-                "tokens_per_target_pass": timed[-1].tokens_per_pass[name],
-                "speedup": {"value": ratio.value, "low": ratio.low, "high": ratio.high, "repeats": len(timed)},
-            }
-        for name in timed[0].peers:
-            seconds = [t.peers[name] for t in timed]
-            theirs[name] = {
-                "flash": flash[name], "tokens_per_second": rate(seconds), "ratio": paired_ratio(seconds, plain),
-            }  # fmt: skip
-        return {
-            "batch": size,
-            "sequences": sequences,
-            "pp_tokens_per_second": trials.summary([size * (self.pp - 1) / s for s in prompt]) if prompt else None,
-            "plain_tokens_per_second": rate(plain),
-            "speculative": fast,
-            "peers": theirs,
-        }
-
-    def shown(self, report: Json) -> Iterator[Table | str]:
-        """One row a batch size, medians; where each method stops paying, and what to know of the peers' figures."""
-        plan, first = report["plan"], report["rows"][0]
-        methods = [c for name in first["speculative"] for c in (f"{name}, tok/s", "tokens/pass", "speed-up", "95 %")]
-        peers = [f"{name}, {column}" for name in first["peers"] for column in ("tok/s", "ours over it")]
-        prompt = (f"pp{plan['pp']}, tok/s",) if first["pp_tokens_per_second"] else ()
-        made = tables.new("batch", *prompt, f"tg{plan['tg']}, tok/s", "per sequence", *methods, *peers, left=())
-        for row in report["rows"]:
-            pp, plain = row["pp_tokens_per_second"], row["plain_tokens_per_second"]["median"]
-            cells = [str(row["batch"]), *([f"{pp['median']:.0f}"] if pp else [])]
-            cells += [f"{plain:.1f}", f"{plain / row['batch']:.1f}"]
-            for found in row["speculative"].values():
-                speedup = found["speedup"]
-                cells += [f"{found['tokens_per_second']['median']:.1f}", f"{found['tokens_per_target_pass']:.2f}"]
-                cells += [f"{speedup['value']:.2f}x", intervals.shown(speedup["low"], speedup["high"])]
-            for found in row["peers"].values():
-                flash = "flash" if found["flash"] else "no flash"
-                cells += [f"{found['tokens_per_second']['median']:.1f} ({flash})", f"{found['ratio']['median']:.2f}x"]
-            made.add_row(*cells)
-        yield made
-        for name, at in report["break_even"].items():
-            yield _said(name, at, report["rows"])
-        for peer in report["peers"]:
-            if peer["check"]:
-                yield f"{peer['name']}: {peer['version']}, {perplexities(peer['check'])}"
-            yield from wrong_logits(peer)
-
-
-def batches_of(texts: Sequence[np.ndarray], size: int) -> Batches:
+def batches_of(texts: Sequence[np.ndarray], size: int) -> list[list[np.ndarray]]:
     """The fewest batches of one size that hold every text equally often."""
     endless = itertools.cycle(texts)
     return [list(itertools.islice(endless, size)) for _ in range(math.lcm(size, len(texts)) // size)]
-
-
-def _chat(model: Model, text: str) -> str:
-    try:
-        return model.tokenizer.apply_chat_template([{"role": "user", "content": text}])
-    except UserError:  # a base model has no template
-        return text
 
 
 def break_even(rows: Sequence[Json], method: str) -> float | None:
@@ -464,7 +294,8 @@ def break_even(rows: Sequence[Json], method: str) -> float | None:
     return None
 
 
-def _said(name: str, at: float | None, rows: Sequence[Json]) -> str:
+def break_even_line(name: str, at: float | None, rows: Sequence[Json]) -> str:
+    """`break_even` in words."""
     speedups = {row["batch"]: row["speculative"][name]["speedup"]["value"] for row in rows}
     (least, first), (most, last) = min(speedups.items()), max(speedups.items())
     if at is not None:
@@ -472,3 +303,184 @@ def _said(name: str, at: float | None, rows: Sequence[Json]) -> str:
     if first > 1:
         return f"{name} pays at every size measured: {last:.2f} times plain decoding's speed with {most}"
     return f"{name} does not pay: {first:.2f} times plain decoding's speed with {least}"
+
+
+def batch_figure(report: Json) -> Figure:
+    """Left all sides' tokens a second, right what speculation makes of ours; of the report of a `BatchBench`."""
+    rows: list[Row] = []
+    for measured in report["rows"]:
+        size, fast = measured["batch"], measured["speculative"]
+        rates = {"plain": measured["plain_tokens_per_second"]}
+        rates |= {name: side["tokens_per_second"] for name, side in {**fast, **measured["peers"]}.items()}
+        for name, rate in rates.items():
+            ends = {"value": rate["median"], "low": rate["min"], "high": rate["max"]}
+            rows.append({"what": _RATE, "side": name, "batch": size, **ends})
+        for name, side in fast.items():
+            ends = {key: side["speedup"][key] for key in ("value", "low", "high")}
+            rows.append({"what": _SPEEDUP, "side": name, "batch": size, **ends})
+    caption = (
+        f"{report['plan']['tg']} tokens of each sequence, greedy, prompts not counted. Left: medians, whiskers from "
+        "the slowest to the fastest. Right: plain decoding's time over that of speculation, mean of repeats with its "
+        "95 % interval over repeats; under the dashed line it does not pay."
+    )
+    return Figure("batches", "Sequences decoded at once", caption, tuple(rows), _draw_batches, size=(9.2, 4.2))
+
+
+def _draw_batches(canvas: Canvas, rows: Sequence[Row]) -> None:
+    for axes, what in zip(canvas.subplots(1, 2), (_RATE, _SPEEDUP), strict=True):
+        axes.set_xscale("log", base=2)
+        own = [row for row in rows if row["what"] == what]
+        plots.lines(axes, own, x="batch", series="side", names=plots.distinct(rows, "side"))
+        axes.set(xlabel="sequences", ylabel=what)
+        axes.set_ylim(bottom=0)
+    plots.par(axes)
+    plots.legend_below(canvas.axes[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchBench(SpeculationBench):
+    """The same texts in batches of several sizes, greedily, by `match`.
+
+    Attributes:
+        sizes: sequences in a batch, each 1 or more.
+        pp: prompt tokens of each sequence; below 2 leaves prompts out.
+        drafted: () for the length that the drafter takes by itself.
+    """
+
+    sizes: tuple[int, ...]
+    pp: int = 512
+    drafter: str = "prompt_lookup"
+    drafted: tuple[int, ...] = ()
+    repeats: int = 5
+    figure = staticmethod(batch_figure)
+
+    def methods(self) -> dict[str, int | None]:
+        """Tokens of a draft by the method's name in the report."""
+        return {f"{self.drafter} {k}": k for k in self.drafted} or {self.drafter: None}
+
+    def check(self) -> None:
+        if without := [name for name in self.peers if not PEERS[name].flash]:
+            raise UserError(f"--peer {without[0]} has no batches here: llama.cpp and ik_llama.cpp have")
+
+    def run(self, out: Console) -> Json:
+        """The report: `rows` of `measure`, the plan and the manifest."""
+        with self.opened(out) as (model, peers, threads):
+            for peer in peers:
+                peer.open(model.path, model.config, threads=threads, room=self.tg, depth=0)
+            started = time.perf_counter()
+            with terminal.counting(out, "timing batches", len(self.sizes) * (self.repeats + 1)) as bar:
+                rows = self.measure(model, partial(bar.advance, bar.task_ids[0]), peers=peers)
+        return {
+            "bench": "specsparse batch", "plan": asdict(self), "rows": rows,
+            "break_even": {name: break_even(rows, name) for name in self.methods()},
+            "peers": [peer.facts() for peer in peers], "seconds": time.perf_counter() - started,
+            "manifest": manifest.build({}, model.path),
+        }  # fmt: skip
+
+    def measure(self, model: Model, done: Callable[[], None], *, peers: Sequence[Peer] = ()) -> list[Json]:
+        """A row for each size: tokens per second in all and the speed-up, with their deviations.
+
+        All sizes decode the same mix of texts, interleaved. Plain and speculative decoding of one batch stand side by
+        side in time, and the peers' of the same prompts and as many tokens, each with flash attention on or off,
+        whichever is faster at that size. `done` is called after each repeat of each size, the warm-up counted.
+        """
+        texts = self.texts(model)
+        params = SamplingParams(temperature=0.0, max_tokens=self.tg, ignore_eos=True)
+        batches = {size: batches_of(texts, size) for size in self.sizes}
+        methods = {
+            size: {name: method_of(model, self.drafter, k, batch=size) for name, k in self.methods().items()}
+            for size in self.sizes
+        }
+        flash = {peer.name: peer.choose_for_batches({s: b[0] for s, b in batches.items()}, self.tg) for peer in peers}
+        for peer in peers:
+            peer.check(model, widest=max(self.sizes))
+
+        def once(size: int) -> TimedBatch:
+            """All batches once, plain and by each method; the prompt test once for one batch."""
+            prompt_s, named = None, methods[size]
+            seconds = dict.fromkeys(("", *named), 0.0)
+            emitted, rounds = dict.fromkeys(named, 0), dict.fromkeys(named, 0)
+            if self.pp > 1:
+                ids, one = trials.token_ids(self.pp, model.config.vocab_size), params.merged(max_tokens=1)
+                prompt_s = Session(model, [Request(ids, one, seed=0)] * size, Method()).times.prefill
+            for batch in batches[size]:
+                requests = [Request(ids, params, seed=0) for ids in batch]
+                for name, method in {"": Method(), **named}.items():
+                    session = Session(model, requests, method)
+                    session.advance()
+                    seconds[name] += session.times.total
+                    if name:
+                        counters = session.counters()
+                        emitted[name] += sum(c.num_emitted_tokens for c in counters)
+                        rounds[name] += sum(c.num_rounds for c in counters)
+            per_pass = {name: emitted[name] / rounds[name] for name in named}
+            theirs = {p.name: sum(p.batch(b, self.tg, flash[p.name][size]) for b in batches[size]) for p in peers}
+            return TimedBatch(prompt_s, seconds.pop(""), seconds, per_pass, theirs)
+
+        found = interleaved({size: partial(once, size) for size in self.sizes}, repeats=self.repeats, done=done)
+        return [
+            self._row(size, sum(map(len, batches[size])), timed, {name: by[size] for name, by in flash.items()})
+            for size, timed in found.items()
+        ]
+
+    def texts(self, model: Model) -> list[np.ndarray]:
+        """Built-in prompts int32[n], cut so that they and the output fit the context."""
+        most = model.config.context_length
+        room = most - self.tg - 1
+        if room < 1 or self.pp > most:
+            raise UserError(f"pp {self.pp} and tg {self.tg} do not fit the context of {most} tokens: choose less")
+        plain = SamplingParams(temperature=0.0, truncate_prompt_tokens=min(room, _MOST_PROMPT))
+        rows = [p for task in TASKS for p in prompts.load(tasks=[task], limit_per_task=1)]
+        return [prompt_ids(model, _chat(model, p.text), plain) for p in rows]
+
+    def _row(self, size: int, sequences: int, timed: Sequence[TimedBatch], flash: dict[str, bool]) -> Json:
+        plain, prompt = [t.plain for t in timed], [t.prompt for t in timed if t.prompt is not None]
+
+        def rate(seconds: Sequence[float]) -> dict[str, float]:
+            return trials.summary([sequences * self.tg / s for s in seconds])
+
+        fast, theirs = {}, {}
+        for name in timed[0].fast:
+            seconds = [t.fast[name] for t in timed]
+            ratio = intervals.geometric_mean([a / b for a, b in zip(plain, seconds, strict=True)], least=2)
+            fast[name] = {
+                "tokens_per_second": rate(seconds),
+                "tokens_per_target_pass": timed[-1].tokens_per_pass[name],
+                "speedup": {"value": ratio.value, "low": ratio.low, "high": ratio.high, "repeats": len(timed)},
+            }
+        for name in timed[0].peers:
+            seconds = [t.peers[name] for t in timed]
+            ratio = paired_ratio(seconds, plain)
+            theirs[name] = {"flash": flash[name], "tokens_per_second": rate(seconds), "ratio": ratio}
+        return {
+            "batch": size, "sequences": sequences,
+            "pp_tokens_per_second": trials.summary([size * (self.pp - 1) / s for s in prompt]) if prompt else None,
+            "plain_tokens_per_second": rate(plain), "speculative": fast, "peers": theirs,
+        }  # fmt: skip
+
+    def shown(self, report: Json) -> Iterator[Table | str]:
+        """One row a batch size, medians; where each method stops paying, and what to know of the peers' figures."""
+        plan, first = report["plan"], report["rows"][0]
+        methods = [c for name in first["speculative"] for c in (f"{name}, tok/s", "tokens/pass", "speed-up", "95 %")]
+        peers = [f"{name}, {column}" for name in first["peers"] for column in ("tok/s", "ours over it")]
+        prompt = (f"pp{plan['pp']}, tok/s",) if first["pp_tokens_per_second"] else ()
+        made = tables.new("batch", *prompt, f"tg{plan['tg']}, tok/s", "per sequence", *methods, *peers, left=())
+        for row in report["rows"]:
+            pp, plain = row["pp_tokens_per_second"], row["plain_tokens_per_second"]["median"]
+            cells = [str(row["batch"]), *([f"{pp['median']:.0f}"] if pp else [])]
+            cells += [f"{plain:.1f}", f"{plain / row['batch']:.1f}"]
+            for side in row["speculative"].values():
+                speedup = side["speedup"]
+                cells += [f"{side['tokens_per_second']['median']:.1f}", f"{side['tokens_per_target_pass']:.2f}"]
+                cells += [f"{speedup['value']:.2f}x", intervals.shown(speedup["low"], speedup["high"])]
+            for side in row["peers"].values():
+                flash = "flash" if side["flash"] else "no flash"
+                cells += [f"{side['tokens_per_second']['median']:.1f} ({flash})", f"{side['ratio']['median']:.2f}x"]
+            made.add_row(*cells)
+        yield made
+        for name, at in report["break_even"].items():
+            yield break_even_line(name, at, report["rows"])
+        for peer in report["peers"]:
+            if peer["check"]:
+                yield f"{peer['name']}: {peer['version']}, {perplexities(peer['check'])}"
+            yield from wrong_logits(peer)

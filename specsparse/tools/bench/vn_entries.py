@@ -1,9 +1,10 @@
 """v(n) as entries that anybody can add to: one schema, files that validate by it, and the page that is made of them.
 
-v(n) is the time of a forward of n rows over that of one row, of one engine with one file on one machine: what a round
-of speculation costs. `python -m specsparse bench speed --publish FILE` writes an entry for each engine it timed.
+v(n) is the time of a forward of n rows over that of one row, of one engine with one file on one machine: the cost of a
+round of speculation. `python -m specsparse bench speed --publish FILE` writes an entry for each engine it timed.
 """
 
+import argparse
 import dataclasses
 import datetime
 import json
@@ -27,7 +28,7 @@ _SHOWN = (2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class EngineUsed:
-    """What was timed.
+    """The engine that was timed.
 
     Attributes:
         name: specsparse, llama.cpp, ik_llama.cpp ..
@@ -42,7 +43,7 @@ class EngineUsed:
 
 @dataclass(frozen=True)
 class MachineUsed:
-    """What it ran on.
+    """The machine that it ran on.
 
     Attributes:
         name: short, the same in all entries of the machine.
@@ -97,43 +98,33 @@ class VnEntry:
 def schema() -> Json:
     """The JSON schema (draft 2020-12) of a file of entries; `read_file` accepts what it accepts."""
     number, text = {"type": "number", "exclusiveMinimum": 0}, {"type": "string"}
-    count = {"type": "integer", "minimum": 1}
-    kinds = {
-        "threads": count, "repeats": count, "depth": {"type": "integer", "minimum": 0}, "quiet": {"type": "boolean"},
-        "bandwidth": {"anyOf": [number, {"type": "null"}]}, "step_ms": {"anyOf": [number, {"type": "null"}]},
-        "date": {**text, "format": "date"},
-        "v": {"type": "object", "patternProperties": {"^([2-9]|[1-9][0-9]+)$": number}, "additionalProperties": False,
-              "minProperties": 1},
-        "engine": {}, "machine": {},
-    }  # fmt: skip
+    count, or_null = {"type": "integer", "minimum": 1}, {"anyOf": [number, {"type": "null"}]}
 
-    def of(owner: type) -> Json:
+    def of(owner: type, **kinds: Json) -> Json:
         options = options_of(owner)
-        given = {name: kinds.get(name, text) for name in options}
-        for name, part in (("engine", EngineUsed), ("machine", MachineUsed)):
-            if owner is VnEntry:
-                given[name] = of(part)
-        about = {name: {**kind, "description": options[name].about} for name, kind in given.items()}
+        about = {name: {**kinds.get(name, text), "description": option.about} for name, option in options.items()}
         needed = [name for name, option in options.items() if option.default is dataclasses.MISSING]
         return {"type": "object", "properties": about, "required": needed, "additionalProperties": False}
 
-    entries = {"type": "array", "minItems": 1, "items": of(VnEntry)}
+    v = {"type": "object", "patternProperties": {"^([2-9]|[1-9][0-9]+)$": number}, "additionalProperties": False,
+         "minProperties": 1}  # fmt: skip
+    entry = of(
+        VnEntry, engine=of(EngineUsed, threads=count), machine=of(MachineUsed, bandwidth=or_null), v=v, repeats=count,
+        depth={"type": "integer", "minimum": 0}, quiet={"type": "boolean"}, step_ms=or_null,
+        date={**text, "format": "date"},
+    )  # fmt: skip
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "v(n): the time of a forward of n rows over that of one row",
         "type": "object",
-        "properties": {"schema": {"const": VERSION}, "entries": entries},
+        "properties": {"schema": {"const": VERSION}, "entries": {"type": "array", "minItems": 1, "items": entry}},
         "required": ["schema", "entries"],
         "additionalProperties": False,
     }
 
 
 def read_file(path: Path) -> tuple[VnEntry, ...]:
-    """The entries of a file.
-
-    Raises:
-        UserError: it cannot be read, or is not as the schema says.
-    """
+    """The entries of a file; UserError if it cannot be read, or is not as the schema says."""
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -153,11 +144,31 @@ def read_file(path: Path) -> tuple[VnEntry, ...]:
     return tuple(found)
 
 
+def check(path: Path, ns: Sequence[int]) -> None:
+    """UserError if --publish would write no entry, or would replace a file of another kind."""
+    if max(ns, default=1) < 2:
+        raise UserError("--publish writes v(n): --widths must go beyond 1, for instance 1,2,4,8,16")
+    if path.exists():
+        try:
+            read_file(path)
+        except UserError as error:
+            raise UserError(f"--publish replaces files of entries alone; {error}") from None
+
+
+def publish(args: argparse.Namespace, report: Json) -> None:
+    """Writes the report of `bench speed` with these arguments as a file of entries."""
+    quantised = f" --quantise {args.quantise}" if args.quantise else ""
+    peers = f" --peer {','.join(args.peers)}" if args.peers else ""
+    widths = ",".join(report["v"][OURS])
+    command = f"python -m specsparse bench speed {args.model} --pp 0 --tg 0 --widths {widths}{quantised}{peers}"
+    write_file(Path(args.publish), from_report(report, machine=args.machine, source=f"`{command}`"))
+
+
 def from_report(report: Json, *, machine: str | None = None, source: str) -> list[VnEntry]:
-    """An entry for each engine of a `bench speed` report with v(n) beyond 1.
+    """An entry for each engine of a report of `one_sequence.SequenceBench` with v(n) beyond 1.
 
     Args:
-        report: of `one_sequence.SequenceBench`.
+        report: the report.
         machine: its short name; by default its processor's.
         source: where it is logged, with the command.
     """
@@ -170,31 +181,26 @@ def from_report(report: Json, *, machine: str | None = None, source: str) -> lis
         builds[peer["name"]] = peer["version"] + attention
     steps = {row["engine"]: row["ms_per_token"] for row in report["results"] if row["test"] == "v1"}
     memory = report["machine"]["read_bytes_per_second"]
-    still = Conditions(memory["median"], memory["sd"] / memory["mean"])
+    quiet = conditions.busy(Conditions(memory["median"], memory["sd"] / memory["mean"])) is None
+    same = {
+        "machine": MachineUsed(machine or cpu, cpu, memory["median"]), "quiet": quiet, "source": source,
+        "model": model.get("name") or str(model.get("file")), "type": model["main_type"],
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "depth": plan["depth"], "repeats": plan["repeats"],
+    }  # fmt: skip
     return [
         VnEntry(
             engine=EngineUsed(engine, builds.get(engine, ""), report["threads"]),
-            machine=MachineUsed(machine or cpu, cpu, memory["median"]),
-            model=model.get("name") or str(model.get("file")),
-            type=model["main_type"],
-            date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-            quiet=conditions.busy(still) is None,
-            depth=plan["depth"],
-            repeats=plan["repeats"],
             v={str(n): round(t["median"], 3) for n, t in by_n.items() if int(n) > 1},
-            source=source,
             step_ms=round(steps[engine], 3),
+            **same,
         )
         for engine, by_n in report["v"].items()
     ]
 
 
 def write_file(path: Path, entries: Sequence[VnEntry]) -> None:
-    """Writes entries as a file that `read_file` takes.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Writes entries as a file that `read_file` takes; UserError if it cannot be written."""
     values = {"schema": VERSION, "entries": [dataclasses.asdict(entry) for entry in entries]}
     write_atomically(path, to_json(values, indent=1) + "\n")
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specsparse import api
-from specsparse.cli.method_options import drafter_of
+from specsparse.cli.arguments import drafter_of
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
@@ -61,14 +61,11 @@ def interrupts() -> Iterator[threading.Event]:
 
 @dataclasses.dataclass
 class Conversation:
-    """The messages of a chat, and how it is answered.
+    """The messages of a chat so far, and the parameters of its answers.
 
     Attributes:
-        model: the target.
-        sampling: parameters of the answers.
         method: `drafter` and `verifier` for `api.stream`; {} for plain decoding.
         seed: of the noise; each answer adds one.
-        messages: so far, for a chat template.
     """
 
     model: Model
@@ -83,47 +80,35 @@ class Conversation:
         A KeyboardInterrupt ends the answer: the part that was shown is remembered as the answer, and if nothing was,
         the message is forgotten.
 
-        Args:
-            text: the user's message.
-            show: called with each piece of the answer as it comes, never half a character, and its token source.
-
-        Raises:
-            UserError: no chat template, or a conversation that the context does not hold.
+        `show` gets each piece of the answer as it comes, never half a character, and its token source. UserError if
+        the model has no chat template, or if the context does not hold the conversation.
         """
-        asked = [*self.messages, {"role": "user", "content": text}]
-        shown: list[str] = []
-        found = None
+        messages = [*self.messages, {"role": "user", "content": text}]
+        seed, shown, generation = self.seed + len(messages), list[str](), None
         try:
-            stream = api.stream(
-                self.model, asked, sampling=self.sampling, seed=self.seed + len(asked), rounds=1, **self.method
-            )
+            stream = api.stream(self.model, messages, sampling=self.sampling, seed=seed, rounds=1, **self.method)
             with interrupts() as pressed:
-                for piece, origin in stream.marked():
+                for piece, source in stream.marked():
                     shown.append(piece)
-                    show(piece, origin)
+                    show(piece, source)
                     if pressed.is_set():
                         raise KeyboardInterrupt
-            found = stream.generation
+            generation = stream.generation
         except KeyboardInterrupt:
             if not shown:
                 return None
-        self.messages = [*asked, {"role": "assistant", "content": "".join(shown)}]
-        return found
+        self.messages = [*messages, {"role": "assistant", "content": "".join(shown)}]
+        return generation
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatMethod:
-    """A method in the user's words, named like the options; without a gamma drafts are as long as pays."""
+    """A method as the options name it; without a gamma drafts are as long as pays."""
 
     drafter: str
     draft: str | None = None
     verifier: str | None = None
     gamma: int | None = None
-
-    @property
-    def name(self) -> str:
-        """Of the drafter; "model" for a draft model."""
-        return drafter_of(self.drafter, self.draft).name
 
     def changed(self, words: tuple[str, ...]) -> "ChatMethod":
         """The method after `/method words`; the verifier is the one that fits unless one is named."""
@@ -143,19 +128,14 @@ class ChatMethod:
         return dataclasses.replace(self, **given)
 
     def spec(self, sampling: SamplingParams) -> MethodSpec:
-        """The method that this says, for answers with these parameters."""
         policy = None if self.gamma is None else Fixed(self.gamma)
         return MethodSpec(drafter_of(self.drafter, self.draft), self.verifier, policy, sampling=sampling)
 
 
 class Chat:
-    """Answers the lines of a user.
+    """Answers the lines of a user on `out`.
 
-    Args:
-        talk: the conversation, without a method.
-        how: the method.
-        out: where the answers go.
-        typed: whether somebody types, who sees a prompt and can correct a mistake; else a mistake ends the chat.
+    If they are `typed`, the user sees a prompt and can correct a mistake; else a mistake ends the chat.
     """
 
     def __init__(self, talk: Conversation, how: ChatMethod, out: Console, *, typed: bool):
@@ -194,14 +174,14 @@ class Chat:
 
     def answer(self, message: str) -> None:
         """One answer and its figures; KeyboardInterrupt if it was interrupted."""
-        found = self._talk.say(message, self._show)
+        answer = self._talk.say(message, self._show)
         self._show("\n", PLAIN)
-        if found is None:
+        if answer is None:
             raise KeyboardInterrupt
-        counters, seconds = found.stats.counters, found.stats.decode_s
+        counters, seconds = answer.stats.counters, answer.stats.decode_s
         self._answers, self._seconds = self._answers + 1, self._seconds + seconds
         self._counters += counters
-        self._context = len(found.prompt_token_ids) + len(found.token_ids)
+        self._context = len(answer.prompt_token_ids) + len(answer.token_ids)
         self._note(_figures(counters, seconds))
 
     def _typed_lines(self) -> Iterator[str]:
@@ -216,9 +196,9 @@ class Chat:
                 self._aside.print()
                 return
 
-    def _show(self, piece: str, origin: TokenSource) -> None:
+    def _show(self, piece: str, source: TokenSource) -> None:
         if self._out.is_terminal:
-            self._out.print(Text(piece, style=STYLES[origin.kind]), end="", soft_wrap=True)
+            self._out.print(Text(piece, style=STYLES[source.kind]), end="", soft_wrap=True)
         else:  # as it is: a console would turn tabs into spaces
             print(piece, end="", flush=True)
 
@@ -242,18 +222,19 @@ class Chat:
             self._note(f"answers: {self._answers}; {_figures(self._counters, self._seconds)}")
             self._note(f"context: {self._context} of {self._talk.model.config.context_length} tokens")
         elif name == "/method":
-            self._method(*words)
+            if words:
+                self._use(self._how.changed(words))
+            self._say_method()
 
-    def _method(self, *words: str) -> None:
-        if words:
-            self._use(self._how.changed(words))
+    def _say_method(self) -> None:
         method = self._talk.method
         if not method:
             self._note("plain decoding")
             return
         draft = f" {self._how.draft}" if self._how.draft else ""
         gamma = "as pays" if self._how.gamma is None else self._how.gamma
-        self._note(f"drafter {self._how.name}{draft}, verifier {method['verifier'].name}, gamma {gamma}")
+        name = drafter_of(self._how.drafter, self._how.draft).name
+        self._note(f"drafter {name}{draft}, verifier {method['verifier'].name}, gamma {gamma}")
 
     def _use(self, how: ChatMethod) -> None:
         """Answers by this method from now on; a draft model is loaded here."""

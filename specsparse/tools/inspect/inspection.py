@@ -1,9 +1,12 @@
 """What a model file is: its facts, tensors and traffic, what it could do here, and how two files fit as a pair."""
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from rich.table import Table
+from rich.text import Text
 
 from specsparse.data.devices import Device
 from specsparse.engine.config import ModelConfig
@@ -17,13 +20,14 @@ from specsparse.speculative.drafters.heads import dflash, eagle3
 from specsparse.speculative.drafters.heads.dflash import DFlashFile
 from specsparse.speculative.drafters.heads.eagle3 import Eagle3File
 from specsparse.speculative.intersection import intersect
+from specsparse.support import tables
 from specsparse.support.files import Json
 
 KV_LENGTH = 128
 """Tokens in the cache."""
 ALPHAS = (0.5, 0.7, 0.9)
-_LONGEST = 100  # characters of a value that are shown
 _HEADS = {module.ARCHITECTURE: module.read_gguf for module in (dflash, eagle3)}
+_MOST_DIFFERENCES = 8
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,7 @@ class Inspected:
             return cls(f, problem=str(error).removeprefix(f"{f.path}: "))
 
     def roofline(self, device: Device) -> Roofline:
-        """Of the model on a device.
-
-        Raises:
-            UserError: the file does not run here.
-        """
+        """The model on a device; UserError if the file does not run here."""
         if self.config is None:
             why = self.problem or "is a draft head, not a model"
             raise UserError(f"{self.file.path}: does not run here: {why}")
@@ -68,15 +68,15 @@ class Inspected:
 
 
 def report(found: Inspected, device: Device, *, draft: Inspected | None = None, each: bool = False) -> Json:
-    """Everything as plain values; what needs a model that runs is None if it does not.
+    """Everything as plain values; facts that need a model that runs are None if it does not.
 
     Args:
         found: the file.
         device: to estimate for.
         draft: a draft model to judge beside it.
-        each: whether tensors stand one by one, and not those of all layers together.
+        each: lists the tensors one by one, not those of all layers together.
     """
-    f = found.file
+    f, runs = found.file, found.config is not None
     return {
         "file": str(f.path),
         "format": {"magic": f.magic.decode(), "version": f.version, "alignment": f.alignment},
@@ -85,30 +85,31 @@ def report(found: Inspected, device: Device, *, draft: Inspected | None = None, 
         "metadata": {key: _shown(value) for key, value in f.metadata.items()},
         "tensors": _tensor_groups(f, each=each),
         "sizes": f.sizes(),
-        "model": None if found.config is None else model_facts(found.config),
+        "model": model_facts(found.config) if found.config else None,
         "head": None if found.head is None else head_facts(found.head),
-        "tokenizer": None if found.tokenizer is None else _tokenizer_facts(found.tokenizer, f),
-        "rates": None if found.config is None else _rates(found.roofline(device)),
+        "tokenizer": _tokenizer_facts(found.tokenizer, f) if found.tokenizer else None,
+        "rates": _rates(found.roofline(device)) if runs else None,
         "pair": None if draft is None else _pair(found, draft, device),
     }
 
 
 def _shown(value: object) -> str:
+    """A metadata value in a line of bounded length."""
+
+    def cut(text: str, most: int) -> str:
+        return text if len(text) <= most else text[: most - 2] + ".."
+
     if isinstance(value, np.ndarray | list):
         first = [item.item() if isinstance(item, np.generic) else item for item in value[:8]]
-        text = "[" + ", ".join(_cut(repr(item), 24) for item in first)
+        text = "[" + ", ".join(cut(repr(item), 24) for item in first)
         return f"{text}, ..] ({len(value)})" if len(value) > len(first) else f"{text}]"
     if isinstance(value, str):
-        return _cut(repr(value)[1:-1], _LONGEST) + (f" ({len(value)} characters)" if len(value) > _LONGEST else "")
+        return cut(repr(value)[1:-1], 100) + (f" ({len(value)} characters)" if len(value) > 100 else "")
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 2] + ".."
-
-
 def _tensor_groups(f: GGUFFile, *, each: bool) -> list[Json]:
-    """The tensors in their order, those of one role (`blk.*.attn_q.weight`), type and shape together unless `each`."""
+    """The tensors in their order; without `each` those of all layers (`blk.*.attn_q.weight`) together."""
     found: dict[tuple, list[int]] = {}
     for t in f.tensors.values():
         name = t.name if each else re.sub(r"^blk\.\d+\.", "blk.*.", t.name)
@@ -120,41 +121,32 @@ def _tensor_groups(f: GGUFFile, *, each: bool) -> list[Json]:
 
 
 def model_facts(config: ModelConfig) -> dict[str, str]:
-    """The shape of the model, a line each."""
-    rope = config.rope
+    """The shape of the model, a line each; "layers" if they have more than the plain Llama's."""
+    rope, ranks, n = config.rope, config.predictor_ranks, config.n_layers
     heads = f"{config.n_heads} of {config.head_dim}"
     if config.n_kv_heads != config.n_heads:
         heads += f", {config.n_kv_heads} for keys and values"
     scaling = "" if rope.scaling == "none" else f", {rope.scaling} x{rope.factor:g} from {rope.original_context}"
+    factors = ", frequency factors" if rope.freq_factors else ""
+    ffn = config.activation + ("" if config.gated else " without a gate")
+    kinds = [config.kind(i) for i in range(n)]
+    windowed, unrotated = sum(k.window > 0 for k in kinds), sum(config.ropes[k.table] is None for k in kinds)
+    more = {
+        f"a window of {config.window} tokens on {windowed} of {n}": windowed,
+        f"RoPE base {config.local_rope.base:g} there" if config.local_rope else "": config.local_rope,
+        f"no RoPE on {unrotated} of {n}": unrotated,
+        "norms of queries and keys": config.family.qk_norm,
+        "norms behind attention and FFN": config.family.post_norms,
+    }
+    layers = ", ".join(text for text, there in more.items() if there)
     return {
-        "architecture": f"{config.architecture}, {config.n_layers} layers, width {config.d_model}, FFN {config.d_ff}",
+        "architecture": f"{config.architecture}, {n} layers, width {config.d_model}, FFN {config.d_ff}",
         "heads": heads,
-        "context": f"{config.context_length} tokens, RoPE base {rope.base:g} ({rope.pairing}){scaling}"
-        + (", frequency factors" if rope.freq_factors else ""),
-        "FFN": config.activation + ("" if config.gated else " without a gate") + _sparse(config),
-        **_layers(config),
+        "context": f"{config.context_length} tokens, RoPE base {rope.base:g} ({rope.pairing}){scaling}{factors}",
+        "FFN": ffn + (f", predictors of rank {min(ranks)} to {max(ranks)}" if ranks else ""),
+        **({"layers": layers} if layers else {}),
         "output": "the embedding" if config.tied_output else "a matrix of its own",
     }
-
-
-def _layers(config: ModelConfig) -> dict[str, str]:
-    """What the layers of this architecture have beside the plain Llama's, if anything."""
-    kinds, family = [config.kind(i) for i in range(config.n_layers)], config.family
-    windowed, unrotated = sum(k.window > 0 for k in kinds), sum(config.ropes[k.table] is None for k in kinds)
-    found = {
-        f"a window of {config.window} tokens on {windowed} of {len(kinds)}": windowed,
-        f"RoPE base {config.local_rope.base:g} there" if config.local_rope else "": config.local_rope,
-        f"no RoPE on {unrotated} of {len(kinds)}": unrotated,
-        "norms of queries and keys": family.qk_norm,
-        "norms behind attention and FFN": family.post_norms,
-    }
-    said = ", ".join(text for text, there in found.items() if there)
-    return {"layers": said} if said else {}
-
-
-def _sparse(config: ModelConfig) -> str:
-    ranks = config.predictor_ranks
-    return f", predictors of rank {min(ranks)} to {max(ranks)}" if ranks else ""
 
 
 def _tokenizer_facts(tokenizer: Tokenizer, f: GGUFFile) -> dict[str, str]:
@@ -189,7 +181,7 @@ def _pair(target: Inspected, draft: Inspected, device: Device) -> Json:
     """How `draft` would do as the draft model of `target`.
 
     Returns:
-        draft; differences of the vocabularies and fits (none of them); only_special, whether special_tokens=target
+        draft; differences of the vocabularies and fits (there are none); only_special, whether special_tokens=target
         would settle them; intersection, the tokens that both have if they do not fit, and overlap, the same in a line;
         cost, a drafted token in plain steps of the target; and speedups, a list of {alpha, gamma, speedup} by the
         roofline of `device` (Leviathan et al. 2211.17192, theorem 3.8).
@@ -199,8 +191,7 @@ def _pair(target: Inspected, draft: Inspected, device: Device) -> Json:
     """
     big, small = target.roofline(device), draft.roofline(device)
     assert target.config and draft.config and target.tokenizer and draft.tokenizer
-    differences = vocab.compare(target.tokenizer, draft.tokenizer)
-    common = None
+    differences, common = vocab.compare(target.tokenizer, draft.tokenizer), None
     if differences:
         sizes = {"target_size": target.config.vocab_size, "draft_size": draft.config.vocab_size}
         common = intersect(target.tokenizer, draft.tokenizer, **sizes)
@@ -219,3 +210,75 @@ def _pair(target: Inspected, draft: Inspected, device: Device) -> Json:
         "cost": cost,
         "speedups": speedups,
     }
+
+
+def parts(report: Json, device: str) -> Iterator[Table | str]:
+    """The report as lines and tables."""
+    size, form = report["sizes"], report["format"]
+    yield f"{report['file']}: {form['magic']} version {form['version']}"
+    yield pairs("metadata", report["metadata"])
+    table = _table("tensor", "type", "shape", "count", "size")
+    for g in report["tensors"]:
+        shape = " x ".join(map(str, g["shape"]))
+        table.add_row(Text(g["name"]), g["type"], shape, str(g["count"]), _mib(g["nbytes"]))
+    yield table
+    yield f"{size['weights'] / 1e6:.1f} M weights, {_mib(size['bytes'])}, {size['bits_per_weight']:.2f} bits a weight"
+    yield "  " + ", ".join(f"{name} {_mib(n)}" for name, n in size["bytes_by_type"].items())
+    if report["head"]:
+        yield pairs("head", report["head"])
+        drafter = report["metadata"]["general.architecture"]  # eagle3 and dflash name the drafters too
+        yield f"drafts for its target: drafter={drafter} drafter.path={report['file']}"
+        return
+    if report["problem"]:
+        yield f"does not run here: {report['problem']}"
+        return
+    yield pairs("model", {**report["model"], **(report["tokenizer"] or {})})
+    rates = report["rates"]
+    cache = f"{_mib(rates['kv_bytes'])} of cache after {rates['kv_length']} tokens"
+    yield f"a token reads {_mib(rates['weight_bytes'])} of weights and {cache}"
+    yield (
+        f"at best {rates['tokens_per_second']:.0f} tok/s decoding, {rates['prompt_tokens_per_second']:.0f} tok/s of "
+        f"prompt, 8 tokens in one pass {rates['v8']:.2f} times as long as one ({device})"
+    )
+    yield "measured: python -m specsparse bench, python -m specsparse.run +experiment=roofline"
+    if report["pair"]:
+        yield from _pair_parts(report["pair"], device)
+
+
+def _pair_parts(pair: Json, device: str) -> Iterator[Table | str]:
+    yield f"\n{pair['draft']} as its draft model"
+    if pair["fits"]:
+        yield "the vocabularies fit"
+    else:
+        table = _table("differs", "target", "draft")
+        for d in pair["differences"][:_MOST_DIFFERENCES]:
+            table.add_row(d["what"], d["target"], d["draft"])
+        yield table
+        left = len(pair["differences"]) - _MOST_DIFFERENCES
+        tli = "drafter.vocabulary=tli drafts the tokens that both have, slem goes by way of text"
+        hint = f"they do not fit: {tli}"
+        if pair["only_special"]:
+            hint = "drafter.special_tokens=target goes on with the target's ids"
+        yield (f"and {left} more; " if left > 0 else "") + hint
+        yield pair["overlap"]
+    yield f"a drafted token costs {pair['cost']:.2f} of a plain step, by the roofline of {device}"
+    for row in pair["speedups"]:
+        gain = f"speed-up {row['speedup']:.2f} with gamma {row['gamma']}" if row["gamma"] else "no draft pays"
+        yield f"  at acceptance {row['alpha']:g}: {gain}"
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 0.1 * 2**20 else f"{nbytes / 1024:.1f} KiB"
+
+
+def _table(*columns: str) -> Table:
+    left = [i for i, name in enumerate(columns) if name not in ("shape", "count", "size")]
+    return tables.new(*columns, left=left, wrap=range(len(columns)))
+
+
+def pairs(title: str, values: Mapping[str, str]) -> Table:
+    """Keys and values under a title."""
+    table = _table(title, "")
+    for key, value in values.items():
+        table.add_row(Text(key), Text(value))
+    return table

@@ -1,1 +1,36 @@
 """Other engines, each in a process of its own: llama.cpp, ik_llama.cpp and transformers on the same file as ours."""
+
+from dataclasses import dataclass, field
+
+from specsparse.support.files import Json
+
+PYTHON_VARIABLE = "SPECSPARSE_PEER_PYTHON"
+"""The environment variable that names the peers' interpreter; ours without it."""
+
+
+@dataclass(frozen=True)
+class PeerKind:
+    """How a peer is started.
+
+    Attributes:
+        script: the child, beside this file.
+        needs: packages as pip names them.
+        arguments: of the script.
+        options: more of the "open" request.
+        flash: whether it has an "attend" request.
+    """
+
+    script: str
+    needs: str
+    arguments: tuple[str, ...] = ()
+    options: Json = field(default_factory=dict)
+    flash: bool = False
+
+
+_TORCH = "transformers torch gguf accelerate"
+PEERS = {
+    "llama.cpp": PeerKind("child_llama_cpp.py", "llama-cpp-python", flash=True),
+    "ik_llama.cpp": PeerKind("child_llama_cpp.py", "ik-llama-cpp-python", ("ik_llama_cpp",), flash=True),
+    "transformers": PeerKind("child_transformers.py", _TORCH),
+    "transformers-bf16": PeerKind("child_transformers.py", _TORCH, options={"dtype": "bfloat16"}),
+}

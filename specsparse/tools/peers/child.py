@@ -1,4 +1,4 @@
-"""What a peer's process answers: requests and replies, one JSON object a line.
+"""A peer's process: requests and replies, one JSON object a line, and what its engines have in common.
 
 Imported by the scripts beside it, which run with any interpreter that has the peer; nothing of specsparse is imported.
 """
@@ -7,6 +7,31 @@ import json
 import os
 import sys
 import time
+
+
+class RowWriter:
+    """Texts and logits of an engine.
+
+    An engine has `begin(prompt, chunk)`, which leaves the prompt alone in the cache, fed by `chunk` tokens;
+    `next_token(prompt, chunk)`, the likeliest after it; and `logits_of(tokens, start)`, float32[n, V] of tokens behind
+    `start` others.
+    """
+
+    def write(self, prompt: list, count: int, chunk: int) -> dict:
+        """The greedy continuation, one token a pass; no token ends it."""
+        out = [self.next_token(prompt, chunk)]
+        while len(out) < count:
+            out.append(int(self.logits_of(out[-1:], len(prompt) + len(out) - 1)[0].argmax()))
+        return {"tokens": out}
+
+    def rows(self, prompt: list, text: list, width: int, chunk: int, file: str) -> dict:
+        """The logits of a text in passes of `width` tokens, into `file`."""
+        self.begin(prompt, chunk)
+        with open(file, "wb") as out:
+            for start in range(0, len(text), width):
+                logits = self.logits_of(text[start : start + width], len(prompt) + start)
+                out.write(logits.tobytes())
+        return {"vocabulary": logits.shape[1]}
 
 
 def serve(hello, engine_of) -> None:

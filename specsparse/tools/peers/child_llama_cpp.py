@@ -1,6 +1,6 @@
 """llama.cpp as a peer: a child process that reads requests and writes replies, one JSON object a line.
 
-Run by `process.PeerProcess` with any interpreter that has llama-cpp-python, or with the argument `ik_llama_cpp` for
+Run by `peer.Peer` with any interpreter that has llama-cpp-python, or with the argument `ik_llama_cpp` for
 ik-llama-cpp-python; imports nothing of specsparse. Requests:
 
     {"do": "hello"}                                -> {"version": ..., "system_info": ...}
@@ -11,8 +11,8 @@ ik-llama-cpp-python; imports nothing of specsparse. Requests:
     {"do": "batch", "prompts": [[...], ...], "n": n, "flash": true or false} -> {"seconds": ...}
     {"do": "speculate", "ids": [...], "n": n, "drafted": k, "draft": path or null, "flash": true or false}
         -> {"seconds": ..., "tokens": [...], "passes": of the target}
-    {"do": "write", "prompt": [...], "count": n, "pieces": p} -> {"tokens": [...]}
-    {"do": "rows", "prompt": [...], "text": [...], "width": w, "pieces": p, "file": path} -> {"vocabulary": V}
+    {"do": "write", "prompt": [...], "count": n, "chunk": p} -> {"tokens": [...]}
+    {"do": "rows", "prompt": [...], "text": [...], "width": w, "chunk": p, "file": path} -> {"vocabulary": V}
 
 `prompt` is one batch with the logits of its last token (n_batch 2048, n_ubatch 512, as llama-bench), `decode` one token
 a call with its logits, `verify` one batch with all logits. Nothing is sampled: the tokens are given. `depth` tokens are
@@ -28,6 +28,9 @@ feed the prompt by p tokens.
 import os
 import sys
 import time
+
+sys.path.insert(0, os.path.dirname(__file__))  # where an isolated interpreter (-I) does not look
+from child import RowWriter, serve
 
 _FORWARDS = 8  # verify passes of one timing; the first of them is timed too
 
@@ -206,7 +209,7 @@ class Counted:
         return self.draft(input_ids, **options)
 
 
-class Engine:
+class Engine(RowWriter):
     """A model, and what is timed with it."""
 
     def __init__(self, model: str, threads: int, room: int, depth: int, tokens: list, flash: "bool | None" = None):
@@ -299,6 +302,12 @@ class Engine:
 
     def batch(self, prompts: list, n: int, flash: bool) -> float:
         """Seconds of n tokens of each sequence, one of each a call, with its logits; prompts are not timed."""
+
+        def step(i: int) -> None:
+            """The i-th token behind each prompt, all in one call."""
+            tokens = self.tokens
+            context.feed_rows([(tokens[(i + s) % len(tokens)], len(p) + i, s, True) for s, p in enumerate(prompts)])
+
         key, room = (len(prompts), flash), max(len(prompt) for prompt in prompts) + n
         context = self.batched.get(key)
         if context is None or context.room < room:
@@ -311,53 +320,35 @@ class Engine:
                 if not (prompt in prompts[:s] and self.lib.copy(context.context, prompts.index(prompt), s)):
                     context.feed_rows([(token, at, s, False) for at, token in enumerate(prompt)])
             context.prefix = prompts
-            self._step(context, prompts, 0)  # copies are made by the next call
+            step(0)  # copies are made by the next call
         for s, prompt in enumerate(prompts):
             context.keep(len(prompt), s)
         start = time.perf_counter()
         for i in range(n):
-            self._step(context, prompts, i)
+            step(i)
         return time.perf_counter() - start
 
-    def _step(self, context: Context, prompts: list, i: int) -> None:
-        """The i-th token behind each prompt, all in one call."""
-        tokens = self.tokens
-        context.feed_rows([(tokens[(i + s) % len(tokens)], len(p) + i, s, True) for s, p in enumerate(prompts)])
-
-    def begin(self, prompt: list, pieces: int) -> None:
+    def begin(self, prompt: list, chunk: int) -> None:
         """A cache of the prompt alone; fed anew if it is another than before, else what came behind is dropped."""
         if prompt == self.context.prefix:
             self.context.keep(len(prompt))
             return
         self.context.keep(0)
         self.context.prefix, self.context.filled = prompt, False
-        for start in range(0, len(prompt), pieces):
-            self.context.feed(prompt[start : start + pieces], start, every=False)
+        for start in range(0, len(prompt), chunk):
+            self.context.feed(prompt[start : start + chunk], start, every=False)
 
-    def write(self, prompt: list, count: int, pieces: int) -> dict:
-        """The greedy continuation, one token a batch; no token ends it."""
-        self.context.prefix = None
-        self.begin(prompt, pieces)
-        out = [self.context.best()]
-        while len(out) < count:
-            self.context.feed(out[-1:], len(prompt) + len(out) - 1, every=True)
-            out.append(self.context.best())
-        return {"tokens": out}
+    def next_token(self, prompt: list, chunk: int) -> int:
+        self.context.prefix = None  # the logits of its last token are needed
+        self.begin(prompt, chunk)
+        return self.context.best()
 
-    def rows(self, prompt: list, text: list, width: int, pieces: int, file: str) -> dict:
-        """The logits of a text in batches of `width` tokens, into `file`."""
-        self.begin(prompt, pieces)
-        with open(file, "wb") as out:
-            for start in range(0, len(text), width):
-                part = text[start : start + width]
-                self.context.feed(part, len(prompt) + start, every=True)
-                for row in range(len(part)):
-                    out.write(self.context.logits(row).tobytes())
-        return {"vocabulary": self.context.vocabulary}
+    def logits_of(self, tokens: list, start: int):
+        import numpy as np
+
+        self.context.feed(tokens, start, every=True)
+        return np.stack([self.context.logits(row) for row in range(len(tokens))])
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(__file__))  # where an isolated interpreter (-I) does not look
-    from child import serve
-
     serve(hello, Engine)

@@ -9,6 +9,9 @@ import os
 import sys
 import time
 
+sys.path.insert(0, os.path.dirname(__file__))  # where an isolated interpreter (-I) does not look
+from child import RowWriter, serve
+
 _FORWARDS = 2
 
 
@@ -22,7 +25,7 @@ def hello() -> dict:
     return {"version": f"transformers {transformers.__version__}, torch {torch.__version__}", "system_info": info}
 
 
-class Engine:
+class Engine(RowWriter):
     """One model and its cache."""
 
     def __init__(
@@ -79,12 +82,7 @@ class Engine:
         """Mean seconds of a pass over n tokens with all logits."""
         return sum(self.forward(n, 0) for _ in range(_FORWARDS)) / _FORWARDS
 
-    def feed(self, tokens: list):
-        """float32[n, V] of tokens behind those in the cache."""
-        ids = self.torch.tensor([tokens])
-        return self.model(ids, past_key_values=self.cache, use_cache=True).logits[0].float().numpy()
-
-    def begin(self, prompt: list, pieces: int) -> None:
+    def begin(self, prompt: list, chunk: int) -> None:
         """A cache of the prompt alone; fed anew if it is another than before, else what came behind is dropped."""
         if prompt == self.prefix and prompt:
             extra = self.cache.get_seq_length() - len(prompt)
@@ -92,29 +90,17 @@ class Engine:
                 self.cache.crop(-extra)  # transformers 5 takes what to drop, not what to keep
             return
         self.cache, self.prefix, self.filled = self.make_cache(), prompt, False
-        for start in range(0, len(prompt), pieces):
-            self.last = self.feed(prompt[start : start + pieces])[-1]
+        for start in range(0, len(prompt), chunk):
+            self.last = self.logits_of(prompt[start : start + chunk], start)[-1]
 
-    def write(self, prompt: list, count: int, pieces: int) -> dict:
-        """The greedy continuation, one token a pass; no token ends it."""
-        self.begin(prompt, pieces)
-        out = [int(self.last.argmax())]
-        while len(out) < count:
-            out.append(int(self.feed(out[-1:])[0].argmax()))
-        return {"tokens": out}
+    def next_token(self, prompt: list, chunk: int) -> int:
+        self.begin(prompt, chunk)
+        return int(self.last.argmax())
 
-    def rows(self, prompt: list, text: list, width: int, pieces: int, file: str) -> dict:
-        """The logits of a text in passes of `width` tokens, into `file`."""
-        self.begin(prompt, pieces)
-        with open(file, "wb") as out:
-            for start in range(0, len(text), width):
-                found = self.feed(text[start : start + width])
-                out.write(found.tobytes())
-        return {"vocabulary": found.shape[1]}
+    def logits_of(self, tokens: list, start: int):
+        ids = self.torch.tensor([tokens])
+        return self.model(ids, past_key_values=self.cache, use_cache=True).logits[0].float().numpy()
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(__file__))  # where an isolated interpreter (-I) does not look
-    from child import serve
-
     serve(hello, Engine)

@@ -5,7 +5,6 @@ whole nats; of engines, or widths, whose logits are wrong nobody should report a
 """
 
 import math
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,19 +13,16 @@ from typing import Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse import kernels
+from specsparse.cli.arguments import read_text
 from specsparse.data import prompts
 from specsparse.engine import cache as kv
 from specsparse.engine.model import Model
 from specsparse.engine.prefill import prefill
 from specsparse.engine.text.tokenizer import Tokenizer
-from specsparse.errors import UserError
 from specsparse.support.files import Json
-from specsparse.tools.peers.process import PEERS, PeerError, PeerProcess
 
 OURS = "specsparse"
-ENGINES = (OURS, *PEERS)
-PIECE = 16
+CHUNK = 16
 """Rows of a prompt's batches, the same for every width that is asked about."""
 CHECKED = 128
 """Tokens of real text whose perplexity a peer must share with us."""
@@ -34,11 +30,10 @@ MOST_KL = 0.1
 """Mean KL(ours, theirs) in nats from which logits are wrong; eight-bit activations move it by 0.001 to 0.01."""
 MOST_NLL = 0.1
 """The same for the difference of the mean negative log-likelihoods: a perplexity 10 % apart."""
-_PATIENT = {"OMP_WAIT_POLICY": "passive"}  # nothing is timed: threads that wait leave the processor to others
 
 
 class RowEngine(Protocol):
-    """A model that is open; tokens are ids of its vocabulary, V of them."""
+    """A model that is open; tokens are ids of its vocabulary, V of them. A peer may raise PeerError."""
 
     version: str
 
@@ -55,10 +50,8 @@ class RowEngine(Protocol):
 class OurRows:
     """specsparse: the forward pass of the speculative loop, in programs of `width` rows."""
 
-    def __init__(self, model: Model, room: int, threads: int | None = None):
-        """Makes a cache of `room` tokens; `threads` as in `specsparse.load`."""
-        if threads is not None:
-            kernels.set_threads(threads)
+    def __init__(self, model: Model, room: int):
+        """Makes a cache of `room` tokens."""
         self.version = f"{model.facts()['kernels']} kernels"
         capacity = model.capacity_for(room)
         self._model, self._params = model, model.params_for(capacity)
@@ -77,7 +70,7 @@ class OurRows:
         known = tuple(prompt) == self._prompt
         self._cache = kv.rollback(self._cache, jnp.full((1,), len(prompt) if known else 0, jnp.int32))
         self._prompt = tuple(prompt)
-        return self._feed(prompt, PIECE)[-1] if prompt and not known else None
+        return self._feed(prompt, CHUNK)[-1] if prompt and not known else None
 
     def write(self, prompt: Sequence[int], count: int) -> list[int]:
         self._prompt = None
@@ -92,48 +85,7 @@ class OurRows:
         return self._feed(text, width)
 
     def close(self) -> None:
-        """Nothing is held outside of this process."""
-
-
-class PeerRows:
-    """A peer that is open; its logits come in a file. Both methods raise PeerError if it fails or ends."""
-
-    def __init__(self, process: PeerProcess):
-        self._process, self.version = process, process.version
-
-    @classmethod
-    def start(cls, name: str, model: Path, room: int, *, threads: int, flash: bool | None) -> "PeerRows":
-        """Starts a process and loads the model for `room` tokens.
-
-        Raises:
-            UserError: the peer is missing.
-            PeerError: it cannot load the file, or ended.
-        """
-        process = PeerProcess(name, option="--engine", environment=_PATIENT)
-        request = {"model": str(model.resolve()), "threads": threads, "room": room, "depth": 0, "tokens": []}
-        try:
-            process.ask(do="open", flash=flash, **request, **process.kind.options)
-        except BaseException:
-            process.close()
-            raise
-        return cls(process)
-
-    def write(self, prompt: Sequence[int], count: int) -> list[int]:
-        return list(self._process.ask(do="write", prompt=list(prompt), count=count, pieces=PIECE)["tokens"])
-
-    def rows(self, prompt: Sequence[int], text: Sequence[int], width: int) -> np.ndarray:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "rows")
-            reply = self._process.ask(
-                do="rows", prompt=list(prompt), text=list(text), width=width, pieces=PIECE, file=str(file)
-            )
-            found = np.fromfile(file, np.float32)
-        if found.size != len(text) * reply["vocabulary"]:
-            raise PeerError(f"the peer {self._process.name} wrote {found.size} logits for {len(text)} rows")
-        return found.reshape(len(text), -1)
-
-    def close(self) -> None:
-        self._process.close()
+        pass
 
 
 def rows_by(engine: RowEngine, prompt: Sequence[int], text: Sequence[int], width: int) -> np.ndarray:
@@ -146,18 +98,10 @@ def rows_by(engine: RowEngine, prompt: Sequence[int], text: Sequence[int], width
 
 
 def text_ids(tokenizer: Tokenizer, file: Path | None) -> list[int]:
-    """The tokens of a file, or of the built-in prompts one after the other.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """The tokens of a file, or of the built-in prompts; UserError if the file cannot be read."""
     if file is None:
         return tokenizer.encode("\n\n".join(prompt.text for prompt in prompts.load()))
-    try:
-        return tokenizer.encode(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise UserError(f"--text {file}: cannot be read: {reason}") from None
+    return tokenizer.encode(read_text(file, f"--text {file}"))
 
 
 @dataclass(frozen=True)
@@ -190,13 +134,9 @@ class Check:
     def to_dict(self) -> Json:
         """Perplexities of both, mean KL and the verdict."""
         theirs, ours = (nll / self.tokens for nll in (self.nll, self.ours_nll))
-        return {
-            "tokens": self.tokens,
-            "perplexity": math.exp(theirs) if theirs < 700 else math.inf,
-            "ours": math.exp(ours) if ours < 700 else math.inf,
-            "kl": self.kl / self.rows,
-            "wrong": self.wrong,
-        }
+        theirs, ours = (math.exp(nll) if nll < 700 else math.inf for nll in (theirs, ours))
+        kl = self.kl / self.rows
+        return {"tokens": self.tokens, "perplexity": theirs, "ours": ours, "kl": kl, "wrong": self.wrong}
 
 
 class Judge:
@@ -226,11 +166,7 @@ def _log_softmax(logits_TV: np.ndarray) -> np.ndarray:
 
 
 def real_text(engine: RowEngine, ours: RowEngine, ids: Sequence[int], widest: int) -> tuple[Check, Check]:
-    """Real text one row at a time and in batches of `widest` rows, beside ours.
-
-    Raises:
-        PeerError: the engine failed.
-    """
-    judge = Judge(rows_by(ours, (), ids, PIECE), np.asarray(ids))
+    """Real text one row at a time and in batches of `widest` rows, beside ours."""
+    judge = Judge(rows_by(ours, (), ids, CHUNK), np.asarray(ids))
     one, wide = (judge.check(str(width).encode(), rows_by(engine, (), ids, width)) for width in (1, widest))
     return one, wide

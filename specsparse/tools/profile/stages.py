@@ -4,12 +4,13 @@ A dense forward is one native call. Here it is taken apart again into the calls 
 the device over the weights of all layers, so that no layer is read from a cache.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.table import Table
 
 from specsparse import api
 from specsparse.engine import llama
@@ -22,6 +23,7 @@ from specsparse.measure.trials import Ours, token_ids
 from specsparse.runtime.loops import RoundView
 from specsparse.runtime.metrics import STAGES
 from specsparse.runtime.session import PromptLike
+from specsparse.support import tables
 from specsparse.support.files import Json
 from specsparse.support.interleaved import seconds
 
@@ -47,13 +49,12 @@ class Kernel:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second."""
         return self.nbytes / self.seconds
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured.
+    """The measurement.
 
     Attributes:
         rows: of the forward pass: 1, or a draft and the token before it.
@@ -76,25 +77,18 @@ class Profile:
         return {name: sum(one[name] for one in self.rounds) for name in STAGES} if self.rounds else {}
 
     def to_dict(self) -> Json:
-        """As plain values."""
         kernels = [{**vars(k), "bytes_per_second": k.bandwidth} for k in self.kernels]
         return {**vars(self), "kernels": kernels, "rounds": len(self.rounds), "stages": self.stages()}
 
 
 def profile(
-    model: Model,
-    *,
-    prompt: PromptLike,
-    method: Mapping[str, object],
-    rows: int,
-    depth: int,
-    max_tokens: int,
+    model: Model, *, prompt: PromptLike, method: Mapping[str, object], rows: int, depth: int, max_tokens: int,
     read_bandwidth: float,
-) -> Profile:
-    """Measures.
+) -> Profile:  # fmt: skip
+    """Measures a dense model.
 
     Args:
-        model: a dense one.
+        model: the model.
         prompt: decoded for the stages, as `api.generate` takes it.
         method: `drafter` and `verifier`; {} leaves the stages out.
         rows: of the forward pass that is taken apart.
@@ -130,10 +124,9 @@ def _rounds(model: Model, prompt: PromptLike, method: Mapping[str, object], max_
     before, found = dict.fromkeys(STAGES, 0.0), []
 
     def watch(view: RoundView) -> None:
-        nonlocal before
         now = {name: getattr(view.session.times, name) for name in STAGES}
         found.append({name: now[name] - before[name] for name in STAGES})
-        before = now
+        before.update(now)
 
     api.generate(model, prompt, sampling=params, loop="host", **method)
     api.generate(model, prompt, sampling=params, watch=watch, **method)
@@ -256,3 +249,23 @@ def chrome_trace(found: Profile, *, model: str) -> Json:
         facts = {"GB/s": round(kernel.bandwidth / 1e9, 2), "calls": kernel.calls}
         at = add(2, at, kernel.name, kernel.seconds / kernel.calls, **facts)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def parts(found: Profile) -> Iterator[Table | str]:
+    """The stages and the kernels as tables, and their sum."""
+    if found.rounds:
+        table, stages, count = tables.new("stage", "rounds", "ms a round", "share"), found.stages(), len(found.rounds)
+        for name, s in stages.items():
+            table.add_row(name, str(count), f"{1e3 * s / count:.3f}", f"{s / sum(stages.values()):.1%}")
+        yield table
+    total, nbytes = (sum(getattr(kernel, name) for kernel in found.kernels) for name in ("seconds", "nbytes"))
+    table = tables.new("kernel", "calls", "ms", "GB/s", "share")
+    for k in found.kernels:
+        rate, share = f"{k.bandwidth / 1e9:.1f}", f"{k.seconds / total:.1%}"
+        table.add_row(k.name, str(k.calls), f"{1e3 * k.seconds:.3f}", rate, share)
+    yield table
+    yield (
+        f"a forward of {found.rows} rows after {found.depth} tokens: {1e3 * found.forward_s:.3f} ms as it runs "
+        f"({nbytes / found.forward_s / 1e9:.1f} of {found.read_bandwidth / 1e9:.1f} GB/s), "
+        f"{1e3 * total:.3f} ms kernel by kernel"
+    )

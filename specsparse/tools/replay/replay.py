@@ -1,8 +1,8 @@
 """The acceptance that other verifiers, draft lengths, trees and temperatures would have had in a run's recorded rounds.
 
 No model is needed: each round has the distributions p and q of its nodes. The rounds begin where the recorded run's
-began, so a figure says what another method would accept *from those places*; with the run's own method it is the run's
-own figure.
+began, so a figure is another method's acceptance *from those places*; with the run's own method it is the run's own
+figure.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Replayed:
     """Acceptance of one verifier and draft length or tree.
 
     Attributes:
-        verifier, gamma: the method; gamma bounds the depth.
+        gamma: bounds the depth.
         rounds, drafts, drafted: rounds, those with a draft, drafted nodes.
         accepted: expected accepted nodes, over the coins.
         per_position: expected, by depth.
@@ -54,7 +54,6 @@ class Replayed:
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """1 + accepted / drafts."""
         return 1 + self.accepted / self.drafts if self.drafts else None
 
 
@@ -67,13 +66,9 @@ def verifiers_of(recording: Recording) -> list[str]:
 
 
 def replay(
-    recording: Recording,
-    verifier: str | Verifier,
-    *,
-    gamma: int | None = None,
-    widths: Sequence[int] | None = None,
+    recording: Recording, verifier: str | Verifier, *, gamma: int | None = None, widths: Sequence[int] | None = None,
     temperature: float | None = None,
-) -> Replayed:
+) -> Replayed:  # fmt: skip
     """Acceptance of a verifier on drafts cut to a depth or to a narrower tree, at another temperature if given.
 
     Args:
@@ -90,9 +85,14 @@ def replay(
         UserError: a verifier that does not fit the draws, a gamma out of range, a tree wider or deeper than the
             recorded ones, a temperature that cannot be had.
     """
-    about = recording.about
+    about, depth = recording.about, recording.about["depth"]
     verifier = get_verifier(verifier) if isinstance(verifier, str) else verifier
-    shape = _levels(recording, gamma) if widths is None else _narrower(recording, widths)
+    if widths is not None:
+        shape = _narrower(recording, widths)
+    elif gamma is None or 1 <= gamma <= depth:
+        shape = (recording.nodes,) * (gamma or depth)
+    else:
+        raise UserError(f"gamma={gamma}: the record has drafts of 1..{depth} tokens")
     judged_at = about["temperature"] if temperature is None else temperature
     if not verifier.accepts(DraftKind(about["kind"]), tree=about["tree"], temperature=judged_at):
         names = ", ".join(valid_verifiers(DraftKind(about["kind"]), tree=about["tree"], temperature=judged_at))
@@ -114,15 +114,6 @@ def replay(
         verifier.name, len(shape), len(recording), drafts, drafted, float(total.sum()), per_position, realised,
         None if widths is None else shape,
     )  # fmt: skip
-
-
-def _levels(recording: Recording, gamma: int | None) -> tuple[int, ...]:
-    """All recorded siblings of the levels down to `gamma`."""
-    own = recording.about["depth"]
-    depth = own if gamma is None else gamma
-    if not 1 <= depth <= own:
-        raise UserError(f"gamma={depth}: the record has drafts of 1..{own} tokens")
-    return (recording.nodes,) * depth
 
 
 def _narrower(recording: Recording, widths: Sequence[int]) -> tuple[int, ...]:

@@ -1,1 +1,121 @@
-"""A server in OpenAI's terms: requests over HTTP, decoded by any method, with vLLM's figures of speculation."""
+"""Serve a model over HTTP in OpenAI's terms: /v1/models, /v1/completions, /v1/chat/completions, /health, /metrics.
+
+Each answer says what speculation did, as vLLM does (metrics.speculative_decoding). It listens on this machine alone;
+any other address needs a key. Requests wait in a queue; there is no scheduler: those that wait start together.
+"""
+
+import argparse
+import ipaddress
+import os
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specsparse.cli import arguments
+from specsparse.cli.arguments import positive
+from specsparse.errors import UserError
+from specsparse.support import terminal
+
+if TYPE_CHECKING:
+    from specsparse.engine.model import Model
+    from specsparse.tools.serve.app import Service
+
+KEY = "SPECSPARSE_API_KEY"
+"""The environment variable that holds the key if --api-key is not given."""
+_GRACE_S = 2  # for open answers, at the end
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help=arguments.ANY_MODEL)
+    arguments.add_method(parser)
+    add("--name", metavar="NAME", help="the model's name in requests (MODEL, of a file its name)")
+    about = "the address to listen on; another machine's needs a key (%(default)s)"
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help=about)
+    add("--port", type=int, default=8000, metavar="N", help="0 takes a free one (%(default)s)")
+    add("--api-key", metavar="KEY", help=f"each request must give it; better in the environment, as {KEY}")
+    add("--batch", type=positive, default=1, metavar="N", help="completions that may start together (%(default)s)")
+    add("--queue", type=positive, default=32, metavar="N", help="requests that may wait; 503 beyond (%(default)s)")
+    add("--context", type=positive, metavar="N", help="tokens that the context holds (as the file says)")
+    about = "before it listens, compile the programs of the first requests"
+    about += ": prompt and text of up to TOKENS tokens (%(const)s), or of the context"
+    add("--warm-up", nargs="?", type=positive, const=512, metavar="TOKENS", help=about)
+    fields = [name for name in arguments.ONE_TEXT if name not in ("stop", "stop_token_ids", "bad_words")]
+    arguments.add_sampling(parser, fields)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Load, listen, and answer until Ctrl-C."""
+    key = args.api_key if args.api_key is not None else os.environ.get(KEY)
+    if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
+        raise UserError("the API key must be ASCII letters, digits and signs: a header of HTTP carries nothing else")
+    try:
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn
+    except ImportError as error:
+        install = f"{sys.executable} -m pip install starlette uvicorn prometheus_client"
+        raise UserError(f"{error.name} is not installed: {install}") from None
+    arguments.method_of(args, arguments.sampling_params(args)).arguments()
+    with _listen(args.host, args.port, key) as listening:
+        from specsparse import api
+        from specsparse.tools.serve.app import uvicorn_config
+
+        with terminal.loading(terminal.console(), f"loading {args.model}") as progress:
+            context = {} if args.context is None else {"context_length": args.context}
+            model = api.load(args.model, progress=progress, **context)
+        service = _service(args, model)
+        if args.warm_up is not None:
+            with terminal.busy(terminal.console(), "compiling what requests need"):
+                service.warm_up(args.warm_up)
+        address, port = listening.getsockname()[:2]
+        config = uvicorn_config(service.app(key=key, local=key is None), grace_s=_GRACE_S)
+        shown = f"[{address}]" if ":" in address else address
+        method = "plain decoding" if args.drafter == "none" else f"drafter {args.drafter}"
+        print(f"{service.name} at http://{shown}:{port}/v1 ({method}); Ctrl-C ends", file=sys.stderr, flush=True)
+        uvicorn.Server(config).run(sockets=[listening])
+    return 0
+
+
+def _listen(host: str, port: int, key: str | None) -> socket.socket:
+    """The open socket; UserError for no such address, a taken port, or another machine's address without a key."""
+    if not 0 <= port <= 65535:
+        raise UserError(f"--port {port} must be from 0 to 65535")
+    try:
+        [family, _, _, _, address] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise UserError(f"--host {host}: {error.strerror or error}") from None
+    if key is None and not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
+        raise UserError(f"--host {host} lets other machines in: give --api-key KEY, or {KEY} in the environment")
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen()
+    except OSError as error:
+        listening.close()
+        free = "; --port 0 takes a free one" if port else ""
+        raise UserError(f"cannot listen on {host}, port {port}: {error.strerror or error}{free}") from None
+    return listening
+
+
+def _service(args: argparse.Namespace, model: "Model") -> "Service":
+    """The model as it is served; a draft model is loaded here, so that its faults are said before a request comes."""
+    from specsparse.engine.sampling.params import SamplingParams
+    from specsparse.runtime.method import MethodSpec, ready
+    from specsparse.tools.serve.app import Service
+
+    defaults = arguments.sampling_params(args)
+    spec = arguments.method_of(args, defaults)
+    model, method = ready(spec, model)
+    return Service(
+        model,
+        args.name or (Path(args.model).name.removesuffix(".gguf") if args.model.endswith(".gguf") else args.model),
+        lambda temperature: MethodSpec(**replace(spec, sampling=SamplingParams(temperature=temperature)).arguments()),
+        positions=None if method.drafter is None else method.max_nodes,
+        defaults={name: getattr(defaults, name) for name in arguments.given_sampling(args)},
+        batch=args.batch,
+        room=args.queue,
+    )

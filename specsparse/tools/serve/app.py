@@ -67,16 +67,9 @@ class Service:
     """
 
     def __init__(
-        self,
-        model: Model,
-        name: str,
-        spec_at: Callable[[float], MethodSpec],
-        *,
-        positions: int | None,
-        defaults: Mapping[str, object] | None = None,
-        batch: int = 1,
-        room: int = 32,
-    ):
+        self, model: Model, name: str, spec_at: Callable[[float], MethodSpec], *, positions: int | None,
+        defaults: Mapping[str, object] | None = None, batch: int = 1, room: int = 32,
+    ):  # fmt: skip
         self.model, self.name, self.defaults = model, name, dict(defaults or {})
         self.spec_at = functools.lru_cache(maxsize=256)(spec_at)
         self.metrics = ServerMetrics(name, model.config.context_length, positions)
@@ -89,8 +82,7 @@ class Service:
         that the context ends; greedy and drawn, if the verifier is for both. Before `app` starts."""
         context = self.model.config.context_length
         capacities = {self.model.capacity_for(n) for n in (*range(1, min(tokens, context), 256), tokens, context)}
-        drawn = self.defaults.get("temperature") or 1.0
-        for temperature in (0.0, drawn):
+        for temperature in (0.0, self.defaults.get("temperature") or 1.0):
             params = SamplingParams.from_dict({**self.defaults, "temperature": temperature})
             with contextlib.suppress(UserError):  # the verifier is not for this temperature
                 self.worker.warm_up(self.spec_at(temperature), params, sorted(capacities))
@@ -113,20 +105,13 @@ class Service:
         async def metrics(_: Request) -> Response:
             return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-        async def refuse(_: Request, error: Exception) -> Response:
-            assert isinstance(error, HttpError)
-            return refusal(error)
-
-        async def refuse_route(request: Request, error: Exception) -> Response:
-            assert isinstance(error, HTTPException)
-            what = "there is no such address" if error.status_code == 404 else error.detail
-            return refusal(HttpError(error.status_code, f"{request.method} {request.url.path[:80]}: {what}"))
-
-        async def gone(_: Request, __: Exception) -> Response:
-            return Response(status_code=499)  # nobody reads it
-
-        async def failed(_: Request, __: Exception) -> Response:
-            return refusal(HttpError(500, FAILED, "server_error"))
+        async def answer(request: Request, error: Exception) -> Response:
+            if isinstance(error, ClientDisconnect):
+                return Response(status_code=499)  # nobody reads it
+            if isinstance(error, HTTPException):
+                what = "there is no such address" if error.status_code == 404 else error.detail
+                error = HttpError(error.status_code, f"{request.method} {request.url.path[:80]}: {what}")
+            return refusal(error if isinstance(error, HttpError) else HttpError(500, FAILED, "server_error"))
 
         routes = [
             Route("/health", health),
@@ -136,7 +121,7 @@ class Service:
             Route("/v1/completions", functools.partial(self._completions, chat=False), methods=["POST"]),
             Route("/v1/chat/completions", functools.partial(self._completions, chat=True), methods=["POST"]),
         ]
-        handlers = {HttpError: refuse, HTTPException: refuse_route, ClientDisconnect: gone, Exception: failed}
+        handlers = dict.fromkeys((HttpError, HTTPException, ClientDisconnect, Exception), answer)
         return AccessControl(Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers), key, local=local)
 
     async def _models(self, request: Request) -> Response:
@@ -162,24 +147,24 @@ class Service:
 
         def parse(body: Json) -> tuple[CompletionRequest, RequestHandle]:
             self._check_name(body.get("model"))
-            wanted = parse_request(body, self.defaults, chat=chat)
-            params = wanted.params
+            completion = parse_request(body, self.defaults, chat=chat)
+            params = completion.params
             try:
                 spec = self.spec_at(0.0 if params.greedy else params.temperature)
-                sequences = [s for group in requests(self.model, wanted.prompts, params) for s in group]
+                sequences = [s for group in requests(self.model, completion.prompts, params) for s in group]
             except UserError as error:
                 long = "context_length_exceeded" if isinstance(error, ContextTooLong) else None
                 raise HttpError(400, str(error), code=long) from None
-            return wanted, RequestHandle(sequences, spec, tell, live=wanted.stream)
+            return completion, RequestHandle(sequences, spec, tell, live=completion.stream)
 
-        wanted, handle = await self.bodies.read(request, parse)
-        answer = Answer(wanted, handle, self.name, self.model.tokenizer)
+        completion, handle = await self.bodies.read(request, parse)
+        answer = Answer(completion, handle, self.name, self.model.tokenizer)
         try:
             self.worker.submit(handle)
         except Busy as error:
             raise HttpError(503, str(error), "server_error", code="queue_full") from None
         with _giving_up(handle):
-            if not wanted.stream:
+            if not completion.stream:
                 finished = [e async for e in _events(request, handle, events) if isinstance(e, Finished)]
                 return await asyncio.to_thread(lambda: as_json(answer.whole(finished)))
             coming = _events(request, handle, events)
@@ -189,11 +174,10 @@ class Service:
 
 
 class AccessControl:
-    """Refuses requests without the key, or to another host's name.
+    """Refuses requests to `app` without the key, or to another host's name.
 
     Args:
-        app: for the others.
-        key: asked for as `Authorization: Bearer KEY`; None asks for none.
+        key: must come as `Authorization: Bearer KEY`; None for no key.
         local: whether `Host` must name this machine, so that no web page reaches the server by a name of its own.
     """
 

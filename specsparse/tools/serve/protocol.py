@@ -51,25 +51,12 @@ _NO_LOGPROB = -9999.0
 
 
 class HttpError(Exception):
-    """A request that cannot be answered.
-
-    Args:
-        status: of HTTP.
-        message: one line.
-        kind: `type` of the object, as OpenAI names them.
-        code: for programs, or None.
-        param: the field that is wrong, or None.
-    """
+    """A request that cannot be answered: a status of HTTP, a line, and OpenAI's `type`, `code` and `param`."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        kind: str = "invalid_request_error",
-        *,
-        code: str | None = None,
+        self, status: int, message: str, kind: str = "invalid_request_error", *, code: str | None = None,
         param: str | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__(" ".join(message.split()))
         self.status, self.kind, self.code, self.param = status, kind, code, param
 
@@ -87,13 +74,11 @@ def refused(message: str, param: str | None = None) -> HttpError:
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A checked request.
+    """A checked request, of a chat or of texts to continue.
 
     Attributes:
-        chat: whether it is a chat; else a text to continue.
-        prompts: one, or several of a text.
+        prompts: a chat's messages alone, or one or several texts.
         params: for each of them.
-        stream: whether the answer comes in pieces.
         include_usage, continuous_usage: whether a last chunk, and every chunk, has the usage.
         echo: whether the answer begins with the prompt.
     """
@@ -191,10 +176,11 @@ def _logprobs(given: Mapping[str, object], *, chat: bool) -> int | None:
         raise refused(f"{name} must be a whole number from 0 to {MAX_TOP_LOGPROBS}", name)
     if not chat:
         return count
-    wanted = _flag(given, "logprobs")
-    if count is not None and not wanted:
+    if _flag(given, "logprobs"):
+        return count or 0
+    if count is not None:
         raise refused("top_logprobs needs logprobs=true", "top_logprobs")
-    return (count or 0) if wanted else None
+    return None
 
 
 def _prompts(prompt: object) -> list[PromptLike]:
@@ -242,14 +228,7 @@ def to_bytes(value: Json) -> bytes:
 
 
 class Answer:
-    """The objects of an answer: one when all is done, or the chunks of a stream.
-
-    Args:
-        request: that is answered.
-        handle: of the request in the worker.
-        name: of the model.
-        tokenizer: of the model.
-    """
+    """The objects of an answer: one when all is done, or the chunks of a stream. `name` is the model's."""
 
     def __init__(self, request: CompletionRequest, handle: RequestHandle, name: str, tokenizer: Tokenizer):
         self._request, self._handle, self._tokenizer = request, handle, tokenizer
@@ -265,7 +244,7 @@ class Answer:
         self._finished: list[Finished] = []
 
     def whole(self, finished: Sequence[Finished]) -> Json:
-        """The answer that comes at once; of `best_of` completions the best `n` of each prompt."""
+        """The answer that is no stream; of `best_of` completions the best `n` of each prompt."""
         request, every = self._request, sorted(finished, key=lambda event: event.index)
         drawn = request.params.num_sequences
         choices, chosen = list[Json](), list[Finished]()
@@ -346,10 +325,7 @@ class Answer:
         }
 
     def _logprobs(
-        self,
-        index: int,
-        entries: Sequence[TokenLogprobs],
-        before: Sequence[tuple[int, TokenLogprobs | None]] = (),
+        self, index: int, entries: Sequence[TokenLogprobs], before: Sequence[tuple[int, TokenLogprobs | None]] = ()
     ) -> Json | None:
         """In the form of chats, or in that of texts, which begins with an echoed prompt's tokens (`before`)."""
         if self._request.params.logprobs is None:

@@ -65,11 +65,11 @@ class RequestHandle:
 
     Attributes:
         sequences: its completions, prompt by prompt.
-        spec: how to decode, checked: a drafter and a verifier.
+        spec: a checked method: a drafter and a verifier.
         tell: called by the worker with each event; must not wait.
-        live: whether pieces are shown as they come; else they may be larger.
+        live: whether texts are shown as they come; else they may come in larger parts.
         arrived: when, on the clock of `time.perf_counter`.
-        gone: set when nobody waits for the answer any more.
+        gone: set when the client no longer waits for the answer.
     """
 
     sequences: list[Request]
@@ -82,7 +82,7 @@ class RequestHandle:
 
 @dataclass
 class _Running:
-    """A completion that is decoded; `logprobs` tokens have had their log probabilities told."""
+    """A completion that is decoded; `logprobs` counts the tokens whose log probabilities were told."""
 
     handle: RequestHandle
     index: int
@@ -96,9 +96,9 @@ class Worker:
 
     Args:
         model: the target.
-        metrics: is told of completions that ended, and of the load.
-        batch: completions that may start together, of requests that ask for the same drafter and verifier; a request of
-            more runs alone.
+        metrics: counts completions that ended, and the load.
+        batch: completions that may start together, of requests with the same drafter and verifier; a request of more
+            runs alone.
         room: requests that may wait.
     """
 
@@ -124,7 +124,6 @@ class Worker:
                 session.advance(1)
 
     def start(self) -> None:
-        """Begins to decode."""
         self._thread.start()
 
     def submit(self, handle: RequestHandle) -> None:
@@ -209,7 +208,7 @@ class Worker:
             rounds = 1 if any(r.handle.live for r in running.values()) else session.loop.rounds
 
     def _drop(self, session: Session, running: dict[int, _Running]) -> None:
-        """Ends the completions that nobody waits for."""
+        """Ends the completions whose client has left, or all after `close`."""
         gone = [b for b, r in running.items() if self._closed or r.handle.gone.is_set()]
         if not gone:
             return
@@ -222,32 +221,28 @@ class Worker:
             self._metrics.ended("abort", len(session.sequences[b].prompt), counters[b], ended.times)
 
     def _tell(self, session: Session, running: dict[int, _Running]) -> None:
-        """Hands on the texts of the last rounds."""
+        """Hands on the texts of the last rounds, and the completions that have ended."""
         if not running:
             return
-        pieces = read_texts(session, {b: r.text for b, r in running.items()})
-        now = time.perf_counter()
+        texts, now = read_texts(session, {b: r.text for b, r in running.items()}), time.perf_counter()
         for b, r in list(running.items()):
-            r.times.ended = now
-            r.times.first = r.times.first or now
-            text = "".join(piece for _, piece in pieces[b])
-            if r.text.ended:
-                del running[b]
-                self._finish(session, b, r, text)
-            elif text or r.text.count > r.logprobs:
-                logprobs = logprobs_of(session, b, r.logprobs, r.text.count)
-                r.handle.tell(TextEvent(r.index, text, r.text.count, logprobs))
-                r.logprobs = r.text.count
-
-    def _finish(self, session: Session, b: int, r: _Running, text: str) -> None:
-        try:
-            [generation] = generations(session, {b: r.text}, only=(b,))
-        except UserError as error:  # a distribution without mass
-            r.handle.gone.set()
-            r.handle.tell(Failed(str(error)))
-            return
-        logprobs = (generation.logprobs or ())[r.logprobs :]
-        r.handle.tell(TextEvent(r.index, text, len(generation.token_ids), logprobs))
-        r.handle.tell(Finished(r.index, generation, r.times))
-        counters = generation.stats.counters
-        self._metrics.ended(generation.finish_reason, len(generation.prompt_token_ids), counters, r.times)
+            r.times.ended, r.times.first = now, r.times.first or now
+            text = "".join(part for _, part in texts[b])
+            if not r.text.ended:
+                if text or r.text.count > r.logprobs:
+                    logprobs = logprobs_of(session, b, r.logprobs, r.text.count)
+                    r.handle.tell(TextEvent(r.index, text, r.text.count, logprobs))
+                    r.logprobs = r.text.count
+                continue
+            del running[b]
+            try:
+                [generation] = generations(session, {b: r.text}, only=(b,))
+            except UserError as error:  # a distribution without mass
+                r.handle.gone.set()
+                r.handle.tell(Failed(str(error)))
+                continue
+            logprobs = (generation.logprobs or ())[r.logprobs :]
+            r.handle.tell(TextEvent(r.index, text, len(generation.token_ids), logprobs))
+            r.handle.tell(Finished(r.index, generation, r.times))
+            counters = generation.stats.counters
+            self._metrics.ended(generation.finish_reason, len(generation.prompt_token_ids), counters, r.times)

@@ -30,7 +30,7 @@ SIZES = ",".join(map(str, range(1, 18)))
     [
         (["qwen3-8c"], "did you mean qwen3-8b"),
         (["qwen3-8b", "--device", "h20"], "did you mean h200"),
-        (["qwen3-8b", "--alpha", "1.5"], "an acceptance lies in 0 to 1"),
+        (["qwen3-8b", "--alpha", "1.5"], "from 0 to 1"),
         (["qwen3-8b", "--batch", "0"], "--batch"),
         (["qwen3-8b", "--gamma", "65"], "lengths from 1 to 64"),
         (["qwen3-8b", "--gamma", "16777216"], "lengths from 1 to 64"),

@@ -122,7 +122,7 @@ def test_the_page_and_the_picture(tmp_path):
     audit_page.write_page(report, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "1-3 | 4-6" in page and "data:image/svg+xml" in page and "http" not in page.split("<img")[0]
-    figure = audit_page.widths(report)
+    figure = audit_page.figure(report)
     assert [row["state"] for row in figure.rows] == ["bits of one row"] * 3 + ["another token"] * 2
     assert figure.png().startswith(b"\x89PNG")
     assert "llama.cpp, Q4_1: one row at a time has 2 kinds" in " ".join(

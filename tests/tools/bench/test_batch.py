@@ -11,13 +11,14 @@ import specsparse
 from specsparse.cli.main import main
 from specsparse.speculative.gamma import SHORT_GAMMA
 from specsparse.testing import write_tiny_gguf
+from specsparse.tools import peers
 from specsparse.tools.bench import speculation
-from specsparse.tools.bench.bench_figures import batches as figure_of
 from specsparse.tools.bench.speculation import BatchBench
-from specsparse.tools.peers import process, timed
+from specsparse.tools.bench.speculation import batch_figure as figure_of
+from specsparse.tools.peers import peer as timed
 
 PACKAGES = {"llama.cpp": "llama_cpp", "ik_llama.cpp": "ik_llama_cpp"}
-ELSEWHERE = process.PYTHON_VARIABLE in os.environ
+ELSEWHERE = peers.PYTHON_VARIABLE in os.environ
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def test_where_speculation_stops_paying(speedups, at):
     rows = [{"batch": n, "speculative": {"x": {"speedup": {"value": s}}}} for n, s in speedups.items()]
     found = speculation.break_even(rows, "x")
     assert found == (None if at is None else pytest.approx(at))
-    line = speculation._said("x", found, rows)
+    line = speculation.break_even_line("x", found, rows)
     first, last = speedups[min(speedups)], speedups[max(speedups)]
     if at is not None:
         assert line == f"x stops paying at about {at:.0f} sequences"

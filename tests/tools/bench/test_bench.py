@@ -17,11 +17,13 @@ from specsparse.measure import trials
 from specsparse.measure.trials import Ours, TrialPlan, paired_ratio, timings
 from specsparse.runtime.load import load
 from specsparse.testing import write_tiny_gguf
-from specsparse.tools.bench import command, one_sequence
-from specsparse.tools.peers import process, timed
+from specsparse.tools import bench as command
+from specsparse.tools import peers
+from specsparse.tools.bench import one_sequence
+from specsparse.tools.peers import peer as timed
 from specsparse.tools.peers.logits import Check
 
-HAS_LLAMA_CPP = process.PYTHON_VARIABLE in os.environ or importlib.util.find_spec("llama_cpp") is not None
+HAS_LLAMA_CPP = peers.PYTHON_VARIABLE in os.environ or importlib.util.find_spec("llama_cpp") is not None
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +179,7 @@ def test_a_peer_that_is_not_installed(tiny, capsys, monkeypatch, tmp_path):
     python = tmp_path / "python"  # without site packages, so that no peer is found
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -I "$@"\n')
     python.chmod(0o755)
-    monkeypatch.setenv(process.PYTHON_VARIABLE, str(python))
+    monkeypatch.setenv(peers.PYTHON_VARIABLE, str(python))
     for name, needs in (("llama.cpp", "llama-cpp-python"), ("transformers", "torch")):
         code, _, err = bench(capsys, tiny, "--peer", name)
         assert code == 2
@@ -191,7 +193,7 @@ def test_a_peer_that_dies(tiny, capsys, monkeypatch, peer_python, tmp_path):
     code, _, err = bench(capsys, tiny, "--peer", "llama.cpp")
     assert code == 2
     assert "what went wrong" in err
-    monkeypatch.setenv(process.PYTHON_VARIABLE, str(tmp_path / "none"))
+    monkeypatch.setenv(peers.PYTHON_VARIABLE, str(tmp_path / "none"))
     assert "cannot be started" in bench(capsys, tiny, "--peer", "llama.cpp")[2]
 
 

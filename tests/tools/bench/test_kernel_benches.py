@@ -11,8 +11,7 @@ from specsparse.errors import UserError
 from specsparse.kernels.native import cpu
 from specsparse.support import files
 from specsparse.tools.bench import kernel_benches
-from specsparse.tools.bench.bench_figures import active_share
-from specsparse.tools.bench.kernel_benches import FfnBench, LutBench, ProductsBench, bounded
+from specsparse.tools.bench.kernel_benches import FfnBench, LutBench, ProductsBench, active_share, bounded
 
 GIB = 1 << 30
 native = pytest.mark.skipif(not cpu.available(), reason=f"no native kernels: {cpu.why_missing()}")

@@ -9,10 +9,10 @@ import pytest
 import specsparse
 from experiments import lookup_beside_llama_cpp as beside
 from specsparse.testing import write_tiny_gguf
-from specsparse.tools.peers import process
-from specsparse.tools.peers.timed import WrittenText
+from specsparse.tools import peers
+from specsparse.tools.peers.peer import TimedText
 
-HAS_LLAMA_CPP = process.PYTHON_VARIABLE in os.environ or importlib.util.find_spec("llama_cpp") is not None
+HAS_LLAMA_CPP = peers.PYTHON_VARIABLE in os.environ or importlib.util.find_spec("llama_cpp") is not None
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ class Scripted:
     def speculate(self, ids, n, *, drafted, draft=None):
         assert draft is None
         self.calls.append(drafted)
-        return WrittenText(n / (4.0 if drafted == 10 else 1.0), [1] * n, n)
+        return TimedText(n / (4.0 if drafted == 10 else 1.0), [1] * n, n)
 
 
 def test_every_side_is_timed_in_turn_and_compared_with_the_peers_best(model):

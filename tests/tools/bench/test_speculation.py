@@ -10,11 +10,12 @@ import specsparse
 from specsparse.cli.main import main
 from specsparse.errors import UserError
 from specsparse.testing import write_tiny_gguf
+from specsparse.tools import peers
 from specsparse.tools.bench import speculation
-from specsparse.tools.peers import process, timed
-from specsparse.tools.peers.timed import WrittenText
+from specsparse.tools.peers import peer as timed
+from specsparse.tools.peers.peer import TimedText
 
-HAS_LLAMA_CPP = process.PYTHON_VARIABLE in os.environ or importlib.util.find_spec("llama_cpp") is not None
+HAS_LLAMA_CPP = peers.PYTHON_VARIABLE in os.environ or importlib.util.find_spec("llama_cpp") is not None
 JOBS = [("chat", [5, 6, 7] * 6), ("code", [8, 9] * 8)]
 
 
@@ -40,7 +41,7 @@ class Scripted:
     def speculate(self, ids, n, *, drafted, draft=None):
         self.asked.append((drafted, draft and draft.name))
         faster = 1.0 if not drafted else 2.0 if draft is None else 4.0
-        return WrittenText(n / faster, [1] * n + [2 if draft else 1], n / faster)
+        return TimedText(n / faster, [1] * n + [2 if draft else 1], n / faster)
 
 
 def test_every_side_writes_every_text_in_turn_and_is_compared_with_its_own_plain_one(model, files):

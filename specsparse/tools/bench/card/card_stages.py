@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import jax
 from rich.console import Console
@@ -25,7 +26,7 @@ from specsparse.tools.bench.card import hybrid, speeds
 from specsparse.tools.bench.card.random_models import CardPlan
 
 ROW = "row "
-"""What a child's line with a row begins with; its other lines are passed on."""
+"""A child's line with a row begins with this; its other lines are passed on."""
 TOTAL_S = 470.0
 """Of all stages; each also has its own limit."""
 NO_DEVICE = 2
@@ -34,15 +35,8 @@ _LEAST_S = 10.0
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One stage.
-
-    Attributes:
-        name: as it is asked for.
-        rows: its figures, one after the other.
-        limit_s: seconds it may take.
-    """
+class Stage(NamedTuple):
+    """Its figures, one after the other, within `limit_s` seconds."""
 
     name: str
     rows: Callable[[CardPlan], Iterator[Json]]
@@ -65,15 +59,12 @@ STAGES = {
         Stage("q8_0", partial(speeds.decode_large, kind="Q8_0"), 75),
     )
 }
-"""By name, what counts most first: if time ends, the last ones are missing."""
+"""By name, the most important first: if time ends, the last ones are missing."""
 
 
 @dataclass
 class StageReport:
-    """What came of a stage: its rows, and in `error` one line if it did not end as it should.
-
-    `code` is that of the process that it had of its own.
-    """
+    """The rows of a stage, in `error` one line if it did not end as it should, and the exit code of its process."""
 
     name: str
     limit_s: float
@@ -116,16 +107,12 @@ class DeviceBench:
             check_device(self.plan())
 
     def run(self, out: Console) -> Json:
-        """The report; nothing that a stage does ends the others.
-
-        Raises:
-            UserError: there is no such device.
-        """
+        """The report, whatever happens in a stage; UserError if there is no such device."""
         say = partial(out.print, soft_wrap=True, highlight=False, markup=False)  # a name in brackets is no style
         return run(self.plan(), self.stages, say, apart=not self.tiny)
 
     def shown(self, report: Json) -> Iterator[str]:
-        """What failed, and how long it took."""
+        """Failures, and the seconds of all."""
         failed = [f"{stage['name']}: {stage['error']}" for stage in report["stages"] if stage["error"]]
         yield f"{len(report['stages']) - len(failed)} of {len(report['stages'])} stages in {report['seconds']:.0f} s"
         yield from (f"failed: {line}" for line in failed)
@@ -201,9 +188,9 @@ def run_apart(
         name: of the stage.
         limit_s: seconds it may take.
         command: prints rows as `main` does.
-        say: takes a line for each row as it comes, and what went wrong.
+        say: takes a line for each row as it comes, and for a failure.
         environment: variables beside ours.
-        unsaid: the exit code of which the caller tells.
+        unsaid: the exit code of a failure that the caller tells.
     """
     out, begun, last = StageReport(name, limit_s), time.monotonic(), list[str]()
     child = subprocess.Popen(

@@ -1,7 +1,8 @@
 """Hot neurons on the card and cold ones on the host at once, against whole layers there and against the host alone."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from math import prod
 from statistics import median
 
 import jax
@@ -43,21 +44,6 @@ are so much smaller, and a fiftieth of them is kept; if a layer lies on one side
 _CAPACITY = 256
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The FFN rows of a layer, gate, up and down_t as a file has them; the first neurons are the hot ones."""
-
-    raw: tuple[np.ndarray, ...]
-    width: int
-
-    def part(self, first: int, last: int) -> Part | None:
-        """The rows of some neurons, packed; None of none."""
-        if first == last:
-            return None
-        shape = (last - first, self.width)
-        return Part(*(pack_neurons(raw[first:last], GGML.Q4_0, shape) for raw in self.raw))
-
-
 def hybrid(plan: CardPlan) -> Iterator[Json]:
     """Seconds of a step: hot and cold at once, whole layers of the same bytes on the card, and the host alone."""
     shape = replace(shape_of(plan.large), weights="Q4_0")
@@ -66,9 +52,10 @@ def hybrid(plan: CardPlan) -> Iterator[Json]:
     card, host = jax.devices()[0], jax.devices("cpu")[-1]
     own, beside, count = kernels.get(plan.backend), host_kernels(), config.n_layers
     hot, size, std = round(_HOT * config.d_ff), (config.d_ff, config.d_model), config.d_model**-0.5
-    raws = (random_quantised("Q4_0", *size, seed, std=std, edges=False) for seed in range(3))
-    rows = _Rows(tuple(raws), config.d_model)
-    ffn, dense = sum(raw.nbytes for raw in rows.raw), _attention_bytes(config)
+    ffn_rows = [random_quantised("Q4_0", *size, seed, std=std, edges=False) for seed in range(3)]
+    shapes = dict(config.tensor_shapes())
+    attention = (shapes[f"blk.0.{name}.weight"] for name in ("attn_q", "attn_k", "attn_v", "attn_output"))
+    ffn, dense = sum(raw.nbytes for raw in ffn_rows), sum(prod(shape) for shape in attention) * 18 // 32
     whole = count * round(dense + _HOT * ffn) // (dense + ffn)  # layers of as many bytes
     splits = {
         "hybrid": (DevicePair(card, host), [hot] * count, frozenset[int]()),
@@ -81,7 +68,7 @@ def hybrid(plan: CardPlan) -> Iterator[Json]:
     steps = {}
     for name, (pair, hots, host_layers) in splits.items():
         two = TwoDevices(config, beside if name == "host" else own, pair, host_layers=host_layers)
-        steps[name] = _Tokens(two, _placed(config, rows, hots, two))
+        steps[name] = _Tokens(two, _placed(config, ffn_rows, hots, two))
     found = interleaved({name: step.seconds for name, step in steps.items()}, repeats=8 * plan.repeats, warm_up=2)
     s = {name: median(times) for name, times in found.items()}
     yield {
@@ -137,17 +124,19 @@ class _Tokens:
         return {"kept": kept, "crossed_bytes": crossed, "waits_s": waiting(spans)}
 
 
-def _attention_bytes(config: ModelConfig) -> int:
-    sizes = dict(config.tensor_shapes())
-    names = ("attn_q", "attn_k", "attn_v", "attn_output")
-    return sum(int(np.prod(sizes[f"blk.0.{n}.weight"])) for n in names) * 18 // 32
+def _placed(config: ModelConfig, ffn_rows: list[np.ndarray], hots: list[int], two: TwoDevices) -> Params:
+    """Random weights with so many hot neurons a layer, as `two` places them.
 
-
-def _placed(config: ModelConfig, rows: _Rows, hots: list[int], two: TwoDevices) -> Params:
-    """Random weights with so many hot neurons a layer, as `two` places them."""
+    `ffn_rows` are gate, up and down_t of every layer as a file has them; the first neurons are the hot ones.
+    """
     params, _ = random_params(config, "Q4_0")
     fc1 = random_matrix(0, "Q4_0", (min(RANK, config.d_model), config.d_model))
     rank, layers = fc1.shape[0], []
+
+    def part(first: int, last: int) -> Part | None:
+        shape = (last - first, config.d_model)
+        packed = (pack_neurons(raw[first:last], GGML.Q4_0, shape) for raw in ffn_rows)
+        return Part(*packed) if first < last else None
 
     def fc2(seed: int, size: int, scale: float) -> QTensor | None:
         return random_matrix(seed, "Q4_0", (size, rank), std=scale * rank**-0.5) if size else None
@@ -157,6 +146,6 @@ def _placed(config: ModelConfig, rows: _Rows, hots: list[int], two: TwoDevices) 
         scales = (1.0, _COLDER) if hot and cold else (_ALIKE, _ALIKE)
         both = (fc2(2 * i + at, size, scales[at]) for at, size in enumerate((hot, cold)))
         predictor = Predictors(fc1, *both, jnp.float32(0))
-        sparse = HotCold(predictor, rows.part(0, hot), rows.part(hot, config.d_ff))
+        sparse = HotCold(predictor, part(0, hot), part(hot, config.d_ff))
         layers.append(layer._replace(ffn_gate=None, ffn_up=None, ffn_down=None, sparse=sparse))
     return two.place(params._replace(layers=tuple(layers)))

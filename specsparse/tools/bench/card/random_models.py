@@ -1,4 +1,4 @@
-"""What a stage runs: its options, and models with random weights of a catalogue model's shape, made on the device."""
+"""The plan of the stages, and models with random weights of a catalogue model's shape, made on the device."""
 
 import dataclasses
 import math
@@ -38,7 +38,7 @@ _CODES_STD = {"nibble": math.sqrt((16**2 - 1) / 12), "int8": math.sqrt((256**2 -
 
 @dataclasses.dataclass(frozen=True)
 class CardPlan:
-    """What every stage is told.
+    """The options of every stage.
 
     Attributes:
         device: "gpu", "tpu" or "cpu".
@@ -121,7 +121,11 @@ def padded(model: Model) -> Model:
 
 def random_params(config: ModelConfig, kind: str, kept: Kept | None = None) -> tuple[Params, int]:
     """Weights of a Llama without biases, and the bytes of them that a step reads; `kept` as in `random_matrix`."""
-    made = {name: _tensor(i, name, shape, kind, kept) for i, (name, shape) in enumerate(config.tensor_shapes())}
+    made: dict[str, jax.Array | Matrix] = {}
+    for i, (name, shape) in enumerate(config.tensor_shapes()):
+        std = 1.0 if "embd" in name else None
+        one = len(shape) == 1
+        made[name] = jnp.ones(shape, jnp.float32) if one else random_matrix(i, kind, shape, std=std, kept=kept)
     layers = []
     for i in range(config.n_layers):
         prefix = f"blk.{i}."
@@ -132,12 +136,6 @@ def random_params(config: ModelConfig, kind: str, kept: Kept | None = None) -> t
     params = Params(embedding, tuple(layers), made["output_norm.weight"], output)
     read = [t.nbytes for name, t in made.items() if name != "token_embd.weight"]
     return params, sum(read) + (output.nbytes if config.tied_output else 0)
-
-
-def _tensor(seed: int, name: str, shape: tuple[int, ...], kind: str, kept: Kept | None) -> jax.Array | Matrix:
-    if len(shape) == 1:
-        return jnp.ones(shape, jnp.float32)
-    return random_matrix(seed, kind, (shape[0], shape[1]), std=1.0 if "embd" in name else None, kept=kept)
 
 
 def random_matrix(

@@ -1,5 +1,5 @@
-"""Stages of `bench device` on one device: what it reads and multiplies, how fast models decode on it, whether rows of a
-step see neither their place nor their neighbours; and what the roofline says of the figures before any is measured."""
+"""Stages of `bench device` on one device: its read and multiply rates, how fast models decode on it, whether rows of a
+step depend on their place or their neighbours; and the roofline's figures before any is measured."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse import kernels
-from specsparse.data.devices import Device, sheets
+from specsparse.data.devices import sheets
 from specsparse.engine import cache as kv
 from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
@@ -44,7 +44,7 @@ ALPHA, GAMMA = 0.8, 4
 
 
 def status(plan: CardPlan) -> Iterator[Json]:
-    """The device, what runs on it, and what it reads and multiplies at best by XLA's own loops."""
+    """The device, its kernels, and its read and multiply rates at best by XLA's own loops."""
     device = jax.devices()[0]
     memory = device.memory_stats() or {}
     yield {
@@ -54,8 +54,7 @@ def status(plan: CardPlan) -> Iterator[Json]:
     yield {"what": "kernels", **kernels.status(), "chosen": kernels.get(plan.backend).name}
     yield {"what": "read bandwidth", "bytes_per_second": bandwidth(plan)}
     size = 256 if plan.tiny else 8192
-    a = jnp.ones((size, size), jnp.bfloat16)
-    product = jax.jit(lambda a: a @ a)
+    a, product = jnp.ones((size, size), jnp.bfloat16), jax.jit(lambda a: a @ a)
     s = _best(lambda: product(a), plan.repeats)
     yield {"what": "bf16 product", "size": size, "operations_per_second": 2 * size**3 / s}
 
@@ -78,7 +77,7 @@ def decode_small(plan: CardPlan) -> Iterator[Json]:
 
 
 def decode_large(plan: CardPlan, kind: str) -> Iterator[Json]:
-    """Plain decoding of the larger shape in a type of weights."""
+    """The same of the larger shape in one type."""
     yield _decoded(plan, plan.large, kind, plan.layers)
 
 
@@ -181,18 +180,16 @@ def int4(plan: CardPlan) -> Iterator[Json]:
             return (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
 
         each = {"ours_q4_0": (ours, packed), "jax_int4": (theirs, codes), "bf16": (theirs, dense)}
-        times = {name: _through(function, weights, plan) / copies for name, (function, weights) in each.items()}
+        times = {}
+        for name, (function, weights) in each.items():
+            # All copies in one program, and no loop over them, which would copy each for a kernel.
+            run = jax.jit(lambda weights, function=function: sum(jnp.sum(function(w)) for w in weights))
+            times[name] = _best(lambda run=run, weights=weights: run(weights), plan.repeats) / copies
         sizes = {"ours_q4_0": ours_bytes, "jax_int4": shape[0] * shape[1] / 2, "bf16": 2 * shape[0] * shape[1]}
         yield {
             "what": f"product {shape[0]} x {shape[1]}, {rows} rows", "seconds": times,
             "bytes_per_second": {name: sizes[name] / s for name, s in times.items()},
         }  # fmt: skip
-
-
-def _through(function: Callable, weights: list, plan: CardPlan) -> float:
-    """Seconds of the product with all copies in one program; no loop over them, which would copy each for a kernel."""
-    run = jax.jit(lambda weights: sum(jnp.sum(function(w)) for w in weights))
-    return _best(lambda: run(weights), plan.repeats)
 
 
 _BATCH = 2
@@ -202,7 +199,7 @@ _BEFORE = 62  # tokens in the cache: paths of a tree then cross a block of 16 po
 def equality(plan: CardPlan) -> Iterator[Json]:
     """Rows permuted, neighbours changed, fewer of them valid, and a tree against its paths fed one by one.
 
-    A row of the answer for each model and width: values that differ from those they should equal, by what was done, the
+    A row of the answer for each model and width: values that differ from those they should equal, by the change, the
     largest difference, and among rows that differ those whose most likely token is another and the narrowest margin.
     """
     cases = [(plan.small, "Q8_0"), (plan.small, "Q4_0"), (plan.large, "BF16")]
@@ -287,23 +284,22 @@ KINDS = ("BF16", "Q8_0", "Q4_0")
 
 
 def predictions(plan: CardPlan, devices: Sequence[str] = DEVICES) -> list[Json]:
-    """A row for each device, shape and type: seconds of a step, tokens a second, v(8), v(16), and what drafts gain.
+    """A row for each device, shape and type: seconds of a step, tokens a second, v(8), v(16), and the gain of drafts.
 
     Devices are taken to reach `forecast.REACHED` of their peaks. Speculation is that of the bench: drafts that cost
     nothing, of which each of `GAMMA` tokens is accepted with chance `ALPHA`, in steps padded to `TILE_ROWS` rows.
     """
-    every = itertools.product(devices, (plan.small, plan.large), KINDS)
-    return [_predicted(sheets()[device], name, kind, plan) for device, name, kind in every]
-
-
-def _predicted(device: Device, name: str, kind: str, plan: CardPlan) -> Json:
-    outline = ModelOutline.from_shape(name, replace(shape_of(name), weights=kind))  # type: ignore[arg-type]
-    load = outline.traffic().requantised(kind)  # every matrix in that type, the output too
-    paper = Paper(device, load, outline.kernels(), PROMPT + plan.tokens / 2)
+    rows = []
     tokens = expected.expected_tokens(ALPHA, GAMMA)
-    fits = device.memory is None or load.weight_bytes < device.memory
-    return {
-        "device": device.title, "model": name, "type": kind, "fits": fits, "step_s": paper.step_s,
-        "tokens_per_second": 1 / paper.step_s, "v8": paper.v(8), "v16": paper.v(16),
-        "speculation_over_one_row": tokens / paper.v(kernels.TILE_ROWS), "speculation_over_padded": tokens,
-    }  # fmt: skip
+    for sheet, name, kind in itertools.product(devices, (plan.small, plan.large), KINDS):
+        device = sheets()[sheet]
+        outline = ModelOutline.from_shape(name, replace(shape_of(name), weights=kind))  # type: ignore[arg-type]
+        load = outline.traffic().requantised(kind)  # every matrix in that type, the output too
+        paper = Paper(device, load, outline.kernels(), PROMPT + plan.tokens / 2)
+        fits = device.memory is None or load.weight_bytes < device.memory
+        rows.append({
+            "device": device.title, "model": name, "type": kind, "fits": fits, "step_s": paper.step_s,
+            "tokens_per_second": 1 / paper.step_s, "v8": paper.v(8), "v16": paper.v(16),
+            "speculation_over_one_row": tokens / paper.v(kernels.TILE_ROWS), "speculation_over_padded": tokens,
+        })  # fmt: skip
+    return rows
