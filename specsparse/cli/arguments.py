@@ -1,4 +1,4 @@
-"""What several commands share: types of arguments, the method, the sampling parameters, and where a report goes."""
+"""What several commands share: types of arguments, the method, the sampling parameters, and the ways of a report."""
 
 import argparse
 import collections.abc
@@ -52,11 +52,19 @@ def count(text: str) -> int:
     return int(text)
 
 
-def positive(text: str) -> int:
-    """A whole number from 1 on."""
-    if count(text) == 0:
-        raise argparse.ArgumentTypeError("0 is too small, 1 is the least")
-    return int(text)
+def at_least(least: int) -> Callable[[str], int]:
+    """A type of whole numbers from `least` on."""
+
+    def number(text: str) -> int:
+        if (value := count(text)) < least:
+            raise argparse.ArgumentTypeError(f"{value} is too small, {least} is the least")
+        return value
+
+    return number
+
+
+positive = at_least(1)
+"""A whole number from 1 on."""
 
 
 def share(text: str, *, zero: bool = False) -> float:
@@ -174,10 +182,9 @@ def method_of(args: argparse.Namespace, sampling: "SamplingParams") -> "MethodSp
     if args.drafter == "none":
         del chosen["drafter"]
     for group in GROUPS:
-        if options[group] and group not in chosen:
-            raise UserError(f"{group}.{next(iter(options[group]))} needs --{group} NAME")
-    if chosen and "drafter" not in chosen:
-        raise UserError(f"--{next(iter(chosen))} needs --drafter NAME")
+        others = [f"--{name}" for name in chosen] if group == "drafter" else []
+        if group not in chosen and (users := [*(f"{group}.{key}" for key in options[group]), *others]):
+            raise UserError(f"{users[0]} needs --{group} NAME")
     from specsparse.runtime.method import MethodSpec  # imports jax, which takes longer than to find a mistake
 
     return MethodSpec(**{group: Choice(name, options[group]) for group, name in chosen.items()}, sampling=sampling)
@@ -225,7 +232,7 @@ def add_sampling(parser: argparse.ArgumentParser, fields: Iterable[str] | None =
 
 
 def _form(annotation: Any) -> dict[str, Any]:
-    """How argparse reads a value of this type."""
+    """The keywords of an argument of this type."""
     kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
     kind = kinds[0] if type(None) in typing.get_args(annotation) else annotation
     if kind is bool:
@@ -297,7 +304,7 @@ def write_json(file: str | None, report: Json, out: "Console") -> None:
 
 
 def draw(path: Path | None, figure: "Callable[[Json], Figure]", report: Json, out: "Console") -> None:
-    """Draws the report as a PNG, if one was asked for."""
+    """Draws the report as a PNG, if the command line names one."""
     if path is not None:
         with atomically(path) as file:
             file.write(figure(report).png())

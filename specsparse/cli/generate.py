@@ -17,8 +17,9 @@ from specsparse.support.terminal import decoding_input
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help=arguments.ANY_MODEL)
-    add("prompt", nargs="?", metavar="PROMPT", help="text to continue (the standard input, or --file)")
-    add("--file", metavar="FILE", help="a file that holds the prompt")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue (the standard input, or --file)")
+    source.add_argument("--file", metavar="FILE", help="a file that holds the prompt")
     add("--chat", action="store_true", help="put the prompt into the model's chat template, as the user's message")
     add("--system", metavar="TEXT", help="a system message before it (with --chat)")
     arguments.add_method(parser)
@@ -62,12 +63,10 @@ def _prompt(args: argparse.Namespace) -> str | list[dict[str, str]]:
     """A text, or with --chat its messages.
 
     Raises:
-        UserError: no prompt, two of them, a file that cannot be read, or --system without --chat.
+        UserError: no prompt, a file that cannot be read, or --system without --chat.
     """
     if args.system is not None and not args.chat:
         raise UserError("--system is a message of a chat: add --chat")
-    if args.prompt is not None and args.file is not None:
-        raise UserError("a prompt and --file were given: give one of them")
     example = 'some text, for instance "Once upon a time"'
     if args.prompt is not None:
         text = args.prompt

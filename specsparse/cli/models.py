@@ -87,7 +87,7 @@ def _table(rows: list[dict[str, Any]]) -> Any:
     from specsparse.support.files import size_text
 
     caption = (
-        "size: of the file, or computed from the model's shape if nobody has read it; ?: unknown until downloaded; "
+        "size: of the file, or computed from the model's shape if it is not known; ?: unknown until downloaded; "
         f"memory: weights, and keys and values of {KV_LENGTH} tokens if the shape is known; tok/s: at best on this "
         "machine, by the memory bandwidth measured now"
     )

@@ -107,7 +107,7 @@ def test_options_by_group():
     ("argv", "said"),
     [
         (["--file", "nowhere.txt"], "--file nowhere.txt: cannot be read: No such file"),
-        (["a", "--file", "b"], "give one of them"),
+        (["a", "--file", "b"], "--file: not allowed with argument PROMPT"),
         ([""], "the prompt is empty"),
         (["a", "--logprobs", "2"], "add --json"),
         (["a", "--system", "b"], "add --chat"),

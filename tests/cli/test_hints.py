@@ -47,7 +47,7 @@ def test_newcomer_runs_a_sweep_without_m_and_is_told(capsys, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["inspect", "a.gguf", "b.gguf", "--draft", "c.gguf"], "b.gguf and --draft c.gguf: one draft model is judged"),
+        (["inspect", "a.gguf", "b.gguf", "--draft", "c.gguf"], "--draft: not allowed with argument DRAFT"),
         (["bench", "a.gguf", "b.gguf"], "unknown argument b.gguf"),
         (["bench", "no.gguf"], "no.gguf: no such file"),
     ],

@@ -87,7 +87,7 @@ class Advice:
     """The answer.
 
     Attributes:
-        question: that was asked.
+        question: its question.
         target, draft_models: the models.
         vocabularies: a line for each draft model whose vocabulary is not the target's.
         device: that it is for.
@@ -162,10 +162,10 @@ def verdict(case: Sizes) -> str:
 
 
 def advise(question: Question, *, bar: Bar = silent) -> Advice:
-    """The answer. This machine is measured if it is asked for, the file is here and no table is kept.
+    """The answer. This machine is measured if it is the device, the file is here and no table is kept.
 
     Raises:
-        UserError: an unknown model or device, a context that the model has no room for, or a task nobody counted.
+        UserError: an unknown model or device, a context that the model has no room for, or a task that was not counted.
     """
     if question.task is not None:
         known = acceptance.kept_tasks(_usual(question.target))
@@ -306,8 +306,8 @@ def _swept_table(found: list[Forecast]) -> Table:
     alphas = list(dict.fromkeys(f.acceptance.alpha for f in found))
     heads = [f"{alpha:g}" for alpha in alphas]
     note = (
-        "speed-up at an acceptance that nobody counted, and gamma (of a tree nodes x levels); a dash: no length pays; "
-        "*: a head nobody named"
+        "speed-up at a supposed acceptance, and gamma (of a tree nodes x levels); a dash: no length pays; *: a head "
+        "that no argument names"
     )
     table = tables.new("method", "c", "break-even", *heads, note=note)
     rows: dict[tuple[str, ...], list[str]] = {}  # methods that are alike on paper stand in one row

@@ -1,4 +1,4 @@
-"""Does a verification of n rows give the bits of one row? Asked of specsparse and of other engines on the same file.
+"""Does a verification of n rows give the bits of one row? In specsparse and in other engines on the same file.
 
     audit [bits]         which widths share bits, and how often greedy speculation writes another text than plain
                          decoding: audit --engine specsparse,llama.cpp --threads 1,2
@@ -16,6 +16,7 @@ from specsparse.cli.arguments import (
     MODEL,
     STDOUT,
     add_json,
+    at_least,
     draw,
     list_of,
     names,
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--flash", type=_switches, default=(True, False), metavar="LIST", help="on,off, if a peer has it (both)")
     add("--windows", type=positive, default=4, metavar="N", help="places of the text to audit (%(default)s)")
     add("--prompt-tokens", type=positive, default=40, metavar="N", help="tokens before the rows (%(default)s)")
-    add("--tokens", type=positive, default=48, metavar="N", help="rows of each window, 2 or more (%(default)s)")
+    add("--tokens", type=at_least(2), default=48, metavar="N", help="rows of each window, 2 or more (%(default)s)")
     rows = "greedy: rows of the engine's own greedy text, where a flip is a fork; text: of the real one (%(default)s)"
     add("--rows", choices=("greedy", "text"), default="greedy", help=rows)
     add("--text", type=Path, metavar="FILE", help="a real text (the built-in prompts)")
@@ -84,8 +85,6 @@ def main(args: argparse.Namespace) -> int:
 
 def _bits(args: argparse.Namespace) -> int:
     need_places([args.json, args.html], [args.figure], args.model, args.text)
-    if args.tokens < 2:
-        raise UserError("--tokens 1 is too few: two rows are the least")
     from specsparse.tools.audit import audit_page, same_bits  # after the arguments: JAX takes a second
 
     out, report = terminal.console(), Json()

@@ -26,7 +26,7 @@ STATES = {
 
 
 def spans(widths: Sequence[int], among: Sequence[int]) -> str:
-    """Widths in words: those that follow one another among all that were asked for are a span, `1-8,12`."""
+    """Widths in words: those that follow one another among all widths are a span, `1-8,12`."""
     order, out = sorted(among), list[list[int]]()
     for width in sorted(widths):
         if out and order.index(width) == order.index(out[-1][-1]) + 1:

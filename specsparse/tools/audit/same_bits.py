@@ -49,7 +49,7 @@ ONE_GROUP, BITS, FORKS, WRONG, UNSTEADY, FAILED = (
 
 
 class Flip(NamedTuple):
-    """A row whose most likely token is another one than alone.
+    """A row whose most likely token is not the one that it has alone.
 
     Attributes:
         window: of the text.
@@ -271,9 +271,11 @@ def run(plan: AuditPlan, out: Console, after: Callable[[Json], None] = lambda re
         if name != OURS:
             Peer(name, option="--engine").close()  # first: a missing package costs no time
     path = catalogue.resolve(plan.model)
-    asked = {**asdict(plan), "text": plan.text and str(plan.text), "prompt_batches": CHUNK}
-    found: Json = {"audit": "specsparse audit", "version": VERSION, "plan": asked, "complete": False, "cases": [],
-                   "manifest": manifest.build({}, path)}  # fmt: skip
+    found: Json = {
+        "audit": "specsparse audit", "version": VERSION,
+        "plan": {**asdict(plan), "text": plan.text and str(plan.text), "prompt_batches": CHUNK},
+        "complete": False, "cases": [], "manifest": manifest.build({}, path),
+    }  # fmt: skip
     settings = plan.settings()
     cases = max(len(plan.types), 1) * len(settings)
     for kind in plan.types or (None,):
@@ -338,7 +340,7 @@ def audit(
     engine: RowEngine, plan: AuditPlan, cut: Sequence[AuditWindow], real: Sequence[int], *,
     ours: RowEngine | None = None, done: Callable[[], None] = lambda: None,
 ) -> Json:  # fmt: skip
-    """An open engine's part of a case (see `run`); `ours` is the reference of another one, `real` a text for it."""
+    """An open engine's part of a case (see `run`); `ours` is the reference of another engine, `real` a text for it."""
     checked = None
     if ours is not None:
         one_row, widest = real_text(engine, ours, real, max(plan.widths))

@@ -24,7 +24,7 @@ Texts = dict[str, tuple[int, ...]]
 
 
 class Fork(NamedTuple):
-    """Where two texts part.
+    """The place where two texts part.
 
     Attributes:
         id: of the text.

@@ -51,7 +51,7 @@ _LONGEST = 2**31 - 1
 
 
 class Benchmark(Protocol):
-    """What a sub-command measures: a frozen dataclass, whose fields are the destinations of its options."""
+    """A sub-command: a frozen dataclass, whose fields are the destinations of its options."""
 
     def check(self) -> None:
         """UserError if it cannot be run; before the machine is waited for and anything is loaded."""
@@ -114,8 +114,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add = sub("device", "stages on a device, models made from their shapes", "kernels", json=STDOUT)
     add("device", choices=("gpu", "tpu", "cpu"), metavar="gpu | tpu | cpu")
-    add("--all", action="store_true", help="every stage (under 8 minutes)")
-    add("--stages", type=names, default=(), metavar="LIST", help="some of them: status,equality ...")
+    stages = kinds.choices["device"].add_mutually_exclusive_group(required=True)
+    stages.add_argument("--all", action="store_true", help="every stage (under 8 minutes)")
+    stages.add_argument("--stages", type=names, default=(), metavar="LIST", help="some of them: status,equality ...")
     add("--tiny", action="store_true", help="tiny shapes in this process: a trial of the bench itself")
     add("--repeats", type=positive, metavar="N", help="timings of each figure (3; 1 with --tiny)")
     add("--layers", type=positive, metavar="N", help="layers of the 7B shape (all)")

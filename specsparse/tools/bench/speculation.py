@@ -76,6 +76,11 @@ class SpeculationBench:
     backend: str | None = None
     peers: tuple[str, ...] = ()
 
+    def check_peers(self, what: str, able: Sequence[str]) -> None:
+        for name in self.peers:
+            if name not in able:
+                raise UserError(f"--peer {name} has no {what} here: give {' or '.join(able)}")
+
     @contextmanager
     def opened(self, out: Console) -> Iterator[tuple[Model, list[Peer], int]]:
         """The model, the peers, which have not loaded it, and the threads of all."""
@@ -206,8 +211,7 @@ class DraftBench(SpeculationBench):
     repeats: int = 1
 
     def check(self) -> None:
-        if without := [name for name in self.peers if name != "llama.cpp"]:
-            raise UserError(f"--peer {without[0]} has no speculative decoding here: llama.cpp has")
+        self.check_peers("speculative decoding", [name for name, kind in PEERS.items() if kind.drafts])
         draft_file(self.drafter)
 
     def run(self, out: Console) -> Json:
@@ -359,8 +363,7 @@ class BatchBench(SpeculationBench):
         return {f"{self.drafter} {k}": k for k in self.drafted} or {self.drafter: None}
 
     def check(self) -> None:
-        if without := [name for name in self.peers if not PEERS[name].flash]:
-            raise UserError(f"--peer {without[0]} has no batches here: llama.cpp and ik_llama.cpp have")
+        self.check_peers("batches", [name for name, kind in PEERS.items() if kind.flash])
 
     def run(self, out: Console) -> Json:
         """The report: `rows` of `measure`, the plan and the manifest."""

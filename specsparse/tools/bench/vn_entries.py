@@ -18,7 +18,7 @@ from specsparse.measure import conditions
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.trials import OURS
 from specsparse.support.files import Json, to_json, write_atomically
-from specsparse.support.options import Count, Positive, Range, options_of, read
+from specsparse.support.options import Count, Positive, Range, Read, options_of, read
 
 VERSION = 1
 """Of the schema."""
@@ -56,6 +56,16 @@ class MachineUsed:
     bandwidth: Positive | None = None
 
 
+def _times(v: Mapping[str, float]) -> Mapping[str, float]:
+    if (
+        not isinstance(v, Mapping)
+        or not v
+        or not all(n.isdecimal() and int(n) > 1 and type(t) in (int, float) and t > 0 for n, t in v.items())
+    ):
+        raise ValueError
+    return v
+
+
 @dataclass(frozen=True)
 class VnEntry:
     """One engine, one file, one machine.
@@ -77,22 +87,13 @@ class VnEntry:
     machine: MachineUsed
     model: str
     type: str
-    date: str
+    date: Annotated[str, Read(lambda text: datetime.date.fromisoformat(text).isoformat(), "a date such as 2026-11-23")]
     quiet: bool
     depth: Annotated[int, Range(0)]
     repeats: Count
-    v: Mapping[str, float]
+    v: Annotated[Mapping[str, float], Read(_times, "times above 0 by whole numbers from 2 on")]
     source: str
     step_ms: Positive | None = None
-
-    def __post_init__(self):
-        try:
-            datetime.date.fromisoformat(self.date)
-        except ValueError:
-            raise UserError(f"date={self.date}: is no date such as 2026-11-23") from None
-        rows = all(n.isdecimal() and int(n) > 1 for n in self.v)
-        if not (self.v and rows and all(type(t) in (int, float) and t > 0 for t in self.v.values())):
-            raise UserError(f"v={dict(self.v)}: times above 0 by whole numbers from 2 on are needed")
 
 
 def schema() -> Json:
@@ -127,8 +128,8 @@ def read_file(path: Path) -> tuple[VnEntry, ...]:
     """The entries of a file; UserError if it cannot be read, or is not as the schema says."""
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
+    except (OSError, ValueError, RecursionError):
+        given = None
     entries = given.get("entries") if isinstance(given, dict) and given.keys() == {"schema", "entries"} else None
     objects = isinstance(entries, list) and entries and all(isinstance(entry, dict) for entry in entries)
     if not objects or given["schema"] != VERSION:

@@ -211,8 +211,6 @@ class Chat:
         if name not in COMMANDS:
             known = ", ".join(COMMANDS)
             raise UserError(f"unknown command {name}; there are {known} (a space before the slash makes it a message)")
-        if words and name != "/method":
-            raise UserError(f"{name} takes nothing after it")
         if name == "/help":
             for command, what in COMMANDS.items():
                 self._note(f"{command:<9}{what}")

@@ -1,4 +1,4 @@
-"""What a model file is: its facts, tensors and traffic, what it could do here, and how two files fit as a pair."""
+"""A model file: its facts, tensors and traffic, its speed here at best, and how two files fit as a pair."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -178,7 +178,7 @@ def _rates(roofline: Roofline) -> Json:
 
 
 def _pair(target: Inspected, draft: Inspected, device: Device) -> Json:
-    """How `draft` would do as the draft model of `target`.
+    """The fit of `draft` as the draft model of `target`.
 
     Returns:
         draft; differences of the vocabularies and fits (there are none); only_special, whether special_tokens=target

@@ -10,14 +10,15 @@ PYTHON_VARIABLE = "SPECSPARSE_PEER_PYTHON"
 
 @dataclass(frozen=True)
 class PeerKind:
-    """How a peer is started.
+    """The process of a peer.
 
     Attributes:
         script: the child, beside this file.
         needs: packages as pip names them.
         arguments: of the script.
         options: more of the "open" request.
-        flash: whether it has an "attend" request.
+        flash: whether it has the "attend" and "batch" requests.
+        drafts: whether it has the "speculate" request.
     """
 
     script: str
@@ -25,11 +26,12 @@ class PeerKind:
     arguments: tuple[str, ...] = ()
     options: Json = field(default_factory=dict)
     flash: bool = False
+    drafts: bool = False
 
 
 _TORCH = "transformers torch gguf accelerate"
 PEERS = {
-    "llama.cpp": PeerKind("child_llama_cpp.py", "llama-cpp-python", flash=True),
+    "llama.cpp": PeerKind("child_llama_cpp.py", "llama-cpp-python", flash=True, drafts=True),
     "ik_llama.cpp": PeerKind("child_llama_cpp.py", "ik-llama-cpp-python", ("ik_llama_cpp",), flash=True),
     "transformers": PeerKind("child_transformers.py", _TORCH),
     "transformers-bf16": PeerKind("child_transformers.py", _TORCH, options={"dtype": "bfloat16"}),

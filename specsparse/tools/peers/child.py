@@ -43,7 +43,7 @@ def serve(hello, engine_of) -> None:
             seconds or with a whole reply.
     """
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the library prints is no reply
+    os.dup2(2, 1)  # the library prints on it, too
     engine = None
     for line in sys.stdin:
         request = json.loads(line)

@@ -36,7 +36,7 @@ _FORWARDS = 8  # verify passes of one timing; the first of them is timed too
 
 
 class LlamaCpp:
-    """llama-cpp-python: its C functions, and what the two packages spell differently."""
+    """llama-cpp-python: its C functions, and those that the two packages spell differently."""
 
     def __init__(self):
         import llama_cpp
@@ -176,7 +176,7 @@ class Context:
 
 
 class ModelDraft:
-    """Drafts `count` tokens with a model: what the package takes as a `draft_model`."""
+    """Drafts `count` tokens with a model; a `draft_model` of the package."""
 
     def __init__(self, context: Context, count: int):
         self.context, self.count, self.seen = context, count, []

@@ -1,7 +1,7 @@
 """Logits of the same rows by specsparse and by other engines: whether they are the model's, from one text by any width.
 
 `Judge` compares an engine's rows with ours. Rounding moves a distribution by about 0.001 nats, a defect of a kernel by
-whole nats; of engines, or widths, whose logits are wrong nobody should report a speed or a fork.
+whole nats; the speed and the forks of an engine, or a width, whose logits are wrong say nothing.
 """
 
 import math
@@ -23,7 +23,7 @@ from specsparse.support.files import Json
 
 OURS = "specsparse"
 CHUNK = 16
-"""Rows of a prompt's batches, the same for every width that is asked about."""
+"""Rows of a prompt's batches, the same for every width."""
 CHECKED = 128
 """Tokens of real text whose perplexity a peer must share with us."""
 MOST_KL = 0.1

@@ -1,4 +1,4 @@
-"""Another engine: its process, which keeps its threads and native libraries apart from ours, and what is asked of it.
+"""Another engine: its process, which keeps its threads and native libraries apart from ours, and its tests.
 
 It is timed with the faster of its kinds of attention, and its logits are compared with ours before.
 """

@@ -107,7 +107,7 @@ class Service:
 
         async def answer(request: Request, error: Exception) -> Response:
             if isinstance(error, ClientDisconnect):
-                return Response(status_code=499)  # nobody reads it
+                return Response(status_code=499)  # the client has left
             if isinstance(error, HTTPException):
                 what = "there is no such address" if error.status_code == 404 else error.detail
                 error = HttpError(error.status_code, f"{request.method} {request.url.path[:80]}: {what}")
@@ -346,7 +346,7 @@ class ImpatientProtocol(H11Protocol):
 
 
 def uvicorn_config(app: ASGIApp, *, grace_s: int, log_level: str = "warning") -> uvicorn.Config:
-    """How uvicorn serves `app`; open answers have `grace_s` seconds left at the end."""
+    """The server of `app`; open answers have `grace_s` seconds left at the end."""
     return uvicorn.Config(
         app, http=ImpatientProtocol, log_level=log_level, access_log=False, ws="none", lifespan="on",
         timeout_graceful_shutdown=grace_s,

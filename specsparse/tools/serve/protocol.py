@@ -131,8 +131,7 @@ def parse_request(body: Mapping[str, object], defaults: Mapping[str, object], *,
     else:
         prompts = _prompts(given.get("prompt"))
     if len(prompts) * params.num_sequences > MAX_SEQUENCES:
-        asked = f"{len(prompts)} prompts of {params.num_sequences} completions"
-        raise refused(f"{asked} are more than {MAX_SEQUENCES}")
+        raise refused(f"{len(prompts)} prompts of {params.num_sequences} completions are more than {MAX_SEQUENCES}")
     return CompletionRequest(chat, prompts, params, stream, usage or continuous_usage, continuous_usage, echo)
 
 
@@ -169,7 +168,7 @@ def _params(
 
 
 def _logprobs(given: Mapping[str, object], *, chat: bool) -> int | None:
-    """How many likely tokens to report with each, None for no log probabilities."""
+    """Number of likely tokens to report with each; None for no log probabilities."""
     name = "top_logprobs" if chat else "logprobs"
     count = given.get(name)
     if count is not None and (type(count) is not int or not 0 <= count <= MAX_TOP_LOGPROBS):
@@ -278,7 +277,7 @@ class Answer:
             yield self._chunk(index, text, logprobs=self._logprobs(index, event.logprobs))
 
     def last(self) -> Iterator[Json]:
-        """The chunk of a stream's usage, if it was asked for."""
+        """The last chunk of a stream, if the request wants its usage."""
         if self._request.include_usage:
             usage = self._usage(sum(self._counts.values()))
             yield {**self._head, "choices": [], "usage": usage, "metrics": self._metrics(self._finished)}

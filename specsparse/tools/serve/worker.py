@@ -32,7 +32,7 @@ class Busy(Exception):
 
 
 class TextEvent(NamedTuple):
-    """New text of a completion, its tokens so far, and log probabilities of the new ones if they were asked for."""
+    """New text of a completion, its tokens so far, and log probabilities of the new ones if the request has them."""
 
     index: int
     text: str

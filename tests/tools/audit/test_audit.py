@@ -187,7 +187,7 @@ def test_a_broken_promise_of_ours_is_exit_code_one(tiny, capsys, monkeypatch):
         (("--engine", ","), "names between commas"),
         (("--quantise", "Q9"), "choose one of"),
         (("--threads", "0"), "1 is the least"),
-        (("--tokens", "1"), "two rows are the least"),
+        (("--tokens", "1"), "1 is too small, 2 is the least"),
         (("--tokens", "250"), "the context holds 256"),
         (("--windows", "100000"), "give a longer --text"),
         (("--text", "none.txt"), "--text none.txt: cannot be read"),

@@ -150,7 +150,7 @@ def test_without_a_card_there_is_one_line(capsys):
     ("args", "says"),
     [
         (["vpu", "--all"], "invalid choice: 'vpu'"),
-        (["gpu"], "give --all, or --stages"),
+        (["gpu"], "one of the arguments --all --stages is required"),
         (["gpu", "--all", "--peer", "llama.cpp"], "unknown argument --peer"),
         (["cpu", "--tiny", "--stages", "statsu"], "did you mean status"),
     ],

@@ -140,8 +140,6 @@ def test_help_names_every_command_and_others_are_refused_with_the_list(chat):
     assert all(name in out.getvalue() for name in COMMANDS)
     talk.take("/rest")
     assert f"unknown command /rest; there are {', '.join(COMMANDS)}" in out.getvalue()
-    talk.take("/reset now")
-    assert "/reset takes nothing after it" in out.getvalue()
     assert not talk._talk.messages
 
 

@@ -1,1 +1,1 @@
-"""`bench device`: what an accelerator does, in stages that fail alone, on models made from their shapes."""
+"""`bench device`: an accelerator in stages that fail alone, on models made from their shapes."""

@@ -80,12 +80,11 @@ class DeviceBench:
 
     Attributes:
         device, tiny, layers, backend: as in `CardPlan`.
-        all, stages: every stage, or names of some.
+        stages: names; () for every stage.
         repeats: timings of each figure; None is as many as usual.
     """
 
     device: str
-    all: bool = False
     stages: tuple[str, ...] = ()
     tiny: bool = False
     layers: int | None = None
@@ -98,8 +97,6 @@ class DeviceBench:
         return CardPlan(self.device, self.tiny, self.layers, 8 if self.tiny else 64, repeats, backend)
 
     def check(self) -> None:
-        if self.all == bool(self.stages):
-            raise UserError("give --all, or --stages status,equality")
         for name in self.stages:
             if name not in STAGES:
                 raise UserError(f"stage {name!r} does not exist{nearest(name, STAGES)}; there are {', '.join(STAGES)}")

@@ -88,7 +88,7 @@ class _Tokens:
         self._cache = two.new_cache(
             layers=config.n_layers, batch=1, capacity=_CAPACITY, kv_heads=config.n_kv_heads, head_dim=config.head_dim,
         )  # fmt: skip
-        for _ in range(2):  # what is kept changes the rows that it was set by
+        for _ in range(2):  # the kept neurons change the rows that they were chosen by
             self._keep()
 
     def _keep(self) -> None:
