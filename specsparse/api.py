@@ -135,7 +135,5 @@ def _prompts(prompt: PromptLike | Seq[PromptLike]) -> tuple[list[PromptLike], bo
         return [prompt], False
     if not isinstance(prompt, Seq):
         raise UserError(f"a prompt is a text, token ids or a chat, not {type(prompt).__name__}")
-    if not prompt:
-        raise UserError("the prompt is empty: at least one token is needed")
-    many = isinstance(prompt[0], str | Seq | np.ndarray)
+    many = len(prompt) > 0 and isinstance(prompt[0], str | Seq | np.ndarray)
     return (list(prompt) if many else [prompt]), many

@@ -226,7 +226,7 @@ class Model:
             array = np.asarray([[]])
         if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
             raise UserError("token ids must be a flat list of integers")
-        if array.size == 0:
+        if not array.size:
             raise UserError("the prompt is empty: at least one token is needed")
         outside = array[(array < 0) | (array >= self.config.vocab_size)]
         if outside.size:

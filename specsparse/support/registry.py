@@ -57,10 +57,10 @@ class Registry(Generic[T]):
             UserError: a name that is taken or not possible, or no class of this kind.
         """
         for word in (name, *aliases):
-            if not isinstance(word, str) or not re.fullmatch(r"[\w.-]+", word):
-                raise UserError(f"{self.group}={shown(word)} can be no name: use letters, digits, -, _ and .")
-            if word in self._homes or word in self.aliases:
-                raise UserError(f"{self.group}={word} is registered already: choose another name")
+            spelled = isinstance(word, str) and re.fullmatch(r"[\w.-]+", word)
+            if not spelled or word in self._homes or word in self.aliases:
+                why = "is registered already" if spelled else "can be no name: use letters, digits, -, _ and ."
+                raise UserError(f"{self.group}={shown(word)} {why}")
         self._check_kind(name, owner)
         self._homes[name] = owner
         self.aliases |= dict.fromkeys(aliases, name)
@@ -74,7 +74,7 @@ class Registry(Generic[T]):
         return self.aliases.get(name, name)
 
     def is_builtin(self, name: str) -> bool:
-        """Whether the name, or alias, is known without looking for installed packages."""
+        """Whether the name, or alias, is built in or registered."""
         return self.canonical(name) in self._homes
 
     def holds(self, name: str) -> bool:
@@ -155,14 +155,15 @@ def load(home: str, label: str) -> Any:
         sys.path.append(here)
     try:
         found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name and module.split(".")[0] != error.name.split(".")[0]:
-            raise UserError(f"{label}: {module} needs {error.name}, which is not installed") from error
-        raise UserError(f"{label}: there is no module {module} in the current folder or on PYTHONPATH") from error
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"{label}: importing {module} failed: {type(error).__name__}: {error}") from error
+        why = f"importing {module} failed: {type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError):
+            why = f"there is no module {module} in the current folder or on PYTHONPATH"
+            if error.name and module.split(".")[0] != error.name.split(".")[0]:
+                why = f"{module} needs {error.name}, which is not installed"
+        raise UserError(f"{label}: {why}") from error
     for part in name.split("."):
         if not hasattr(found, part):
             there = getattr(found, "__dict__", {})
