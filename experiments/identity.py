@@ -29,10 +29,9 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.runtime.method import Method, MethodSpec, resolve
 from specsparse.runtime.session import Request, Session
-from specsparse.speculative.base import Drafter
+from specsparse.speculative.base import AnyDrafter, Drafter
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.spec import DrafterSpec
-from specsparse.speculative.drafters.with_policy import with_policy
 from specsparse.speculative.policies.base import Policy
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree
@@ -82,7 +81,7 @@ class Spread(Policy):
 
 
 def _lookup(name: str, **options: Any) -> Callable[[ModelConfig], Drafter]:
-    return lambda config: with_policy(get_drafter(name, gamma=GAMMA, **options), RowLengths(GAMMA))
+    return lambda config: get_drafter(name, gamma=GAMMA, **options)
 
 
 def few_layers(config: ModelConfig) -> tuple[int, ...]:
@@ -103,8 +102,7 @@ def _tree(name: str, *, temperature: float = 0.0, **options: Any) -> Callable[[M
 
 
 def _scripted_chain(config: ModelConfig) -> Drafter:
-    chain = get_drafter("scripted", gamma=GAMMA, accept=(8, 0, 3, 1, 7, 5, 2, 6, 4), vocab_size=config.vocab_size)
-    return with_policy(chain, RowLengths(GAMMA))
+    return get_drafter("scripted", gamma=GAMMA, accept=(8, 0, 3, 1, 7, 5, 2, 6, 4), vocab_size=config.vocab_size)
 
 
 def _scripted_tree(config: ModelConfig) -> Drafter:
@@ -112,7 +110,7 @@ def _scripted_tree(config: ModelConfig) -> Drafter:
     return get_drafter("scripted", template=template, ends=(6, -1, 9, 1, 3, 7, 0, 5), vocab_size=config.vocab_size)
 
 
-METHODS: dict[str, Callable[[ModelConfig], Drafter | DrafterSpec]] = {
+METHODS: dict[str, Callable[[ModelConfig], AnyDrafter]] = {
     "prompt_lookup": _lookup("prompt_lookup"),
     "ngram_simple": _lookup("ngram_simple", size_n=2, size_m=8),
     "ngram_map": _lookup("ngram_map", size_n=2, size_m=4),
@@ -204,7 +202,8 @@ class IdentityBench:
         """The drafter with its verifier; `scripted` is told `wanted`, int32[ROWS, TEXT], the plain texts."""
         drafter = METHODS[unit.method](self.model.config)
         verifier = ("tree_" if drafter.tree else "") + ("greedy" if self.greedy(unit, drafter) else "match")
-        method = resolve(MethodSpec(drafter, verifier, sampling=SAMPLINGS[unit.sampling][0]), self.model)
+        policy = None if drafter.needs_model or drafter.tree else RowLengths(GAMMA)
+        method = resolve(MethodSpec(drafter, verifier, policy, sampling=SAMPLINGS[unit.sampling][0]), self.model)
         if not unit.method.startswith("scripted"):
             return method
         truth = np.full((ROWS, PROMPT + TEXT), -1, np.int32)  # prompt and plain continuation, for `scripted` to know
@@ -213,7 +212,7 @@ class IdentityBench:
         return dataclasses.replace(method, weights=lambda capacity: jnp.asarray(truth))
 
     @staticmethod
-    def greedy(unit: IdentityUnit, drafter: Drafter | DrafterSpec) -> bool:
+    def greedy(unit: IdentityUnit, drafter: AnyDrafter) -> bool:
         """Drawn drafts are for `match` only."""
         return unit.sampling == "greedy" and drafter.kind.value == "one_hot"
 

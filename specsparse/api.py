@@ -15,8 +15,8 @@ from specsparse.runtime.loops import NOTED_ROUNDS, Watch
 from specsparse.runtime.method import MethodSpec, ready
 from specsparse.runtime.results import Generation, GenerationStats, Stream, best_of, decode, generations
 from specsparse.runtime.session import PromptLike, Session, requests
-from specsparse.speculative.base import Drafter, Verifier
-from specsparse.speculative.drafters.spec import DrafterSpec
+from specsparse.speculative.base import AnyDrafter, Verifier
+from specsparse.speculative.policies.base import Policy
 from specsparse.support.options import shown
 
 __all__ = ["Generation", "GenerationStats", "Model", "SamplingParams", "Stream", "generate", "load", "stream"]
@@ -28,8 +28,9 @@ def generate(
     *,
     max_tokens: int | None = None,
     sampling: SamplingParams | Seq[SamplingParams] | None = None,
-    drafter: str | Drafter | DrafterSpec | None = None,
+    drafter: str | AnyDrafter | None = None,
     verifier: str | Verifier | None = None,
+    policy: str | Policy | None = None,
     seed: int | None = None,
     loop: str = "jit",
     watch: Watch | None = None,
@@ -46,6 +47,8 @@ def generate(
         sampling: default greedy; for a list of prompts it may be a list with an entry for each.
         drafter: a registered name, a `Drafter`, the spec of one (`get_drafter`), or None for plain decoding.
         verifier: a registered name or a `Verifier`; by default the first lossless one that fits the drafter.
+        policy: a registered name or a `Policy`, how much is drafted in a round; by default as the drafter's options
+            say, or as pays on this machine.
         seed: of the noise; one `sampling` for all prompts may hold it instead. None draws a new one. Each prompt of a
             list has a seed of its own, made of this one and its place (`engine.noise.seed_at`); the first has this one.
             The result says which it was: with it the prompt alone gives the same text. In a list of `sampling` a seed
@@ -75,7 +78,7 @@ def generate(
         every = [_params(model, sampling, max_tokens, fields)] * len(prompts)
     hottest = max(every, key=lambda p: 0.0 if p.greedy else p.temperature)
     batch = sum(params.num_sequences for params in every)
-    model, method = ready(MethodSpec(drafter, verifier, sampling=hottest), model, batch=batch)
+    model, method = ready(MethodSpec(drafter, verifier, policy, sampling=hottest), model, batch=batch)
     shared = every if isinstance(sampling, list | tuple) else every[0]
     groups = requests(model, prompts, shared, seed, common_noise=common_noise)
     sequences = [sequence for group in groups for sequence in group]
@@ -93,8 +96,9 @@ def stream(
     *,
     max_tokens: int | None = None,
     sampling: SamplingParams | None = None,
-    drafter: str | Drafter | DrafterSpec | None = None,
+    drafter: str | AnyDrafter | None = None,
     verifier: str | Verifier | None = None,
+    policy: str | Policy | None = None,
     seed: int | None = None,
     rounds: int = 4,
     **fields: Any,
@@ -110,7 +114,7 @@ def stream(
     prompts, many = _prompts(prompt)
     if many or params.num_sequences > 1:
         raise UserError("stream takes one prompt and n=1; use generate for more")
-    model, method = ready(MethodSpec(drafter, verifier, sampling=params), model)
+    model, method = ready(MethodSpec(drafter, verifier, policy, sampling=params), model)
     [[sequence]] = requests(model, prompts, params, seed)
     return Stream(Session(model, [sequence], method, noting=bool(params.stop)), rounds)
 

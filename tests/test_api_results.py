@@ -16,7 +16,6 @@ from specsparse.engine.noise import seed_at
 from specsparse.errors import UserError
 from specsparse.speculative.base import Drafter, DraftKind
 from specsparse.speculative.drafters import lookup
-from specsparse.speculative.drafters.with_policy import with_policy
 from specsparse.speculative.policies.base import Fixed
 from specsparse.testing import write_tiny_gguf
 
@@ -165,9 +164,9 @@ class Echo(Drafter):
 def test_a_drafter_that_returns_the_wrong_thing_is_told_what_it_returns(model, wrong, says):
     drawn = wrong in ("columns", "half")
     drafter = Echo(wrong, kind=DraftKind.SAMPLED if drawn else DraftKind.ONE_HOT)
-    for own in (drafter,) if drawn else (drafter, with_policy(drafter, Fixed(1))):
+    for policy in (None,) if drawn else (None, Fixed(1)):
         with pytest.raises(UserError, match=says) as caught:
-            specsparse.generate(model, "ab", max_tokens=4, temperature=0.8 * drawn, drafter=own)
+            specsparse.generate(model, "ab", max_tokens=4, temperature=0.8 * drawn, drafter=drafter, policy=policy)
         assert "\n" not in str(caught.value)
 
 

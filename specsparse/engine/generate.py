@@ -98,6 +98,7 @@ class DecodeState(NamedTuple):
         history: what penalties and the like remember, or None.
         scores: log probabilities by position ([B, C] and [B, C, k]), or None.
         drafter: the drafter's state, or None.
+        policy: the draft-length policy's state, or None.
         token_sources: int16[B, C], the source of each token (`speculative.token_sources`), or None for plain decoding.
     """
 
@@ -109,6 +110,7 @@ class DecodeState(NamedTuple):
     history: History | None = None
     scores: Logprobs | None = None
     drafter: object | None = None
+    policy: object | None = None
     token_sources: jax.Array | None = None
 
 

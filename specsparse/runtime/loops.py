@@ -23,7 +23,7 @@ from specsparse.errors import UserError
 from specsparse.runtime.method import Method
 from specsparse.runtime.metrics import Times
 from specsparse.speculative import loop as speculation
-from specsparse.speculative.base import Draft, Drafted, TextDrafter, Verdict
+from specsparse.speculative.base import Draft, Drafted, Verdict
 from specsparse.support.options import shown
 
 if TYPE_CHECKING:
@@ -55,14 +55,13 @@ def _in_one_program(session: "Session", rounds: int) -> None:
         step = generate.make_step(model.forward, session.sampling, model.sampling_kernels)
     else:
         weights = (session.params, session.draft_params)
-        step = speculation.make_step(
-            model.forward, session.sampling, model.sampling_kernels, drafter=method.drafter, verifier=method.verifier
-        )
+        parts = {"drafter": method.drafter, "verifier": method.verifier, "policy": method.policy}
+        step = speculation.make_step(model.forward, session.sampling, model.sampling_kernels, **parts)
 
     def program(weights, job, state, rounds):
         return generate.run(step, weights, job, state, rounds, note=note, room=room)
 
-    key = ("decode", session.sampling, method.drafter, method.verifier, room)
+    key = ("decode", session.sampling, method.drafter, method.verifier, method.policy, room)
     begun = session.clock()
     args = (weights, session.job, session.state, np.int32(rounds))
     session.state, notes = session.call(key, program, *args, donate=(2,))
@@ -111,7 +110,7 @@ class RoundView:
         return np.asarray(speculation.coins(self.session.job, self.before, max_nodes=self.draft.max_nodes)[0])
 
     def _stage(self, name: str) -> jax.Array:
-        stages = _round_of(self.session)
+        stages = round_of(self.session)
 
         def call(_, job, before, draft, logits):
             return getattr(stages, name)(job, before, draft, logits)
@@ -142,7 +141,8 @@ def loop_for(model: Model, method: Method, *, loop: str = "jit", watch: Watch | 
     if watch is not None and not callable(watch):
         raise UserError(f"watch={shown(watch)} must be a function of a round")
     whole = model.devices.one_program
-    if loop == "jit" and watch is None and whole and not isinstance(method.drafter, TextDrafter):
+    by_text = method.drafter is not None and method.drafter.reads_text
+    if loop == "jit" and watch is None and whole and not by_text:
         return JIT
     if method.drafter is not None:
         step = partial(_speculative_round, compile_forward=Pruned.compile if whole else Unpruned, watch=watch)
@@ -180,9 +180,12 @@ def _plain_round_around_forward(session: "Session") -> None:
     _log_round(session, Times(total=session.clock() - begun))
 
 
-def _round_of(session: "Session") -> speculation.Round:
+def round_of(session: "Session") -> speculation.Round:
+    """A round of its method."""
     method, model = session.method, session.model
-    return speculation.Round(model.forward, session.sampling, model.sampling_kernels, method.drafter, method.verifier)
+    return speculation.Round(
+        model.forward, session.sampling, model.sampling_kernels, method.drafter, method.verifier, method.policy
+    )
 
 
 def _speculative_round(
@@ -197,14 +200,14 @@ def _speculative_round(
     """
     if len({k.device for k in session.state.cache.k}) > 1:
         raise UserError("speculation needs the whole cache on one device: place neurons, not layers")
-    stages, job = _round_of(session), session.job
+    stages, job = round_of(session), session.job
     weights = (session.params, session.draft_params)
     begun = session.clock()
     cache_before = np.asarray(session.state.cache.length)
     spent: dict[str, float] = {}
 
     def timed(stage: str, function: Callable, *args: Pytree, donate: tuple[int, ...]) -> Pytree:
-        key = ("round", stage, stages.config, stages.drafter, stages.verifier)
+        key = ("round", stage, stages.config, stages.drafter, stages.verifier, stages.policy)
         compiled = compile_forward if stage == "verify" else Pruned.compile
         program = session.program(key, function, weights, *args, donate=donate, compiled=compiled)
         out, spent[stage] = program.timed(weights, *args)
@@ -222,8 +225,8 @@ def _speculative_round(
     def accept_stage(_, job, rest, draft, logits):
         return stages.accept(job, rest, draft, logits)
 
-    def commit_stage(w, job, rest, cache, own, draft, verdict, out):
-        return stages.commit(w, job, rest, cache, Drafted(draft, own, None), verdict, out)
+    def commit_stage(w, job, rest, cache, own, draft, source, verdict, out):
+        return stages.commit(w, job, rest, cache, Drafted(draft, own, None, source), verdict, out)
 
     text = session.read_text(rest, session.state.drafter)
     read_s = session.clock() - begun
@@ -234,7 +237,7 @@ def _speculative_round(
         spent["draft"] += read_s + session.clock() - written
     out, cache = timed("verify", verify_stage, rest, drafted.draft, drafted.cache, donate=(3,))
     verdict = timed("sample", accept_stage, job, rest, drafted.draft, out.logits, donate=())
-    args = (job, rest, cache, drafted.state, drafted.draft, verdict, out)
+    args = (job, rest, cache, drafted.state, drafted.draft, drafted.source, verdict, out)
     session.state = timed("commit", commit_stage, *args, donate=(3, 4))
     total = session.clock() - begun
     _log_round(session, Times(**spent, host=total - sum(spent.values()), total=total))
@@ -324,13 +327,11 @@ class Note(NamedTuple):
 
     Attributes:
         counters: of the loop.
-        policy: the draft-length policy's state, or None.
-        rounds_off: int32[B], rounds in which it drafted nothing, or None.
+        policy: `speculative.loop.PolicyState`, or None without a policy.
     """
 
     counters: LoopCounters
     policy: Pytree = None
-    rounds_off: Pytree = None
 
 
 _DRAFTS = ("rounds", "drafts", "drafted", "accepted")

@@ -16,14 +16,12 @@ from specsparse.errors import UserError
 from specsparse.models import catalogue
 from specsparse.runtime.load import load
 from specsparse.runtime.timing_cache import draft_share, policy_times
-from specsparse.speculative.base import Drafter, DraftKind, Verifier, check_facts
-from specsparse.speculative.drafters import DRAFTERS, draw_temperature, get_drafter, takes
-from specsparse.speculative.drafters.spec import DrafterSpec, LoadedDrafter
-from specsparse.speculative.drafters.synthetic import Synthetic, synthetic_verifier
-from specsparse.speculative.drafters.with_policy import WithPolicy, with_policy
+from specsparse.speculative.base import AnyDrafter, DraftKind, LoadedDrafter, Verifier
+from specsparse.speculative.drafters import DRAFTERS, check_is_drafter, draw_temperature, get_drafter, takes
+from specsparse.speculative.drafters.synthetic import synthetic_verifier
 from specsparse.speculative.gamma import GAMMA_NAMES, SHORT_GAMMA
 from specsparse.speculative.policies import default_policy, get_policy, over_tree
-from specsparse.speculative.policies.base import Fixed, Policy
+from specsparse.speculative.policies.base import Fixed, Policy, check_policy
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.trees.base import TreeShape
 from specsparse.speculative.verifiers import RULES, SYNTHETIC, same_text
@@ -43,13 +41,13 @@ class MethodSpec:
     Attributes:
         drafter: who proposes; None and "none" are plain decoding.
         verifier: who decides; None is the first lossless one that fits the drafter.
-        policy: how much is drafted in a round, of a drafter by name. None: what the drafter's options say, or what pays
-            on this machine if they say nothing.
+        policy: how much is drafted in a round. None: what the drafter's options say, or what pays on this machine if
+            they say nothing.
         tree: the shape of the drafts of a drafter by name; None and "chain" are chains.
         sampling: of the target. Its temperature decides which verifiers fit.
     """
 
-    drafter: str | Choice | Drafter | DrafterSpec | None = None
+    drafter: str | Choice | AnyDrafter | None = None
     verifier: str | Choice | Verifier | None = None
     policy: str | Choice | Policy | None = None
     tree: str | Choice | TreeShape | None = None
@@ -61,8 +59,8 @@ class MethodSpec:
                 object.__setattr__(self, part, Choice(value))
         if isinstance(self.drafter, Choice) and self.drafter.name == NO_DRAFTER:
             object.__setattr__(self, "drafter", None)
-        if not isinstance(self.drafter, Choice | Drafter | DrafterSpec | None):
-            raise UserError(f"drafter must be a registered name or a Drafter, not {type(self.drafter).__name__}")
+        if not isinstance(self.drafter, Choice | None):
+            check_is_drafter(self.drafter)
         if not isinstance(self.verifier, Choice | Verifier | None):
             raise UserError(f"verifier must be a registered name or a Verifier, not {type(self.verifier).__name__}")
         if self.drafter is None and self.verifier is not None:
@@ -80,13 +78,16 @@ class MethodSpec:
         return 0.0 if self.sampling.greedy else self.sampling.temperature
 
     def arguments(self) -> dict[str, Any]:
-        """`drafter` and `verifier` as `specsparse.generate` takes them, checked; {} for plain decoding.
+        """`drafter`, `verifier` and `policy` as `specsparse.generate` takes them, checked; {} for plain decoding.
 
         Raises:
             UserError: as `resolve`.
         """
         made = resolve(self)
-        return {} if made.drafter is None else {"drafter": self.bare_name or made.drafter, "verifier": made.verifier}
+        if made.drafter is None:
+            return {}
+        policy = {} if made.policy is None else {"policy": made.policy}
+        return {"drafter": self.bare_name or made.drafter, "verifier": made.verifier, **policy}
 
 
 class UnfitPair(UserError):
@@ -104,14 +105,16 @@ class Method:
     Attributes:
         drafter: a spec of one if it needs a model and was resolved without.
         verifier: fits the drafter.
+        policy: how much is drafted in a round; None if that is the drafter's room alone.
         weights: cache capacity -> the drafter's weights; None if it has none.
         share: guessed time of a drafted token in plain steps, by the bytes it reads; 0 if it has no weights.
         about: what records say of the drafter, such as how two vocabularies overlap.
         notes: the same in lines.
     """
 
-    drafter: Drafter | DrafterSpec | None = None
+    drafter: AnyDrafter | None = None
     verifier: Verifier | None = None
+    policy: Policy | None = None
     weights: Callable[[int], Pytree] | None = None
     share: float = 0.0
     about: Mapping[str, object] = field(default_factory=dict)
@@ -125,7 +128,7 @@ class Method:
     @property
     def files(self) -> Mapping[str, str]:
         """The drafter's options that name a model of the catalogue or a file of one, before it is loaded."""
-        return self.drafter.files if isinstance(self.drafter, DrafterSpec) else {}
+        return self.drafter.files if self.drafter else {}
 
 
 def resolve(spec: MethodSpec, target: Model | None = None, *, batch: int = 1) -> Method:
@@ -140,27 +143,24 @@ def resolve(spec: MethodSpec, target: Model | None = None, *, batch: int = 1) ->
     Raises:
         UserError: an unknown name or option, or parts that do not go together.
     """
-    if (drafter := _drafter(spec)) is None:
+    drafter, policy = _drafter(spec)
+    if drafter is None:
         return Method()
-    method = Method(drafter, _verifier(drafter, spec))
+    verifier = _verifier(drafter, spec)
     if target is None:
-        return method
-    name = spec.bare_name
-    pays = name is not None
-    if isinstance(drafter, DrafterSpec):
-        loaded = load_drafter(target, drafter)
+        return Method(drafter, verifier, policy)
+    loaded, share, name = load_drafter(target, drafter), 0.0, spec.bare_name
+    if loaded.weights is not None:
         share = draft_share(target, loaded)
-        method = Method(loaded.drafter, method.verifier, loaded.weights, share, loaded.about, loaded.notes)
-        pays = pays or drafter.style.free
-    if not pays:
-        return method
-    assert isinstance(method.drafter, Drafter) and method.verifier is not None
-    tree, depth = method.drafter.tree, method.drafter.max_depth
-    gamma = method.max_nodes if tree else SHORT_GAMMA
-    batch, levels = batch if same_text(method.verifier.name) else 1, depth if tree else None
-    times = policy_times(target, gamma, name, share=method.share, levels=levels, batch=batch)
-    policy = default_policy(times, gamma=gamma, tree=tree)
-    return replace(method, drafter=with_policy(method.drafter, policy))
+    made = loaded.drafter
+    if name is not None or (spec.policy is None and drafter.any_length):
+        gamma = made.max_nodes if made.tree else SHORT_GAMMA
+        batch, levels = batch if same_text(verifier.name) else 1, made.max_depth if made.tree else None
+        times = policy_times(target, gamma, name, share=share, levels=levels, batch=batch)
+        policy = default_policy(times, gamma=gamma, tree=made.tree)
+    policy = _fitting(policy or drafter.length_policy, made)
+    made = made if policy is None else made.with_room(policy.gamma)
+    return Method(made, verifier, policy, loaded.weights, share, loaded.about, loaded.notes)
 
 
 def ready(spec: MethodSpec, target: Model, *, batch: int = 1) -> tuple[Model, Method]:
@@ -175,21 +175,35 @@ def drafts_trees(name: str) -> bool:
     return "tree" in takes(name)
 
 
-def _drafter(spec: MethodSpec) -> Drafter | DrafterSpec | None:
-    """The drafter in the shape of its tree, under its policy, drawing as its verifier needs."""
-    drafter = _named_drafter(spec) if isinstance(spec.drafter, Choice) else spec.drafter
-    if not isinstance(drafter, DrafterSpec):
-        if drafter is not None:
-            check_facts(drafter)
-        return drafter
+def _drafter(spec: MethodSpec) -> tuple[AnyDrafter | None, Policy | None]:
+    """The drafter in the shape of its tree, drawing as its verifier needs, and the policy that was asked for."""
+    if isinstance(spec.drafter, Choice):
+        drafter, policy = _named_drafter(spec.drafter, spec)
+    elif spec.drafter is None:
+        return None, None
+    else:
+        drafter, policy = spec.drafter, spec.policy
+        drafter.check()
+        if isinstance(policy, Choice):
+            policy = _policy(policy, drafter.max_nodes if drafter.tree else None)
+        drafter = drafter if policy is None else drafter.with_policy(policy)
+    if not drafter.needs_model:
+        return drafter, _fitting(policy, drafter)
     if drafter.drafting.temperature is not None or spec.verifier is None:
-        return drafter
+        return drafter, None
     drawn_at = draw_temperature(spec.verifier.name, spec.temperature)  # for a verifier that weighs draws
-    return drafter if drawn_at is None else replace(drafter, drafting=replace(drafter.drafting, temperature=drawn_at))
+    if drawn_at is not None:
+        drafter = replace(drafter, drafting=replace(drafter.drafting, temperature=drawn_at))
+    return drafter, None
 
 
-def _named_drafter(spec: MethodSpec) -> Drafter | DrafterSpec:
-    name, options, policy, tree = spec.drafter.name, dict(spec.drafter.options), spec.policy, spec.tree
+def _policy(chosen: Choice, tree_nodes: int | None) -> Policy:
+    given = {key: value for key, value in chosen.options.items() if value is not None}
+    return get_policy(chosen.name, **(given if tree_nodes is None else over_tree(chosen.name, given, tree_nodes)))
+
+
+def _named_drafter(chosen: Choice, spec: MethodSpec) -> tuple[AnyDrafter, Policy | None]:
+    name, options, policy, tree = chosen.name, dict(chosen.options), spec.policy, spec.tree
     known = takes(name)
     if isinstance(tree, Choice):
         tree = get_tree(tree.name, **tree.options)
@@ -199,36 +213,42 @@ def _named_drafter(spec: MethodSpec) -> Drafter | DrafterSpec:
             raise UserError(f"drafter={name} drafts chains: trees are for drafter={names}")
         options["tree"] = tree
     if isinstance(policy, Choice):
-        given = {key: value for key, value in policy.options.items() if value is not None}
-        policy = get_policy(policy.name, **(given if tree is None else over_tree(policy.name, given, tree.max_nodes)))
+        policy = _policy(policy, None if tree is None else tree.max_nodes)
     said = [key for key in options if key in ("max_nodes", *GAMMA_NAMES) and options[key] is not None]
     if said and "policy" in known and not (policy is tree is None):
         raise UserError(f"drafter.{said[0]}: how long drafts are is said by the policy, as policy.gamma")
+    if policy is not None and "policy" in known:
+        options |= {"max_nodes": policy.gamma} if policy.always else {"policy": policy}
+    elif policy is not None and "max_nodes" in known and not said:
+        options["max_nodes"] = policy.gamma
+    return get_drafter(name, **options), policy
+
+
+def _fitting(policy: Policy | None, drafter: AnyDrafter) -> Policy | None:
+    """The policy if that drafter can follow it; None if it leaves all drafts as they are.
+
+    Raises:
+        UserError: it reads draft distributions, which this drafter does not show, or drops drawn tokens.
+    """
     if policy is None:
-        return get_drafter(name, **options)
-    if "policy" in known:
-        return get_drafter(name, **options, **({"max_nodes": policy.gamma} if policy.always else {"policy": policy}))
-    room = {"max_nodes": policy.gamma} if "max_nodes" in known and not said else {}
-    drafter = get_drafter(name, **options, **room)
-    if isinstance(drafter, DrafterSpec):
-        return drafter
-    if policy.needs:
+        return None
+    check_policy(policy, drafter.kind)
+    if policy.needs and not drafter.asks_stop:
         raise UserError(
-            f"policy={policy.name} looks at the distributions of the draft, and drafter={name} has none: "
+            f"policy={policy.name} looks at the distributions of the draft, and {type(drafter).__name__} has none: "
             "choose policy=fixed, heuristic, cost or auto_off"
         )
-    return with_policy(drafter, policy)
+    idle = policy.always and policy.gamma >= drafter.max_nodes and not drafter.asks_stop
+    return None if idle else policy
 
 
-def _verifier(drafter: Drafter | DrafterSpec, spec: MethodSpec) -> Verifier:
+def _verifier(drafter: AnyDrafter, spec: MethodSpec) -> Verifier:
     """The verifier; `synthetic` makes the acceptance of any chain up."""
-    chosen, temperature = spec.verifier, spec.temperature
-    source = drafter.drafter if isinstance(drafter, WithPolicy) else drafter
-    made_up = isinstance(source, Synthetic)
+    chosen, temperature, own = spec.verifier, spec.temperature, drafter.own_verifier
     if chosen is None:
         fit = valid_verifiers(drafter.kind, tree=drafter.tree, temperature=temperature)
-        chosen = Choice(SYNTHETIC if made_up else fit[0])
-    if made_up and chosen.name != SYNTHETIC:
+        chosen = own or Choice(fit[0])
+    if own is not None and chosen.name != own.name:
         raise UserError("drafter=synthetic drafts no text, its acceptance is made up: choose verifier=synthetic")
     if isinstance(chosen, Choice):
         options = {key: value for key, value in chosen.options.items() if value is not None}
@@ -236,8 +256,8 @@ def _verifier(drafter: Drafter | DrafterSpec, spec: MethodSpec) -> Verifier:
             chosen = get_verifier(chosen.name, **options)
         elif drafter.tree:
             raise UserError("verifier=synthetic makes up the acceptance of chains, not of trees")
-        elif made_up and not options.keys() - {"process"}:
-            return synthetic_verifier(source.acceptance)
+        elif own is not None and not options.keys() - {"process"}:
+            return own
         else:
             rates = RULES.make(SYNTHETIC, options)
             rates.conditional(drafter.max_nodes)  # a mean length that is too long is found before a model is loaded
@@ -248,25 +268,25 @@ def _verifier(drafter: Drafter | DrafterSpec, spec: MethodSpec) -> Verifier:
     whose = f" of drafter={spec.drafter.name}" if isinstance(spec.drafter, Choice) else ""
     drafts = f"{drafter.kind.value} {'tree' if drafter.tree else 'chain'} drafts{whose}"
     message = f"verifier={chosen.name} cannot verify {drafts} at temperature {temperature:g}: choose one of {names}"
-    can_draw = isinstance(drafter, DrafterSpec) and drafter.can_draw and not drafter.tree
+    can_draw = drafter.can_draw and not drafter.tree
     if can_draw and chosen.accepts(DraftKind.SAMPLED, tree=False, temperature=temperature):
         message += f"; or set drafter.temperature above 0, which draws the drafts that {chosen.name} verifies"
     raise UnfitPair(message, drafter.kind)
 
 
-def load_drafter(target: Model, spec: DrafterSpec) -> LoadedDrafter:
-    """The drafter of a spec for this target, under its policy; what it needs is loaded once, whatever the policy."""
-    key = spec.with_policy(Fixed(1))
+def load_drafter(target: Model, drafter: AnyDrafter) -> LoadedDrafter:
+    """The drafter for this target, with room for its policy; what it needs is loaded once, whatever the policy."""
+    key = drafter.with_policy(Fixed(1))
     if key not in target.programs.drafters:
-        if not spec.on_mesh:
+        if not drafter.on_mesh:
             target.check_whole("the drafter with these options")
-        target.programs.drafters[key] = spec.build(target, partial(_load, target))
-    loaded = target.programs.drafters[key]
-    return loaded._replace(drafter=with_policy(loaded.drafter, spec.style.length_policy))
+        target.programs.drafters[key] = drafter.build(target, partial(_load, target))
+    loaded, policy = target.programs.drafters[key], drafter.length_policy
+    return loaded if policy is None else loaded._replace(drafter=loaded.drafter.with_room(policy.gamma))
 
 
 def _load(target: Model, kind: str, spec: Any) -> Any:
-    """What `DrafterSpec.prepare` loads by, beside this target."""
+    """What `build` of a drafter loads by, beside this target."""
     if kind == "fewer_neurons":
         from specsparse.powerinfer.fewer import with_fewer_neurons  # plain decoding does not wait for it
 

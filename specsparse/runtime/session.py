@@ -26,15 +26,11 @@ from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling import pipeline
 from specsparse.engine.sampling.params import SEEDS, SamplingParams, compile_params
 from specsparse.errors import ContextTooLong, UserError
-from specsparse.runtime.loops import Note, RoundLog, Watch, loop_for
+from specsparse.runtime.loops import Note, RoundLog, Watch, loop_for, round_of
 from specsparse.runtime.method import Method
 from specsparse.runtime.metrics import Counters, Times
-from specsparse.speculative import loop as speculation
 from specsparse.speculative import token_sources
-from specsparse.speculative.base import Drafted, TextDrafter
-from specsparse.speculative.drafters.model_drafter import ModelDrafter
-from specsparse.speculative.drafters.slem import StringDrafter
-from specsparse.speculative.drafters.with_policy import WithPolicy
+from specsparse.speculative.base import Drafted
 from specsparse.speculative.policies.base import PolicyReport
 from specsparse.speculative.token_sources import TokenSource
 from specsparse.speculative.verify import measures_alpha
@@ -281,30 +277,28 @@ class Session:
             features = jnp.concatenate(hidden, axis=1) if wants_hidden and hidden else None
 
             def begin(weights, job, state, text, features):
-                ctx = speculation.context(weights[0], job, state, max_nodes=drafter.max_nodes)
-                with speculation.traced(drafter, "init"):
-                    return drafter.init(weights[1], ctx._replace(text=text), hidden=features)
+                return round_of(self).init(weights, job, state, text=text, hidden=features)
 
             text, weights = self.read_text(state, None), (self.params, self.draft_params)
             begun = self.clock()
-            init = self.call(("init", drafter), begin, weights, self.job, state, text, features)
-            jax.block_until_ready(init)
+            key = ("init", drafter, self.method.policy)
+            own, policy = self.call(key, begin, weights, self.job, state, text, features)
+            jax.block_until_ready((own, policy))
             spent += self.clock() - begun
             empty = jax.device_put(np.zeros((batch, self.capacity), token_sources.DTYPE))
-            state = state._replace(drafter=init, token_sources=empty)
+            state = state._replace(drafter=own, policy=policy, token_sources=empty)
         self.log.add(Times(prefill=spent))
         return state
 
     def read_text(self, state: DecodeState, own: Pytree) -> Pytree:
         """The text drafter's view of the committed text, or None for other drafters."""
-        if not isinstance(self.method.drafter, TextDrafter):
+        if not self.method.drafter.reads_text:
             return None
         text = self.method.drafter.read_text(own, np.asarray(state.tokens), np.asarray(state.length))
         return self.model.everywhere(jax.tree.map(jnp.asarray, text))
 
     def write_text(self, state: DecodeState, drafted: Drafted) -> Drafted:
         """A draft of a `TextDrafter` in the target's tokens."""
-        assert isinstance(self.method.drafter, TextDrafter)
         drafted = self.method.drafter.write_text(drafted, np.asarray(state.tokens), np.asarray(state.length))
         return drafted._replace(draft=self.model.everywhere(jax.tree.map(jnp.asarray, drafted.draft)))
 
@@ -357,12 +351,7 @@ class Session:
 
     def note(self, state: DecodeState) -> Note:
         """What is noted of a state after a round."""
-        c, own = state.counters, state.drafter
-        if isinstance(self.method.drafter, WithPolicy):
-            return Note(c, own.policy, own.off)
-        if isinstance(self.method.drafter, ModelDrafter | StringDrafter):
-            return Note(c, own.policy, c.rounds - c.drafts)
-        return Note(c)
+        return Note(state.counters, state.policy)
 
     def _ends(self) -> Note:
         """What was noted at the end of each text, or now, in numpy."""
@@ -402,11 +391,11 @@ class Session:
         return [tuple(self.log.drafts(b, int(r))) for b, r in enumerate(self._ends().counters.rounds)]
 
     def policies(self) -> list[PolicyReport] | None:
-        """What the draft-length policy did to each sequence; None if the drafter has none."""
-        drafter, note = self.method.drafter, self._ends()
-        if not isinstance(drafter, WithPolicy | ModelDrafter | StringDrafter):
+        """What the draft-length policy did to each sequence; None without one, and for several sources of drafts."""
+        policy, state = self.method.policy, self._ends().policy
+        if policy is None or len(state.sources) > 1:
             return None
-        return drafter.policy.reports(note.policy, note.rounds_off)
+        return policy.reports(state.sources[0], state.off)
 
 
 def _shares(weights: Seq[int]) -> list[float]:

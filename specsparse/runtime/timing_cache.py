@@ -23,8 +23,8 @@ from specsparse.errors import UserError
 from specsparse.kernels.processor import cpu_info
 from specsparse.models import catalogue
 from specsparse.speculative import expected
+from specsparse.speculative.base import LoadedDrafter
 from specsparse.speculative.drafters import DRAFTERS, takes
-from specsparse.speculative.drafters.spec import LoadedDrafter
 from specsparse.support.files import atomically, cache_dir
 from specsparse.support.options import as_yaml, values_of
 from specsparse.support.registry import Registry, source_of

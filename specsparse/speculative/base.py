@@ -8,7 +8,9 @@ import abc
 import dataclasses
 import enum
 import numbers
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
@@ -17,6 +19,10 @@ from specsparse.support.options import shown
 if TYPE_CHECKING:  # for the types alone: kinds of draws are known without it
     import jax
     import numpy as np
+
+    from specsparse.engine.model import Model
+    from specsparse.speculative.drafters.spec import Load
+    from specsparse.speculative.policies.base import ActivePolicy, DraftView, Policy
 
 ROOT = -1
 """Parent of the nodes that follow the last committed token."""
@@ -102,7 +108,8 @@ class DraftContext(NamedTuple):
     Attributes:
         tokens: int32[B, C], all committed ids (prompt and output), anything beyond `length`.
         length: int32[B].
-        budget: int32[B], most nodes to draft this round (0 asks for an empty draft); also bounds the depth.
+        budget: int32[B], most nodes to draft this round, as the policy says (0 asks for an empty draft); also bounds
+            the depth.
         seed: seed of each sequence, as `engine.noise` takes it.
         sample: sample index of each sequence, as `engine.noise` takes it.
         round: int32[B], rounds finished by each sequence.
@@ -110,6 +117,7 @@ class DraftContext(NamedTuple):
         cache: the target's cache, or None. A self-draft may write to slots at and beyond the cache's length; the
             verification overwrites them.
         text: what a `TextDrafter` read of the committed text, else None.
+        policies: the draft-length policy of each of the drafter's sources; empty without a policy.
     """
 
     tokens: "jax.Array"
@@ -121,6 +129,27 @@ class DraftContext(NamedTuple):
     params: Pytree = None
     cache: Pytree = None
     text: Pytree = None
+    policies: "tuple[ActivePolicy, ...]" = ()
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Fields of a `DraftView` that `stop` reads; empty if no policy ends drafts early."""
+        return self.policies[0].policy.needs if self.policies else frozenset()
+
+    def stop(self, view: "DraftView") -> "jax.Array":
+        """bool[B]: whether to end the draft before its next node is drawn from the distribution in view."""
+        return self.policies[0].stop(view) if self.policies else view.depth < 0
+
+    def from_source(self, source: int) -> "DraftContext":
+        """The context of one of the drafter's sources: its policy, and the budget that it sets."""
+        if not self.policies:
+            return self
+        active = self.policies[source]
+        return self._replace(budget=active.policy.budget(active.state, self), policies=(active,))
+
+    def keep(self, count_B: "jax.Array") -> "jax.Array":
+        """int32[B]: how many of the nodes that this source drafted are verified."""
+        return self.policies[0].keep(count_B) if self.policies else count_B
 
 
 class Drafted(NamedTuple):
@@ -130,11 +159,13 @@ class Drafted(NamedTuple):
         draft: the proposal.
         state: the drafter's next state.
         cache: `ctx.cache`, as it is after the draft (the same object if the drafter does not use it).
+        source: int32[B], which of the drafter's sources drafted; None if it has one.
     """
 
     draft: Draft
     state: Pytree
     cache: Pytree
+    source: "jax.Array | None" = None
 
 
 class Feedback(NamedTuple):
@@ -151,12 +182,36 @@ class Feedback(NamedTuple):
     hidden: "jax.Array | None" = None
 
 
-class Drafter(abc.ABC):
-    """Base of all drafters: final frozen dataclasses that hold static facts; weights and state are pytrees.
+class LoadedDrafter(NamedTuple):
+    """A drafter ready to run.
 
-    All methods are pure and jit-able. Weights come as an argument (`params`, None where there are none), never by
-    closure.
+    Attributes:
+        drafter: static.
+        weights: cache capacity of the target -> the drafter's weights; None if it has none.
+        bytes_per_token: of weights that drafting a token reads.
+        about: what records say of it, as plain values by name, such as how two vocabularies overlap.
+        notes: the same in lines.
     """
+
+    drafter: "Drafter"
+    weights: Callable[[int], Pytree] | None = None
+    bytes_per_token: int = 0
+    about: Mapping[str, object] = MappingProxyType({})
+    notes: tuple[str, ...] = ()
+
+
+class AnyDrafter(abc.ABC):
+    """What is known of a drafter before it runs: a `Drafter`, or the `DrafterSpec` of one that needs a model.
+
+    Attributes:
+        needs_model: whether `build` reads the target's model.
+        on_mesh: whether the target's matrices may be divided among devices.
+        can_draw: whether a temperature above 0 makes it draw its drafts from distributions that a verifier can weigh.
+    """
+
+    needs_model: ClassVar[bool] = False
+    on_mesh: ClassVar[bool] = True
+    can_draw: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
@@ -169,14 +224,67 @@ class Drafter(abc.ABC):
         """K: nodes a draft has room for."""
 
     @property
-    def max_depth(self) -> int:
-        """Longest path a draft may have; K for a chain."""
-        return self.max_nodes
-
-    @property
     def tree(self) -> bool:
         """Whether a node may have more than one child."""
         return False
+
+    @property
+    def own_verifier(self) -> "Verifier | None":
+        """The only verifier that its drafts are for, or None."""
+        return None
+
+    @property
+    def length_policy(self) -> "Policy | None":
+        """The draft-length policy that its own options say, or None."""
+        return None
+
+    @property
+    def any_length(self) -> bool:
+        """Whether its options leave the length of its drafts to what pays on this machine."""
+        return False
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """Options that name a file or a name of the catalogue, and their values: it must be there before a run."""
+        return {}
+
+    def check(self) -> None:
+        """Refuses missing or impossible facts, such as a head without a path.
+
+        Raises:
+            UserError: the fact or option.
+        """
+        return None
+
+    def with_policy(self, policy: "Policy") -> Self:
+        """The same with that policy among its options, if it has such options."""
+        return self
+
+    @abc.abstractmethod
+    def build(self, target: "Model", load: "Load") -> LoadedDrafter:
+        """The drafter for this target, and its weights; `runtime.method.load_drafter` gives it room for a policy."""
+
+
+class Drafter(AnyDrafter):
+    """Base of all drafters: final frozen dataclasses that hold static facts; weights and state are pytrees.
+
+    All methods are pure and jit-able. Weights come as an argument (`params`, None if there are none), never by closure.
+    A drafter holds no policy: `ctx.budget` says how much to draft, `ctx.stop` when to end a draft from distributions.
+
+    Attributes:
+        reads_text: whether it is a `TextDrafter`.
+        asks_stop: whether `draft` asks `ctx.stop` before each node, as policies that read the draft's q need.
+        has_sources: whether it drafts by other drafters and gives each its budget itself (`ctx.from_source`).
+    """
+
+    reads_text: ClassVar[bool] = False
+    asks_stop: ClassVar[bool] = False
+    has_sources: ClassVar[bool] = False
+
+    @property
+    def max_depth(self) -> int:
+        """Longest path a draft may have; K for a chain."""
+        return self.max_nodes
 
     @property
     def wants_hidden(self) -> bool | tuple[int, ...]:
@@ -185,6 +293,14 @@ class Drafter(abc.ABC):
         True for the rows before the output norm, or ids of layers for the rows that enter these, side by side.
         """
         return False
+
+    def with_room(self, nodes: int) -> Self:
+        """The same with room for drafts of so many nodes, if that is for a policy to say."""
+        return self
+
+    def source_policies(self, policy: "Policy") -> "tuple[Policy, ...]":
+        """The policy of each source of drafts; of several, `draft` says which one drafted."""
+        return (policy,)
 
     def init(self, params: Pytree, ctx: DraftContext, *, hidden: "jax.Array | None" = None) -> Pytree:
         """State after the prompt: `ctx.tokens[:, :length]` is the prompt and the first emitted token, if there is one.
@@ -202,20 +318,19 @@ class Drafter(abc.ABC):
         """State after the verdict; `ctx` already holds the emitted tokens. By default as it was."""
         return state
 
+    def check(self) -> None:
+        """Refuses facts of the wrong type."""
+        name = type(self).__name__
+        if not isinstance(self.kind, DraftKind):
+            raise UserError(f"{name}.kind={shown(self.kind)} must be a DraftKind, such as DraftKind.ONE_HOT")
+        for fact in ("max_nodes", "max_depth"):
+            value = getattr(self, fact)
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+                raise UserError(f"{name}.{fact}={shown(value)} must be a whole number of at least 1")
 
-def check_facts(drafter: Drafter) -> None:
-    """Refuses a drafter whose static facts are none.
-
-    Raises:
-        UserError: the fact, and what it must be.
-    """
-    name = type(drafter).__name__
-    if not isinstance(drafter.kind, DraftKind):
-        raise UserError(f"{name}.kind={shown(drafter.kind)} must be a DraftKind, such as DraftKind.ONE_HOT")
-    for fact in ("max_nodes", "max_depth"):
-        value = getattr(drafter, fact)
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-            raise UserError(f"{name}.{fact}={shown(value)} must be a whole number of at least 1")
+    def build(self, target: "Model", load: "Load") -> LoadedDrafter:
+        """Itself."""
+        return LoadedDrafter(self)
 
 
 class TextDrafter(Drafter):
@@ -224,6 +339,8 @@ class TextDrafter(Drafter):
     `init`, `draft` and `commit` are pure and jit-able as any drafter's, on a context whose `text` is what `read_text`
     found. What `draft` proposes is in tokens of its own, and `write_text` makes the target's of it.
     """
+
+    reads_text = True
 
     @abc.abstractmethod
     def read_text(self, state: Pytree, tokens_BC: "np.ndarray", length_B: "np.ndarray") -> Pytree:

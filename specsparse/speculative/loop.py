@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ from specsparse.speculative.base import (
     Verdict,
     Verifier,
 )
+from specsparse.speculative.policies.base import ActivePolicy, Policy
 from specsparse.speculative.tree import node_depths, path_rows, row_parents
 from specsparse.speculative.verify import (
     has_alpha,
@@ -81,11 +83,19 @@ def coins(job: Job, state: DecodeState, *, max_nodes: int) -> tuple[jax.Array, j
     return coins_BK, token_uniforms(job.seed[:, None], stream=NoiseStream.RESIDUAL, **use)[:, 0]
 
 
+class PolicyState(NamedTuple):
+    """States of the policies of the drafter's sources, and int32[B], rounds in which they drafted nothing."""
+
+    sources: tuple[Pytree, ...]
+    off: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class Round:
     """The pieces of a round, pure and jit-able each: in one program they are a step, one by one they can be timed.
 
-    `params` is the pair (target's weights, drafter's weights).
+    `params` is the pair (target's weights, drafter's weights). The round owns the draft-length policy: it sets the
+    drafter's budget, may drop what was drafted, and learns from the verdict. Without one, drafts take all the room.
     """
 
     forward: ForwardFn
@@ -93,17 +103,37 @@ class Round:
     kernels: SamplingKernels
     drafter: Drafter
     verifier: Verifier
+    policy: Policy | None = None
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """The policy of each of the drafter's sources."""
+        return () if self.policy is None else self.drafter.source_policies(self.policy)
+
+    def init(
+        self, params, job: Job, state: DecodeState, *, text: Pytree = None, hidden: jax.Array | None = None
+    ) -> tuple[Pytree, PolicyState | None]:
+        """The drafter's and the policy's state after the prompt, of which `hidden` are the features."""
+        ctx = context(params[0], job, state, max_nodes=self.drafter.max_nodes)._replace(text=text)
+        with traced(self.drafter, "init"):
+            own = self.drafter.init(params[1], ctx, hidden=hidden)
+        batch = ctx.length.shape[0]
+        sources = tuple(policy.init(batch) for policy in self.policies)
+        return own, PolicyState(sources, jnp.zeros((batch,), jnp.int32)) if sources else None
 
     def draft(self, params, job: Job, state: DecodeState, *, text: Pytree = None) -> Drafted:
         """The drafter's proposal; `text` is what a `TextDrafter` read."""
         target, own = params
-        ctx = context(target, job, state, max_nodes=self.drafter.max_nodes)._replace(text=text)
+        room = context(target, job, state, max_nodes=self.drafter.max_nodes)._replace(text=text)
+        if self.policies:
+            room = room._replace(policies=tuple(map(ActivePolicy, self.policies, state.policy.sources)))
+        ctx = room if self.drafter.has_sources else room.from_source(0)
         with traced(self.drafter, "draft"):
             drafted = self.drafter.draft(own, state.drafter, ctx)
         check_drafted(self.drafter, drafted, ctx)
+        count_B = drafted.draft.count if self.drafter.has_sources else ctx.keep(drafted.draft.count)
         # A user's drafter may count wrongly: below nothing would end the text.
-        draft = drafted.draft._replace(count=jnp.clip(drafted.draft.count, 0, ctx.budget))
-        return drafted._replace(draft=draft)
+        return drafted._replace(draft=drafted.draft._replace(count=jnp.clip(count_B, 0, room.budget)))
 
     def verify(self, params, state: DecodeState, draft: Draft, cache: KVCache) -> tuple[ForwardOut, KVCache]:
         """One forward of the target over the last token and the draft."""
@@ -230,10 +260,27 @@ class Round:
                 token_sources=put(state.token_sources, token_sources.codes(draft, verdict), count_B, start_B)
             )
         state = state._replace(cache=cache, counters=count(counters, draft, verdict, live_B, count_B))
+        if self.policies:
+            state = state._replace(policy=self._learned(state.policy, ctx, drafted, verdict))
         ctx = ctx._replace(tokens=state.tokens, length=state.length, cache=cache)
         feedback = Feedback(draft, verdict, out.hidden)
         with traced(self.drafter, "commit"):
             return state._replace(drafter=self.drafter.commit(params[1], drafted.state, ctx, feedback))
+
+    def _learned(self, before: PolicyState, ctx: DraftContext, drafted: Drafted, verdict: Verdict) -> PolicyState:
+        """The policies' states after a round with room for `ctx.budget` nodes; each learns of its own drafts alone."""
+        count_B, asked_B, sources = drafted.draft.count, jnp.zeros_like(ctx.budget), []
+        for i, (policy, state) in enumerate(zip(self.policies, before.sources, strict=True)):
+            own_B = count_B if drafted.source is None else jnp.where(drafted.source == i, count_B, 0)
+            sources.append(policy.update(state, verdict, own_B))
+            wanted_B = policy.budget(state, ctx)
+            # One that ended the draft before its first node asked for nothing, too.
+            asked_B = jnp.maximum(asked_B, own_B if policy.needs else wanted_B)
+        off_B = before.off
+        if not any(policy.always for policy in self.policies):
+            off_B = off_B + ((ctx.budget > 0) & (asked_B == 0)).astype(jnp.int32)
+        check_state(self.policy, tuple(sources), before.sources, "update")
+        return PolicyState(tuple(sources), off_B)
 
     def _row_paths(self, state: DecodeState, draft: Draft):
         tokens_Bn = _rows(state, draft)
@@ -326,8 +373,8 @@ def _check_vocab(drafter: Drafter, draft: Draft, size: int) -> None:
         )
 
 
-def check_state(drafter: Drafter, after: object, before: object) -> None:
-    """Refuses a state that is none of the kind that `init` made.
+def check_state(part: Drafter | Policy | None, after: object, before: object, method: str = "commit") -> None:
+    """Refuses a state that is not of the kind that `init` made.
 
     Raises:
         UserError: both.
@@ -335,7 +382,7 @@ def check_state(drafter: Drafter, after: object, before: object) -> None:
     kinds = [jax.tree.map(_shown, state) for state in (before, after)]
     if kinds[0] != kinds[1]:
         raise UserError(
-            f"{type(drafter).__name__}.commit returned the state {kinds[1]} where init made {kinds[0]}: "
+            f"{type(part).__name__}.{method} returned the state {kinds[1]} where init made {kinds[0]}: "
             "structure, shapes and types stay the same"
         )
 
@@ -369,12 +416,13 @@ def make_step(
     *,
     drafter: Drafter,
     verifier: Verifier,
+    policy: Policy | None = None,
 ) -> Step:
     """One round for every running sequence. `params` is the pair (target's weights, drafter's weights).
 
     With a `match` verifier the output equals plain decoding bit for bit (contract C1).
     """
-    pieces = Round(forward, config, kernels, drafter, verifier)
+    pieces = Round(forward, config, kernels, drafter, verifier, policy)
 
     def step(params: Pytree, job: Job, state: DecodeState) -> DecodeState:
         with jax.named_scope("draft"):

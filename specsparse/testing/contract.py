@@ -18,9 +18,8 @@ import numpy as np
 
 from specsparse.engine.noise import seed_words
 from specsparse.errors import UserError
-from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback, Verdict
+from specsparse.speculative.base import AnyDrafter, Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback, Verdict
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.spec import DrafterSpec
 from specsparse.speculative.gamma import MAX_NODES
 from specsparse.speculative.loop import check_drafted, traced
 from specsparse.speculative.policies.base import DraftView, Policy
@@ -38,7 +37,7 @@ SEEDS = range(4)
 FEATURES = 64
 
 
-def check_drafter(drafter: Drafter | DrafterSpec, *, weights: Any = None) -> "Checked":
+def check_drafter(drafter: AnyDrafter, *, weights: Any = None) -> "Checked":
     """Refuses a drafter that breaks the contract of `speculative.base`.
 
     A spec is built for a tiny random model. Texts have the ids 0 to `VOCAB` - 1 and at most `CAPACITY` tokens.
@@ -55,7 +54,7 @@ def check_drafter(drafter: Drafter | DrafterSpec, *, weights: Any = None) -> "Ch
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
-            if isinstance(drafter, DrafterSpec):
+            if drafter.needs_model:
                 case = DrafterCase(*on_spec(Path(folder), drafter, vocab=VOCAB, capacity=CAPACITY))
             else:
                 case = DrafterCase(drafter, weights)

@@ -19,13 +19,12 @@ from specsparse.engine.model import Model
 from specsparse.engine.noise import seed_words
 from specsparse.engine.weights import Params
 from specsparse.runtime.method import load_drafter
-from specsparse.speculative.base import Draft, DraftContext, Drafter
+from specsparse.speculative.base import AnyDrafter, Draft, DraftContext, Drafter
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.heads import dflash
 from specsparse.speculative.drafters.heads.dflash import BlockShape, DFlashFile
 from specsparse.speculative.drafters.heads.eagle3 import Eagle3File, HeadShape, of_arrays, tensor_shapes
 from specsparse.speculative.drafters.heads.head import matrix_shapes, vector_names, write_head
-from specsparse.speculative.drafters.spec import DrafterSpec
 from specsparse.testing.tiny import DummyTokenizer, write_tiny_gguf
 
 Case = tuple[Drafter, Any, Callable[[DraftContext], DraftContext]]
@@ -197,18 +196,17 @@ def model_case(folder: Path, source: str, *, vocab: int, capacity: int, **option
     elif source == "dflash":
         given = {"path": random_dflash(target, block_size=7, layers=1)}
     spec = get_drafter(source, gamma=6, **given, **options)
-    assert isinstance(spec, DrafterSpec)
     drafter, weights, prepare = _loaded(spec, target, capacity)
     return drafter, weights, (lambda ctx: ctx) if source == "model" else prepare
 
 
-def on_spec(folder: Path, spec: DrafterSpec, *, vocab: int, capacity: int) -> Case:
+def on_spec(folder: Path, spec: AnyDrafter, *, vocab: int, capacity: int) -> Case:
     """`model_case` of anybody's spec, on a tiny target."""
     target = tiny_model(folder, vocab=vocab, capacity=capacity)
     target.params_for(capacity)
     return _loaded(spec, target, capacity)
 
 
-def _loaded(spec: DrafterSpec, target: Model, capacity: int) -> Case:
+def _loaded(spec: AnyDrafter, target: Model, capacity: int) -> Case:
     loaded = load_drafter(target, spec)
     return loaded.drafter, loaded.weights(capacity), lambda ctx: on_target(target, ctx)

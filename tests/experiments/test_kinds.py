@@ -31,7 +31,7 @@ from specsparse.runtime import metrics
 from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.runtime.timing_cache import CostTable
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.with_policy import WithPolicy
+from specsparse.speculative.policies.base import Heuristic
 from specsparse.speculative.proof import certify as certificate
 from specsparse.speculative.proof.mutants import DRIVER_MUTANTS, MUTANTS
 from specsparse.support import terminal
@@ -458,13 +458,14 @@ def test_synthetic_goes_with_itself_and_with_chains():
 
 
 def test_policies_go_with_drafters_that_can_follow_them():
-    def drafter(name, policy, **options):
-        return resolve(MethodSpec(name, policy=Choice(policy, options))).drafter
+    def method(name, policy, **options):
+        return resolve(MethodSpec(name, policy=Choice(policy, options)))
 
-    lookup = drafter("prompt_lookup", "heuristic", gamma=6)
-    assert isinstance(lookup, WithPolicy) and lookup.max_nodes == 6
-    assert drafter("prompt_lookup", "fixed", gamma=6) == get_drafter("prompt_lookup", gamma=6)
-    with pytest.raises(UserError, match=r"policy=p_min looks at .*, and drafter=prompt_lookup has none"):
-        drafter("prompt_lookup", "p_min", p_min=0.5)
-    own = drafter("layer_skip", "p_min", gamma=5, p_min=0.5)
+    lookup = method("prompt_lookup", "heuristic", gamma=6)
+    assert lookup.policy == Heuristic(6) and lookup.max_nodes == 6
+    fixed = method("prompt_lookup", "fixed", gamma=6)
+    assert fixed.drafter == get_drafter("prompt_lookup", gamma=6) and fixed.policy is None
+    with pytest.raises(UserError, match=r"policy=p_min looks at .*PromptLookup has none"):
+        method("prompt_lookup", "p_min", p_min=0.5)
+    own = method("layer_skip", "p_min", gamma=5, p_min=0.5).drafter
     assert own.style.length_policy.p_min == 0.5 and own.max_nodes == 5

@@ -22,7 +22,6 @@ from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.runtime.metrics import STAGES, Counters, Times, from_dict, rates, to_dict
 from specsparse.runtime.session import Request, Session
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.with_policy import with_policy
 from specsparse.speculative.policies import get_policy
 from specsparse.testing import write_tiny_gguf
 from tests.cells import cells
@@ -51,8 +50,8 @@ def free(model):
 
 
 def fast(policy=None):
-    drafter = get_drafter("prompt_lookup", gamma=4)
-    return {"drafter": drafter if policy is None else with_policy(drafter, policy), "verifier": "match"}
+    given = {} if policy is None else {"policy": policy}
+    return {"drafter": get_drafter("prompt_lookup", gamma=4), "verifier": "match", **given}
 
 
 def unique(text: str, end: int) -> str:

@@ -27,7 +27,6 @@ from specsparse.runtime.timing_cache import guessed_v, policy_times
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.lookup import Either
-from specsparse.speculative.drafters.with_policy import with_policy
 from specsparse.speculative.policies import default_policy
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import get_verifier
@@ -102,13 +101,13 @@ class Replay:
             return resolve(MethodSpec(name), self.model)
         source = name.removeprefix("lookup_")
         policy = default_policy(policy_times(self.model, 4, None, share=COSTS[source][0]))
-        drafter = with_policy(Recorded(), policy)
+        drafter: Drafter = Recorded()
         if name != source:
             lookup = resolve(MethodSpec("prompt_lookup"), self.model).drafter
             assert lookup is not None
             drafter = Either(lookup, drafter)
         weights = (jnp.asarray(self.text), jnp.asarray(self.right[source]))
-        return Method(drafter, get_verifier("greedy"), lambda capacity: weights)
+        return Method(drafter, get_verifier("greedy"), policy, lambda capacity: weights)
 
     def rounds(self, method: Method) -> np.ndarray:
         """int32[rounds, B]: tokens drafted in each round of each text, -1 after its end."""
@@ -205,8 +204,7 @@ def test_a_text_that_depends_on_its_drafts_is_drafted_in_a_batch_as_alone(replay
     def policies(temperature: float, verifier: str) -> list[object]:
         sampling = SamplingParams(temperature=temperature)
         spec = MethodSpec("prompt_lookup", verifier, sampling=sampling)
-        made = (resolve(spec, replay.model, batch=b).drafter for b in (1, 8))
-        return [drafter.policy for drafter in made]
+        return [resolve(spec, replay.model, batch=b).policy for b in (1, 8)]
 
     for verifier in ("delta", "block"):
         alone, together = policies(0.8, verifier)

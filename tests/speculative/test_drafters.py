@@ -14,7 +14,6 @@ from specsparse.errors import UserError
 from specsparse.speculative.base import ROOT, Draft, Drafted, Drafter, DraftKind
 from specsparse.speculative.drafters import DRAFTERS, get_drafter
 from specsparse.speculative.drafters.synthetic import Scripted
-from specsparse.speculative.drafters.with_policy import with_policy
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree
@@ -180,9 +179,9 @@ def test_a_newcomer_to_tracing_gets_one_line(wrong, tmp_path):
     with pytest.raises(AssertionError, match=words):
         check_drafter(Newcomer(wrong))
     model = tiny_model(tmp_path, vocab=V, capacity=C)
-    for drafter in (Newcomer(wrong), with_policy(Newcomer(wrong), Fixed(2))):
+    for policy in (None, Fixed(2)):
         with pytest.raises(UserError) as error:
-            specsparse.generate(model, [1, 2], max_tokens=4, drafter=drafter)
+            specsparse.generate(model, [1, 2], max_tokens=4, drafter=Newcomer(wrong), policy=policy)
         assert re.search(words, str(error.value))
 
 

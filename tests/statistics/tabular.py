@@ -29,7 +29,6 @@ from specsparse.speculative.drafters.draft_model import OwnModel
 from specsparse.speculative.drafters.model_drafter import ModelDrafter, TreeDrafter
 from specsparse.speculative.drafters.self_draft import TargetLayers
 from specsparse.speculative.drafters.sources import DraftWeights, VocabMap
-from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.trees.base import TreeShape
 
 VOCAB = 4
@@ -111,7 +110,7 @@ def drafter(shape: int | TreeShape, kind: DraftKind | None = None, *, own: bool 
     vocab = VocabMap(VOCAB, VOCAB, VOCAB)
     source = OwnModel(forward, vocab, 64, (0,), 1, 1, 1, jnp.float32) if own else TargetLayers(forward, vocab, 64, (0,))
     if isinstance(shape, int):
-        return ModelDrafter(source, probs, Fixed(shape), kind)
+        return ModelDrafter(source, probs, shape, kind)
     return TreeDrafter(source, probs, shape)
 
 

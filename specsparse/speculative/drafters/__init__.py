@@ -5,6 +5,7 @@ Importing this costs no jax.
 
 from typing import TYPE_CHECKING
 
+from specsparse.errors import UserError
 from specsparse.speculative.gamma import GAMMA_NAMES
 from specsparse.support.registry import Registry
 
@@ -65,18 +66,24 @@ def get_drafter(name: str, **options: object) -> "Drafter | DrafterSpec":
     Raises:
         UserError: unknown name or option (with the nearest valid one), or a value out of range.
     """
-    from specsparse.speculative.base import Drafter, check_facts
-    from specsparse.speculative.drafters.spec import DrafterSpec
-
     named = _own_names(name)
     if "max_nodes" in named:  # everybody's names of it, for a class that does not list them
         options = {"max_nodes" if key in GAMMA_NAMES and key not in named else key: options[key] for key in options}
     made = DRAFTERS.make(name, options)
-    if isinstance(made, Drafter):
-        check_facts(made)
-    elif isinstance(made, DrafterSpec):
-        made.check()
+    made.check()
     return made
+
+
+def check_is_drafter(value: object) -> None:
+    """Refuses what is no drafter.
+
+    Raises:
+        UserError: its type.
+    """
+    from specsparse.speculative.base import AnyDrafter
+
+    if not isinstance(value, AnyDrafter):
+        raise UserError(f"drafter must be a registered name or a Drafter, not {type(value).__name__}")
 
 
 def takes(name: str) -> frozenset[str]:

@@ -3,9 +3,9 @@
 `allowed`, `copy_chain` and `drafted` are what such drafters share, one's own too (`notebooks/last_seen.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.speculative.base import PAD, Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
 from specsparse.speculative.gamma import MAX_GAMMA, SHORT_GAMMA, MaxNodes
+from specsparse.speculative.policies.base import Fixed, Policy
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.support.options import Also, Count, Range
 
@@ -350,6 +351,8 @@ class Either(Drafter):
             raise UserError("lookup_head drafts chains: leave tree out")
 
     kind = property(attrgetter("second.kind"))
+    asks_stop = property(attrgetter("second.asks_stop"))  # type: ignore[assignment]
+    has_sources = True
 
     @property
     def max_nodes(self) -> int:
@@ -359,24 +362,34 @@ class Either(Drafter):
     def wants_hidden(self) -> bool | tuple[int, ...]:
         return self.first.wants_hidden or self.second.wants_hidden
 
+    def with_room(self, nodes: int) -> Self:
+        return replace(self, second=self.second.with_room(nodes))
+
+    def source_policies(self, policy: Policy) -> tuple[Policy, ...]:
+        """A lookup costs nothing; a policy that reads draft distributions leaves it alone."""
+        return Fixed(self.first.max_nodes) if policy.needs else policy.zero_cost(), policy
+
     def init(self, params: Pytree, ctx: DraftContext, *, hidden: jax.Array | None = None) -> EitherState:
         first = self.first.init(None, ctx, hidden=hidden)
         second = self.second.init(params, ctx, hidden=hidden)
         return EitherState(first, second, jnp.zeros((ctx.length.shape[0],), bool))
 
     def draft(self, params: Pytree, state: EitherState, ctx: DraftContext) -> Drafted:
-        a = self.first.draft(None, state.first, ctx)
-        took_B = a.draft.count > 0
-        rest = ctx._replace(budget=jnp.where(took_B, 0, ctx.budget), cache=a.cache)
+        ours = ctx.from_source(0)
+        a = self.first.draft(None, state.first, ours)
+        first_B = ours.keep(a.draft.count)
+        took_B = first_B > 0
+        rest = ctx._replace(budget=jnp.where(took_B, 0, ctx.budget), cache=a.cache).from_source(1)
         b = self.second.draft(params, state.second, rest)
         tokens_BK = jnp.where(took_B[:, None], self._wide(a.draft.tokens), self._wide(b.draft.tokens))
         draft = a.draft._replace(
             tokens=tokens_BK,
             parents=TreeTemplate.chain(self.max_nodes).parents_array(tokens_BK.shape[0]),
-            count=jnp.where(took_B, a.draft.count, b.draft.count),
+            count=jnp.where(took_B, first_B, rest.keep(b.draft.count)),
             q=None if b.draft.q is None else self._probs(took_B, tokens_BK, b.draft.q),
         )
-        return Drafted(draft, EitherState(a.state, b.state, took_B), b.cache)
+        source_B = jnp.where(took_B, 0, 1)
+        return Drafted(draft, EitherState(a.state, b.state, took_B), b.cache, source_B)
 
     def commit(self, params: Pytree, state: EitherState, ctx: DraftContext, feedback: Feedback) -> EitherState:
         """Both learn the verdict; the one that did not draft sees an empty draft."""

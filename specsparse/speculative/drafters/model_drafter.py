@@ -2,7 +2,7 @@
 
 import dataclasses
 from operator import attrgetter
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +14,10 @@ from specsparse.errors import UserError
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
 from specsparse.speculative.draft_sampling import DraftSampling, draft_uniforms
 from specsparse.speculative.drafters.sources import DraftWeights, FedRows, KeptRows, Source
-from specsparse.speculative.policies.base import Policy, check_policy, draft_view
+from specsparse.speculative.gamma import SHORT_GAMMA
+from specsparse.speculative.policies.base import draft_view
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees.base import Expander, TreeShape
-
-
-class ModelState(NamedTuple):
-    """What a model drafter carries from round to round: its source's and its policy's state."""
-
-    source: Pytree
-    policy: Pytree
 
 
 class _Chain(NamedTuple):
@@ -48,40 +42,41 @@ class _Chain(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ModelDrafter(Drafter):
-    """Drafts a chain with a source of logits; time follows the tokens drafted, not K.
+    """Drafts a chain with a source of logits; time follows the tokens drafted, not K. Its state is the source's.
 
     Draws from q (noise stream `draft`, keyed by position, round and node) and records it, or takes the argmax.
 
     Attributes:
         source: where logits come from.
         probs: the draft's own temperature and truncation.
-        policy: how many tokens to draft and when to stop; asked before a node is drawn.
+        max_nodes: K, tokens drafted at most.
         draw: `DraftKind.SAMPLED` or `DraftKind.ONE_HOT`.
     """
 
     source: Source
     sampling: DraftSampling
-    policy: Policy
+    max_nodes: int = SHORT_GAMMA
     draw: DraftKind = DraftKind.ONE_HOT
+    asks_stop: ClassVar[bool] = True
 
     def __post_init__(self):
         if self.draw not in (DraftKind.ONE_HOT, DraftKind.SAMPLED):
             raise UserError(f"a chain is argmax or sampled, not {self.draw.value}")
-        check_policy(self.policy, self.draw)
 
     kind = property(attrgetter("draw"))
-    max_nodes = property(attrgetter("policy.gamma"))
     wants_hidden = property(attrgetter("source.wants_hidden"))
 
-    def init(self, params: DraftWeights, ctx: DraftContext, *, hidden: jax.Array | None = None) -> ModelState:
-        return ModelState(self.source.init(params, ctx, hidden), self.policy.init(ctx.length.shape[0]))
+    def with_room(self, nodes: int) -> Self:
+        return dataclasses.replace(self, max_nodes=nodes)
 
-    def draft(self, params: DraftWeights, state: ModelState, ctx: DraftContext) -> Drafted:
+    def init(self, params: DraftWeights, ctx: DraftContext, *, hidden: jax.Array | None = None) -> Pytree:
+        return self.source.init(params, ctx, hidden)
+
+    def draft(self, params: DraftWeights, state: Pytree, ctx: DraftContext) -> Drafted:
         """A chain of at most `budget` tokens; a sequence without budget costs nothing and catches up later."""
         batch, K = ctx.length.shape[0], self.max_nodes
-        budget_B = jnp.minimum(self.policy.budget(state.policy, ctx), self.source.room(params, state.source, ctx))
-        budget_B = jnp.clip(budget_B, 0, K)
-        cache, logits_BN = self.source.open(params, state.source, ctx._replace(budget=budget_B), budget_B > 0)
+        budget_B = jnp.clip(jnp.minimum(ctx.budget, self.source.room(params, state, ctx)), 0, K)
+        cache, logits_BN = self.source.open(params, state, ctx._replace(budget=budget_B), budget_B > 0)
         sampled = self.draw is DraftKind.SAMPLED
         chain = _Chain(
             cache=cache,
@@ -91,7 +86,7 @@ class ModelDrafter(Drafter):
             live=budget_B > 0,
             last=jnp.ones((batch,), jnp.float32),
         )
-        chain = self._add(params, state, ctx, chain, logits_BN, jnp.int32(0), budget_B)
+        chain = self._add(params, ctx, chain, logits_BN, jnp.int32(0), budget_B)
 
         def step(carry):
             i, chain = carry
@@ -99,46 +94,44 @@ class ModelDrafter(Drafter):
             live_B = chain.live.astype(jnp.int32)
             logits_B1N, cache = self.source.feed(params, ctx, chain.cache, FedRows(token_B1, live_B))
             chain = chain._replace(cache=kv.commit(cache, live_B))
-            return i + 1, self._add(params, state, ctx, chain, logits_B1N[:, 0], i, budget_B)
+            return i + 1, self._add(params, ctx, chain, logits_B1N[:, 0], i, budget_B)
 
         _, chain = jax.lax.while_loop(lambda c: c[1].live.any(), step, (jnp.int32(1), chain))
-        source, cache = self.source.close(params, state.source, chain.cache, ctx)
-        count_B = self.policy.keep(state.policy, chain.count)
-        draft = Draft(chain.tokens, TreeTemplate.chain(K).parents_array(batch), count_B, chain.q)
-        return Drafted(draft, ModelState(source, state.policy), cache)
+        state, cache = self.source.close(params, state, chain.cache, ctx)
+        draft = Draft(chain.tokens, TreeTemplate.chain(K).parents_array(batch), chain.count, chain.q)
+        return Drafted(draft, state, cache)
 
-    def commit(self, params: DraftWeights, state: ModelState, ctx: DraftContext, feedback: Feedback) -> ModelState:
+    def commit(self, params: DraftWeights, state: Pytree, ctx: DraftContext, feedback: Feedback) -> Pytree:
         """Keeps the accepted tokens in the source's cache; the last node of a draft was never fed."""
         fed_B = jnp.maximum(feedback.draft.count - 1, 0)
         kept_B = jnp.minimum(feedback.verdict.accepted, fed_B)
-        source = self.source.keep(params, state.source, ctx, feedback, KeptRows(kept_B))
-        return ModelState(source, self.policy.update(state.policy, feedback.verdict, feedback.draft.count))
+        return self.source.keep(params, state, ctx, feedback, KeptRows(kept_B))
 
-    def _add(self, params, state, ctx, chain: _Chain, logits_BN, i, budget_B) -> _Chain:
+    def _add(self, params, ctx, chain: _Chain, logits_BN, i, budget_B) -> _Chain:
         """Node i of the sequences that are live, from the logits before it, unless the policy stops there."""
         live_B, sampled = chain.live, self.draw is DraftKind.SAMPLED
         u_BU = draft_uniforms(ctx, depth=i + 1, node=i)[:, 0]
         vocab = self.source.vocab
         q_BN = wide_BV = None
-        at_once = sampled and not self.policy.needs and self.sampling.kernels.propose is not None
+        at_once = sampled and not ctx.needs and self.sampling.kernels.propose is not None
         if at_once:
             column_B, ok_B, wide_BV = self.sampling.propose(logits_BN, u_BU, params.ids, vocab.target)
             live_B = live_B & ok_B
         elif sampled:
             q_BN, ok_B = self.sampling.probs(logits_BN)
             live_B = live_B & ok_B  # without a distribution the draft ends
-        elif self.policy.needs:
+        elif ctx.needs:
             q_BN = self.sampling.confidence(logits_BN)
-        if self.policy.needs:
-            view = draft_view(q_BN, depth_B=chain.count, last_B=chain.last, needs=self.policy.needs)
-            live_B = live_B & ~self.policy.stop(state.policy, view)
+        if ctx.needs:
+            view = draft_view(q_BN, depth_B=chain.count, last_B=chain.last, needs=ctx.needs)
+            live_B = live_B & ~ctx.stop(view)
         if not sampled:
             column_B = self.sampling.top(logits_BN)
         elif not at_once:
             column_B, wide_BV = self.sampling.draw(q_BN, u_BU), vocab.widen(params, q_BN)
         token_B = jnp.where(live_B, vocab.token_ids(params, column_B), 0)
         last_B = chain.last
-        if "last" in self.policy.needs:
+        if "last" in ctx.needs:
             last_B = jnp.take_along_axis(q_BN, column_B[:, None], axis=1)[:, 0]
         count_B = chain.count + live_B.astype(jnp.int32)
         return _Chain(

@@ -8,18 +8,18 @@ runs it.
 import functools
 import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine.pytree import Pytree
+from specsparse.engine.cache import KVCache
 from specsparse.engine.text.tokenizer import Tokenizer
-from specsparse.speculative.base import DraftContext, Drafted, DraftKind, Feedback, TextDrafter
-from specsparse.speculative.drafters.model_drafter import ModelDrafter, ModelState
+from specsparse.speculative.base import DraftContext, Drafted, DraftKind, TextDrafter
+from specsparse.speculative.drafters.model_drafter import ModelDrafter
 from specsparse.speculative.drafters.sources import DraftWeights
 from specsparse.speculative.intersection import Intersection
 
@@ -143,20 +143,16 @@ class StringState(NamedTuple):
     """What is carried from round to round.
 
     Attributes:
-        writer: the draft model's cache and the policy.
+        cache: the draft model's.
         text: what the cache was fed, with the draft behind each text among its `ids`.
         held: int32[B], how many of them it holds.
         budget: int32[B], tokens of the target that the last draft may have.
     """
 
-    writer: ModelState
+    cache: KVCache
     text: OwnText
     held: jax.Array
     budget: jax.Array
-
-    @property
-    def policy(self) -> Pytree:
-        return self.writer.policy
 
 
 @dataclass(frozen=True)
@@ -174,8 +170,12 @@ class StringDrafter(TextDrafter):
     expansion: float
 
     kind: ClassVar[DraftKind] = DraftKind.ONE_HOT  # type: ignore[misc]  # static, as a field of its own would be
-    policy = property(attrgetter("writer.policy"))
+    asks_stop: ClassVar[bool] = True
+    has_sources: ClassVar[bool] = True  # the budget is in tokens of the target, the policy's in those of the writer
     max_nodes = property(attrgetter("writer.max_nodes"))
+
+    def with_room(self, nodes: int) -> Self:
+        return replace(self, writer=self.writer.with_room(nodes))
 
     def slots(self, tokens: int) -> int:
         """S, draft tokens beside a target's cache of `tokens` slots."""
@@ -206,23 +206,23 @@ class StringDrafter(TextDrafter):
         return text
 
     def init(self, params: DraftWeights, ctx: DraftContext, *, hidden: jax.Array | None = None) -> StringState:
-        writer, zero_B = self.writer.init(params, _own(ctx)), jnp.zeros_like(ctx.length)
-        return StringState(writer, ctx.text, writer.source.length, zero_B)
+        cache = self.writer.init(params, _own(ctx))
+        return StringState(cache, ctx.text, cache.length, jnp.zeros_like(ctx.length))
 
     def draft(self, params: DraftWeights, state: StringState, ctx: DraftContext) -> Drafted:
         """A chain of the draft model's own tokens, as many as the target's that are asked for."""
         text: OwnText = ctx.text
-        cache = state.writer.source._replace(length=text.kept)
-        drafted = self.writer.draft(params, state.writer._replace(source=cache), _own(ctx))
-        draft, writer = drafted.draft, drafted.state
+        own = _own(ctx).from_source(0)
+        drafted = self.writer.draft(params, state.cache._replace(length=text.kept), own)
+        draft, cache = drafted.draft._replace(count=own.keep(drafted.draft.count)), drafted.state
         # Rows of the drafted tokens stay behind the text: where the next text goes on like that, they are kept.
-        held_B = writer.source.length + jnp.maximum(draft.count - 1, 0)
+        held_B = cache.length + jnp.maximum(draft.count - 1, 0)
         node_K = jnp.arange(self.max_nodes, dtype=jnp.int32)[None]
         at_BK = jnp.where(node_K < draft.count[:, None], text.length[:, None] + node_K, text.ids.shape[1])
         row_B1 = jnp.arange(at_BK.shape[0], dtype=jnp.int32)[:, None]
         ids_BS = text.ids.at[row_B1, at_BK].set(draft.tokens, mode="drop")
-        held_B = jnp.where(writer.source.length == text.length, held_B, writer.source.length)
-        state = StringState(writer, text._replace(ids=ids_BS), held_B, ctx.budget)
+        held_B = jnp.where(cache.length == text.length, held_B, cache.length)
+        state = StringState(cache, text._replace(ids=ids_BS), held_B, ctx.budget)
         return drafted._replace(draft=draft._replace(q=None), state=state)
 
     def write_text(self, drafted: Drafted, tokens_BC: np.ndarray, length_B: np.ndarray) -> Drafted:
@@ -235,11 +235,6 @@ class StringDrafter(TextDrafter):
             found = self.translator.write(ids, own_BK[b, : count_B[b]].tolist())[: int(budget_B[b])]
             tokens_BK[b, : len(found)], found_B[b] = found, len(found)
         return drafted._replace(draft=draft._replace(tokens=tokens_BK, count=found_B))
-
-    def commit(self, params: DraftWeights, state: StringState, ctx: DraftContext, feedback: Feedback) -> StringState:
-        """The policy learns the verdict; the cache is compared with the text when that is read."""
-        policy = self.writer.policy.update(state.policy, feedback.verdict, feedback.draft.count)
-        return state._replace(writer=state.writer._replace(policy=policy))
 
 
 def _own(ctx: DraftContext) -> DraftContext:

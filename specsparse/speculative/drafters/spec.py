@@ -1,22 +1,20 @@
 """Drafters that need a model: how they draft (`Drafting`), what is asked for (`DrafterSpec`), and what it builds."""
 
-import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 import jax
 import numpy as np
 
 from specsparse.engine.model import Model
-from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.kernels import Matrix, take_rows
-from specsparse.speculative.base import Drafter, DraftKind
+from specsparse.speculative.base import AnyDrafter, Drafter, DraftKind
+from specsparse.speculative.base import LoadedDrafter as LoadedDrafter  # what `build` returns
 from specsparse.speculative.draft_sampling import DraftSampling
 from specsparse.speculative.drafters.model_drafter import ModelDrafter, TreeDrafter
 from specsparse.speculative.drafters.sources import DraftWeights, Source
@@ -148,7 +146,7 @@ class Drafting:
             )
         if self.shape is not None:
             return TreeDrafter(source, probs, self.shape)
-        return ModelDrafter(source, probs, self.length_policy, self.kind)
+        return ModelDrafter(source, probs, self.length_policy.gamma, self.kind)
 
     def trim(
         self, target: Model, output: Matrix, columns: int, *, rows: np.ndarray | None = None
@@ -217,24 +215,6 @@ def drafting_with(how: How, policy: Policy) -> How:
     return dataclasses.replace(how, policy=policy, **defaults)
 
 
-class LoadedDrafter(NamedTuple):
-    """A drafter ready to run.
-
-    Attributes:
-        drafter: static.
-        weights: cache capacity of the target -> the drafter's weights.
-        bytes_per_token: of weights that drafting a token reads.
-        about: what records say of it, as plain values by name, such as how two vocabularies overlap.
-        notes: the same in lines.
-    """
-
-    drafter: Drafter
-    weights: Callable[[int], Pytree]
-    bytes_per_token: int = 0
-    about: Mapping[str, object] = MappingProxyType({})
-    notes: tuple[str, ...] = ()
-
-
 class Load(Protocol):
     """Gets what a drafter is made of; injected, since loading lies above this room."""
 
@@ -250,7 +230,7 @@ class Load(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class DrafterSpec(abc.ABC):
+class DrafterSpec(AnyDrafter):
     """A drafter whose model is not there yet: what is known of it beforehand, and how to make it.
 
     Derive from it what drafts with the target's model: the fields of a frozen dataclass are its options, beside those
@@ -262,7 +242,9 @@ class DrafterSpec(abc.ABC):
     """
 
     drafting: Annotated[Drafting, Inline()] = dataclasses.field(default=Drafting(), kw_only=True)
+    needs_model: ClassVar[bool] = True
     on_mesh: ClassVar[bool] = False
+    can_draw: ClassVar[bool] = True
 
     @property
     def style(self) -> Drafting:
@@ -275,24 +257,6 @@ class DrafterSpec(abc.ABC):
         return self.style.kind
 
     @property
-    def can_draw(self) -> bool:
-        """Whether drafts are drawn from distributions that a verifier can weigh, once a temperature above 0 says so."""
-        return True
-
-    def check(self) -> None:
-        """Refuses a spec without a value that it needs, such as the path of a head. By default it needs none.
-
-        Raises:
-            UserError: the option.
-        """
-        return None
-
-    @property
-    def files(self) -> Mapping[str, str]:
-        """Options that name a file or a name of the catalogue, and what they say: it must be there before a run."""
-        return {}
-
-    @property
     def tree(self) -> bool:
         """Whether drafts branch."""
         return self.style.shape is not None and self.style.shape.branches
@@ -302,13 +266,16 @@ class DrafterSpec(abc.ABC):
         """K."""
         return self.style.length_policy.gamma if self.style.shape is None else self.style.shape.max_nodes
 
-    def with_policy(self, policy: Policy) -> Self:
-        """The same with that policy, which somebody asked for."""
-        return dataclasses.replace(self, drafting=drafting_with(self.drafting, policy))
+    @property
+    def length_policy(self) -> Policy:
+        return self.style.length_policy
 
-    @abc.abstractmethod
-    def build(self, target: Model, load: Load) -> LoadedDrafter:
-        """The drafter for this target, and its weights; the policy is put on it by `runtime.method.load_drafter`."""
+    @property
+    def any_length(self) -> bool:
+        return self.style.free
+
+    def with_policy(self, policy: Policy) -> Self:
+        return dataclasses.replace(self, drafting=drafting_with(self.drafting, policy))
 
 
 def bytes_of(*weights: object) -> int:

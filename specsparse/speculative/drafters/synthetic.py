@@ -157,6 +157,10 @@ class Synthetic(Drafter):
             object.__setattr__(self, "max_nodes", len(self.acceptance.rates))
         self.acceptance.conditional(self.max_nodes)  # a mean length that is too long is found before a model is loaded
 
+    @property
+    def own_verifier(self) -> Verifier:
+        return synthetic_verifier(self.acceptance)
+
     def draft(self, params: Pytree, state: Pytree, ctx: DraftContext) -> Drafted:
         """The K tokens before the last one, of them `budget`; consumes no noise."""
         batch, K = ctx.tokens.shape[0], self.max_nodes

@@ -7,6 +7,7 @@ its distribution. Only
 """
 
 import dataclasses
+import functools
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -115,7 +116,7 @@ class Policy:
         """The same for drafts that are trees of so many nodes; by default as for chains."""
         return self
 
-    def free(self) -> "Policy":
+    def zero_cost(self) -> "Policy":
         """The same for drafts that cost nothing."""
         return self
 
@@ -149,6 +150,23 @@ class Policy:
     def reports(self, state: Any, off_B: np.ndarray) -> list[PolicyReport]:
         """What it did to each sequence, of which it drafted nothing in `off_B` rounds."""
         return [PolicyReport(off) for off in off_B.tolist()]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["state"], meta_fields=["policy"])
+@dataclasses.dataclass(frozen=True)
+class ActivePolicy:
+    """A policy in one round, with the state that it has there. A pytree, so that contexts may cross a jit."""
+
+    policy: Policy
+    state: Any
+
+    def stop(self, view: DraftView) -> jax.Array:
+        """`Policy.stop` in this state."""
+        return self.policy.stop(self.state, view)
+
+    def keep(self, count_B: jax.Array) -> jax.Array:
+        """`Policy.keep` in this state."""
+        return self.policy.keep(self.state, count_B)
 
 
 def check_policy(policy: Policy, kind: DraftKind) -> None:

@@ -137,7 +137,7 @@ class CostOptimal(Policy):
     def check_times(self) -> None:
         assert self.cost.times
 
-    def free(self) -> "CostOptimal":
+    def zero_cost(self) -> "CostOptimal":
         return dataclasses.replace(self, cost=self.cost.without_drafting())
 
     def init(self, batch: int) -> FadingCounts:
@@ -232,8 +232,8 @@ class AutoOff(Policy):
         """All nodes, whose number is no draft length, or none."""
         return dataclasses.replace(self, gamma=nodes, inner="fixed" if self.inner is None else self.inner)
 
-    def free(self) -> "AutoOff":
-        return dataclasses.replace(self, inner=self.paying.free(), cost=self.cost.without_drafting())
+    def zero_cost(self) -> "AutoOff":
+        return dataclasses.replace(self, inner=self.paying.zero_cost(), cost=self.cost.without_drafting())
 
     @property
     def needs(self) -> frozenset[str]:

@@ -184,7 +184,7 @@ def test_policies_read_the_measured_acceptance(model, table, cfg):
     key = acceptance.acceptance_key("prompt_lookup", "greedy", GREEDY, "chain")
     kept = dataclasses.replace(table, acceptance={key: (0.37,)})
     timing_cache.save(model, kept.with_draft("prompt_lookup", DraftCost(token_s=table.plain_s / 2)))
-    policy = resolve(found(cfg, model).spec).drafter.policy
+    policy = resolve(found(cfg, model).spec).policy
     assert policy.cost.prior == 0.37 and policy.cost.c == 0.5 and policy.cost.v == (1.0,) * 4
     fixed = replaced(cfg, policy=Choice("fixed", {"gamma": 3}))
     assert found(fixed, model) is fixed
@@ -198,5 +198,5 @@ def test_compare_reads_the_cost_of_each_drafter(model, table, cfg):
         key = cost_key(name, configured.drafter_choice(cfg, name).options)  # as `roofline` keeps it
         table = table.with_draft(key, DraftCost(token_s=cost * table.plain_s))
     timing_cache.save(model, table)
-    drafters = [resolve(found(pair, model).spec).drafter for pair in compare.pairs(cfg)[0].values()]
-    assert [drafter.policy.cost.c for drafter in drafters] == [0.25, 0.75]
+    methods = [resolve(found(pair, model).spec) for pair in compare.pairs(cfg)[0].values()]
+    assert [method.policy.cost.c for method in methods] == [0.25, 0.75]
