@@ -23,7 +23,7 @@ import numpy as np
 import specsparse
 from specsparse.speculative.proof.mutants import MUTANTS, measure_mutant
 from specsparse.speculative.proof.results import LOSSLESS_TV, MUTANT_TV
-from specsparse.speculative.verify import get_verifier
+from specsparse.speculative.verifiers import get_verifier
 
 # %% [markdown]
 # ## By hand, one token

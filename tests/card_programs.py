@@ -19,7 +19,7 @@ from specsparse.kernels import Kernels
 from specsparse.speculative import loop, token_sources
 from specsparse.speculative.drafters.synthetic import Scripted
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.verify import get_verifier
+from specsparse.speculative.verifiers import get_verifier
 
 PROMPT = 128
 """Rows of the prompt's program."""

@@ -24,8 +24,7 @@ from specsparse.speculative.policies import default_policy, get_policy, over_tre
 from specsparse.speculative.policies.base import Fixed, Policy, check_policy
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.trees.base import TreeShape
-from specsparse.speculative.verifiers import RULES, SYNTHETIC, same_text
-from specsparse.speculative.verify import get_verifier, valid_verifiers
+from specsparse.speculative.verifiers import RULES, SYNTHETIC, get_verifier, same_text, valid_verifiers
 from specsparse.support import registry
 from specsparse.support.registry import Choice
 

@@ -33,7 +33,6 @@ from specsparse.speculative import token_sources
 from specsparse.speculative.base import Drafted
 from specsparse.speculative.policies.base import PolicyReport
 from specsparse.speculative.token_sources import TokenSource
-from specsparse.speculative.verify import measures_alpha
 from specsparse.support.options import shown
 
 ALL_ROUNDS = 2**30
@@ -364,7 +363,9 @@ class Session:
         shares = zip(_shares(every.rounds), _shares(fed), strict=True)
         times = [self.times.share(decode, prefill) for decode, prefill in shares]
         verifier = self.method.verifier
-        measured = verifier is not None and measures_alpha(verifier, greedy=self.sampling.greedy)
+        measured = verifier is not None and verifier.rule.measures_alpha(
+            tree=verifier.tree, greedy=self.sampling.greedy
+        )
         rows = (jax.tree.map(lambda a, b=b: a[b], every) for b in range(len(fed)))
         return [
             Counters(

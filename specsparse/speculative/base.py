@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # for the types alone: kinds of draws are known without it
     from specsparse.engine.model import Model
     from specsparse.speculative.drafters.spec import Load
     from specsparse.speculative.policies.base import ActivePolicy, DraftView, Policy
+    from specsparse.speculative.verify import Rule
 
 ROOT = -1
 """Parent of the nodes that follow the last committed token."""
@@ -353,7 +354,7 @@ class TextDrafter(Drafter):
 
 @dataclasses.dataclass(frozen=True)
 class Verifier:
-    """A named verifier: a rule with its options and the drafts it is sound for. See `verify.VERIFIERS`.
+    """A named verifier: a rule with its options and the drafts it is sound for. See `verifiers.VERIFIERS`.
 
     Attributes:
         name: the name in configs and reports.
@@ -367,7 +368,7 @@ class Verifier:
     """
 
     name: str
-    rule: object
+    rule: "Rule"
     kinds: frozenset[DraftKind]
     tree: bool = False
     lossless: bool = True

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -43,16 +44,7 @@ from specsparse.speculative.base import (
 )
 from specsparse.speculative.policies.base import ActivePolicy, Policy
 from specsparse.speculative.tree import node_depths, path_rows, row_parents
-from specsparse.speculative.verify import (
-    has_alpha,
-    judged_at_once,
-    measure_alpha,
-    sum_alpha,
-    verify,
-    verify_nothing,
-    verify_rows,
-    verify_targets,
-)
+from specsparse.speculative.verify import LogitRows, Noise, Target, has_native_call, of_nothing
 
 
 def context(params, job: Job, state: DecodeState, *, max_nodes: int) -> DraftContext:
@@ -71,8 +63,8 @@ def context(params, job: Job, state: DecodeState, *, max_nodes: int) -> DraftCon
     )
 
 
-def coins(job: Job, state: DecodeState, *, max_nodes: int) -> tuple[jax.Array, jax.Array]:
-    """A round's noise: float32[B, K] acceptance coins, and float32[B, 4] of the token after them."""
+def coins(job: Job, state: DecodeState, *, max_nodes: int) -> Noise:
+    """The verifier's noise of a round."""
     use = {
         "sample": job.sample[:, None],
         "position": state.length[:, None],
@@ -80,7 +72,7 @@ def coins(job: Job, state: DecodeState, *, max_nodes: int) -> tuple[jax.Array, j
     }
     node_K = jnp.arange(max_nodes, dtype=jnp.int32)[None]
     coins_BK = uniform(job.seed[:, None], stream=NoiseStream.ACCEPT, node=node_K, **use)
-    return coins_BK, token_uniforms(job.seed[:, None], stream=NoiseStream.RESIDUAL, **use)[:, 0]
+    return Noise(coins_BK, token_uniforms(job.seed[:, None], stream=NoiseStream.RESIDUAL, **use)[:, 0])
 
 
 class PolicyState(NamedTuple):
@@ -145,12 +137,16 @@ class Round:
         )
 
     def judge(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> Verdict:
-        """`accept`. Where nobody drafted anything only the root's row is looked at.
+        """`accept`. If nobody drafted anything, only the root's row is looked at.
 
         Distributions and draws take time for each row there is room for, also for those that hold nothing, unless the
         kernels sample without writing distributions down.
         """
-        if self.kernels.sample is not None and not self._writes_probs(draft):
+        if self.verifier.needs_p:
+            writes_probs = not has_native_call(self.verifier, self.kernels)
+        else:
+            writes_probs = self.reads_alpha and draft.q is not None
+        if self.kernels.sample is not None and not writes_probs:
             return self.accept(job, state, draft, logits_BnV)
         return jax.lax.cond(
             jnp.any(draft.count > 0),
@@ -164,79 +160,61 @@ class Round:
         none = draft._replace(tokens=draft.tokens[:, :0], parents=draft.parents[:, :0], q=q)
         if self.verifier.needs_p:
             p_BV = self.probs(job, state, none, logits_BnV[:, :1])[:, 0]
-            _, u_BU = coins(job, state, max_nodes=0)
-            return verify_nothing(draft, p_BV, u_B=u_BU, draw=self.kernels.draw)
+            return of_nothing(draft, p_BV, coins(job, state, max_nodes=0).last, self.kernels.draw)
         verdict = self.accept(job, state, none, logits_BnV[:, :1])
         more = [(0, 0), (0, draft.max_nodes)]
         tokens, nodes = (jnp.pad(x, more, constant_values=PAD) for x in (verdict.tokens, verdict.nodes))
         return verdict._replace(tokens=tokens, nodes=nodes)
 
-    def targets(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> jax.Array:
-        """int32[B, K+1], the target's own token at each row; -1 where it has no distribution."""
-        B, n, V = logits_BnV.shape
-        u_RU = None if self.config.greedy else self._target_uniforms(job, state, draft)
-        token_R, ok_R, _ = sample(
-            self.config, job.sampling, logits_BnV.reshape(B * n, V), state.history, self._row_paths(state, draft),
-            u_RU=u_RU, kernels=self.kernels, n_valid_B=_valid(state, draft),
-        )  # fmt: skip
-        return jnp.where(ok_R, token_R, -1).reshape(B, n)
+    def accept(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> Verdict:
+        """The verdict of the verifier's rule."""
+        _check_vocab(self.drafter, draft, logits_BnV.shape[2])
+        target = RoundTarget(self, job, state, draft, logits_BnV)
+        return self.verifier.rule.verdict(draft, target, coins(job, state, max_nodes=draft.max_nodes))
 
-    def _writes_probs(self, draft: Draft) -> bool:
-        """Whether a verdict needs whole distributions, and not only drawn tokens and the probabilities of some."""
-        weighs = has_alpha(self.verifier) and not self.config.greedy
-        if self.verifier.needs_p:
-            return not judged_at_once(self.verifier, self.kernels)
-        return weighs and draft.q is not None
+    @property
+    def reads_alpha(self) -> bool:
+        """Whether the rule reads alpha off the target's distributions."""
+        return self.verifier.rule.reads_alpha(tree=self.verifier.tree, greedy=self.config.greedy)
+
+    def logit_rows(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> LogitRows:
+        """What a native call judges chains by."""
+        assert self.kernels.judge is not None
+        rows_RV, probs = rows_to_judge(
+            self.config, job.sampling, logits_BnV.reshape(-1, logits_BnV.shape[2]), state.history,
+            self._row_paths(state, draft),
+        )  # fmt: skip
+        return LogitRows(rows_RV, probs, _valid(state, draft), self.kernels.judge)
+
+    def sampled(self, job: Job, state: DecodeState, draft: Draft, logits_BnV, *, tokens_Bn: jax.Array | None = None):
+        """int32[B, K+1], the target's own token at each row, -1 if it has no distribution; and float32[B, K+1], the
+        target's p of `tokens`, or None without them."""
+        B, n, V = logits_BnV.shape
+        found = sample(
+            self.config, job.sampling, logits_BnV.reshape(B * n, V), state.history, self._row_paths(state, draft),
+            u_RU=None if self.config.greedy else self.target_noise(job, state, draft),
+            tokens_R=None if tokens_Bn is None else tokens_Bn.reshape(-1),
+            kernels=self.kernels, n_valid_B=_valid(state, draft),
+        )  # fmt: skip
+        share_Bn = None if tokens_Bn is None else found.share.reshape(B, n)
+        return jnp.where(found.ok, found.token, -1).reshape(B, n), share_Bn
+
+    def targets(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> jax.Array:
+        """The target's own tokens alone."""
+        return self.sampled(job, state, draft, logits_BnV)[0]
 
     def probs(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> jax.Array:
         """Target distributions, float32[B, K+1, V]. An all-zero row marks an invalid one: the sequence fails there."""
-        p_RV, ok_R = self._probs(job, state, draft, logits_BnV)
+        p_RV, ok_R = self.row_probs(job, state, draft, logits_BnV)
         return jnp.where(ok_R[:, None], p_RV, jnp.float32(0)).reshape(logits_BnV.shape)
 
-    def _probs(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> tuple[jax.Array, jax.Array]:
+    def row_probs(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> tuple[jax.Array, jax.Array]:
         """float32[R, V] and bool[R], the distributions by row and which of them are distributions."""
         logits_RV = logits_BnV.reshape(-1, logits_BnV.shape[2])
         rows, needed_R = self._row_paths(state, draft), _exists(draft).reshape(-1)
         return target_probs(
             self.config, job.sampling, logits_RV, state.history, rows, kernels=self.kernels, needed_R=needed_R
         )
-
-    def accept(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> Verdict:
-        """The verifier's verdict."""
-        _check_vocab(self.drafter, draft, logits_BnV.shape[2])
-        coins_BK, u_BU = coins(job, state, max_nodes=draft.max_nodes)
-        if judged_at_once(self.verifier, self.kernels):
-            rows_RV, prob_rows = rows_to_judge(
-                self.config, job.sampling, logits_BnV.reshape(-1, logits_BnV.shape[2]), state.history,
-                self._row_paths(state, draft),
-            )  # fmt: skip
-            assert self.kernels.judge is not None
-            return verify_rows(
-                self.verifier, draft, rows_RV, prob_rows, n_valid_B=_valid(state, draft), coins_BK=coins_BK, u_B=u_BU,
-                judge=self.kernels.judge, alpha=True,
-            )  # fmt: skip
-        if self.verifier.needs_p:
-            p_BnV = self.probs(job, state, draft, logits_BnV)
-            return verify(self.verifier, draft, p_BnV, coins_BK=coins_BK, u_B=u_BU, draw=self.kernels.draw, alpha=True)
-        if self.config.greedy or not has_alpha(self.verifier):
-            target_Bn = self.targets(job, state, draft, logits_BnV)
-            return verify_targets(self.verifier, draft, target_Bn, coins_BK=coins_BK)
-        # Alpha is read off the distributions that the target's tokens are drawn from.
-        B, n, V = logits_BnV.shape
-        u_RU = self._target_uniforms(job, state, draft)
-        if draft.q is None:
-            found = sample(
-                self.config, job.sampling, logits_BnV.reshape(B * n, V), state.history, self._row_paths(state, draft),
-                u_RU=u_RU, tokens_R=jnp.pad(draft.tokens, ((0, 0), (0, 1))).reshape(-1),
-                kernels=self.kernels, n_valid_B=_valid(state, draft),
-            )  # fmt: skip
-            target_Bn = jnp.where(found.ok, found.token, -1).reshape(B, n)
-            verdict = verify_targets(self.verifier, draft, target_Bn, coins_BK=coins_BK)
-            return sum_alpha(verdict, found.share.reshape(B, n)[:, :-1])
-        p_RV, ok_R = self._probs(job, state, draft, logits_BnV)
-        target_Bn = jnp.where(ok_R, self.kernels.draw(p_RV, u_RU), -1).reshape(B, n)
-        verdict = verify_targets(self.verifier, draft, target_Bn, coins_BK=coins_BK)
-        return measure_alpha(self.verifier, draft, p_RV.reshape(logits_BnV.shape), verdict)
 
     def commit(
         self, params, job: Job, state: DecodeState, cache: KVCache, drafted: Drafted, verdict: Verdict, out: ForwardOut
@@ -288,7 +266,7 @@ class Round:
             return chain_rows(tokens_Bn)
         return tree_rows(tokens_Bn, row_parents(draft.parents), depth=self.drafter.max_depth)
 
-    def _target_uniforms(self, job: Job, state: DecodeState, draft: Draft) -> jax.Array:
+    def target_noise(self, job: Job, state: DecodeState, draft: Draft) -> jax.Array:
         """float32[R, 4], the target's noise at each row."""
         return target_uniforms(job, self._positions(draft, state)).reshape(-1, 4)
 
@@ -300,6 +278,50 @@ class Round:
             depth_K = jnp.arange(1, draft.max_nodes + 1, dtype=jnp.int32)
             depth_BK = jnp.broadcast_to(depth_K[None], draft.tokens.shape)
         return state.length[:, None] + jnp.pad(depth_BK, ((0, 0), (1, 0)))
+
+
+class RoundTarget(Target):
+    """The target at the rows of a round's draft, from its logits; each part is computed when it is asked for, once."""
+
+    def __init__(self, round: Round, job: Job, state: DecodeState, draft: Draft, logits_BnV: jax.Array):
+        self._round, self._given, self._draft = round, (job, state, draft, logits_BnV), draft
+        self.draw, self.tree, self.alpha = round.kernels.draw, round.verifier.tree, round.reads_alpha
+
+    @functools.cached_property
+    def probs(self) -> jax.Array:  # type: ignore[override]
+        """A rule that reads tokens sees there which rows are invalid, which saves a pass over V here."""
+        if self._round.verifier.needs_p:
+            return self._round.probs(*self._given)
+        return self._unmarked[0].reshape(self._given[3].shape)
+
+    @functools.cached_property
+    def tokens(self) -> jax.Array:  # type: ignore[override]
+        """If alpha is measured, drawn from the distributions that it is read off."""
+        if not self.alpha:
+            return self._round.targets(*self._given)
+        if self._draft.q is None:
+            return self._sampled[0]
+        p_RV, ok_R = self._unmarked
+        u_RU = self._round.target_noise(*self._given[:3])
+        return jnp.where(ok_R, self.draw(p_RV, u_RU), -1).reshape(self._given[3].shape[:2])
+
+    def at(self, tokens_BK: jax.Array) -> jax.Array:
+        """Of the draft's own tokens."""
+        return super().at(tokens_BK) if self._round.verifier.needs_p else self._sampled[1][:, :-1]
+
+    @functools.cached_property
+    def rows(self) -> LogitRows | None:  # type: ignore[override]
+        native = has_native_call(self._round.verifier, self._round.kernels)
+        return self._round.logit_rows(*self._given) if native else None
+
+    @functools.cached_property
+    def _sampled(self) -> tuple[jax.Array, jax.Array]:
+        """int32[B, K+1] `tokens`, and float32[B, K+1] the target's p of the draft's token behind each row."""
+        return self._round.sampled(*self._given, tokens_Bn=jnp.pad(self._draft.tokens, ((0, 0), (0, 1))))
+
+    @functools.cached_property
+    def _unmarked(self) -> tuple[jax.Array, jax.Array]:
+        return self._round.row_probs(*self._given)
 
 
 _NOT_TRACEABLE = (

@@ -26,7 +26,8 @@ from specsparse.speculative.policies.base import DraftView, Policy
 from specsparse.speculative.proof.results import LEVEL, POWER
 from specsparse.speculative.tree import check_parents
 from specsparse.speculative.trees.base import TreeShape
-from specsparse.speculative.verify import match_verdict, valid_verifiers
+from specsparse.speculative.verifiers import valid_verifiers
+from specsparse.speculative.verifiers.draft_rules import match_verdict
 from specsparse.testing.drafting import draft_context, drafted_ids, on_spec
 from specsparse.testing.verifiers import assert_lossless
 

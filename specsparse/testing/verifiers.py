@@ -20,7 +20,7 @@ from specsparse.speculative.proof.exact import ends
 from specsparse.speculative.proof.external import ExternalVerifier, external
 from specsparse.speculative.proof.results import CertificateReport
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.verify import match_verdict, verify
+from specsparse.speculative.verify import Noise, Target
 
 VOCAB, GAMMA, BATCH = 3, 2, 4
 
@@ -131,10 +131,10 @@ VERIFIER_CHECKS = (static_and_named, every_round_ends_somewhere, verdicts_are_pa
 
 def _verdict(verifier: Verifier, draft: Draft, p_BnV: jax.Array, uniforms_Bn: jax.Array) -> Verdict:
     K = draft.max_nodes
-    if verifier.needs_p:
-        return verify(verifier, draft, p_BnV, coins_BK=uniforms_Bn[:, :K], u_B=uniforms_Bn[:, K])
     below_BnV = jnp.cumsum(p_BnV, axis=2) <= uniforms_Bn[:, :, None]
-    return match_verdict(draft, jnp.minimum(below_BnV.sum(axis=2), VOCAB - 1).astype(jnp.int32))
+    tokens_Bn = jnp.minimum(below_BnV.sum(axis=2), VOCAB - 1).astype(jnp.int32)
+    target = Target(p_BnV, tokens_Bn, tree=verifier.tree)
+    return verifier.rule.verdict(draft, target, Noise(uniforms_Bn[:, :K], uniforms_Bn[:, K]))
 
 
 def _random(template: TreeTemplate, kind: DraftKind, seed: int) -> tuple[Drafts, np.ndarray]:

@@ -17,7 +17,7 @@ from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.policies import get_policy
 from specsparse.speculative.policies.base import Fixed, PMin
 from specsparse.speculative.trees import get_tree
-from specsparse.speculative.verify import get_verifier
+from specsparse.speculative.verifiers import get_verifier
 from specsparse.testing import check_drafter, write_tiny_gguf
 from tests.cells import cells
 

@@ -22,7 +22,7 @@ from specsparse.measure.conditions import Conditions
 from specsparse.report import figures, methods, pages, plots, record, runs
 from specsparse.report.plots import MOST
 from specsparse.report.record import HOST, PLAIN, SPECULATIVE
-from specsparse.speculative.verify import get_verifier
+from specsparse.speculative.verifiers import get_verifier
 from tests.report import making
 
 CHAT, CODE = ("chat-1", "chat"), ("code-1", "code")

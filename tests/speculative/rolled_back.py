@@ -8,7 +8,7 @@ import numpy as np
 
 from specsparse.engine.model import Model
 from specsparse.speculative.base import ROOT, Drafter, Feedback
-from specsparse.speculative.verify import match_verdict
+from specsparse.speculative.verifiers.draft_rules import match_verdict
 from specsparse.testing.drafting import draft_context, on_target, target_rows
 
 ROUNDS = 5

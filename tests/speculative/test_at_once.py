@@ -10,7 +10,8 @@ from specsparse.kernels.native import cpu
 from specsparse.speculative.base import Draft
 from specsparse.speculative.drafters.sources import DraftWeights, VocabMap
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.verify import VERIFIERS, verify, verify_rows
+from specsparse.speculative.verifiers import VERIFIERS
+from tests.speculative.verdicts import verify, verify_rows
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native kernels")
 
@@ -57,8 +58,7 @@ def test_verdicts_on_logits(name):
     @jax.jit
     def at_once(draft, logits_BnV, rows, coins_BK, u_B):
         return verify_rows(
-            verifier, draft, logits_BnV.reshape(-1, V), rows, n_valid_B=draft.count + 1, coins_BK=coins_BK, u_B=u_B,
-            judge=cpu.judge, alpha=True,
+            verifier, draft, logits_BnV.reshape(-1, V), rows, coins_BK=coins_BK, u_B=u_B, judge=cpu.judge, alpha=True
         )  # fmt: skip
 
     accepted = set()

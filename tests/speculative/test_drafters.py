@@ -17,7 +17,7 @@ from specsparse.speculative.drafters.synthetic import Scripted
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree
-from specsparse.speculative.verify import match_verdict
+from specsparse.speculative.verifiers.draft_rules import match_verdict
 from specsparse.testing.contract import CAPACITY, DRAFTER_CHECKS, GAMMA, VOCAB, DrafterCase, check_drafter
 from specsparse.testing.drafting import draft_context, drafted_ids, model_case, tiny_model
 from tests.cells import cells

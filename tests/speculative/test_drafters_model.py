@@ -13,7 +13,7 @@ from specsparse.speculative.base import ROOT, Feedback
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.trees import get_tree
-from specsparse.speculative.verify import match_verdict
+from specsparse.speculative.verifiers.draft_rules import match_verdict
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import draft_context, model_case, tiny_model
 from tests.cells import cells

@@ -11,8 +11,10 @@ from specsparse.speculative.base import PAD, Draft, DraftKind
 from specsparse.speculative.proof.cases import make_case
 from specsparse.speculative.proof.exact import ends
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.verify import VERIFIERS, match_verdict, verify
+from specsparse.speculative.verifiers import VERIFIERS
+from specsparse.speculative.verifiers.draft_rules import match_verdict
 from tests.cells import cells
+from tests.speculative.verdicts import verify
 
 CHAIN, TREE, BUSH = TreeTemplate.chain(3), TreeTemplate.kary((2, 1)), TreeTemplate.kary((2, 3))
 EDGE = 1e-3  # how near to the end of a coin's interval the engine is probed, as a share of it

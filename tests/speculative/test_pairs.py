@@ -8,9 +8,9 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.runtime.method import MethodSpec, UnfitPair, resolve
 from specsparse.speculative.base import Drafter, DraftKind
+from specsparse.speculative.verifiers import VERIFIERS, get_verifier, valid_verifiers
 from specsparse.speculative.verifiers.draft_rules import Match
 from specsparse.speculative.verifiers.rejection import Rejection
-from specsparse.speculative.verify import VERIFIERS, get_verifier, valid_verifiers
 
 
 @dataclasses.dataclass(frozen=True)

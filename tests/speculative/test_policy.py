@@ -25,8 +25,9 @@ from specsparse.speculative.policies.base import (
 from specsparse.speculative.policies.cost import AutoOff, CostModel, CostOptimal
 from specsparse.speculative.proof.certify import certify
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.verify import VERIFIERS, verify
+from specsparse.speculative.verifiers import VERIFIERS
 from specsparse.testing import contract
+from tests.speculative.verdicts import verify
 
 V_TABLE = (1.0, 1.1, 1.2, 1.3, 1.45, 1.6, 1.7, 1.8, 2.0)
 NEEDED = {"cost": {"v": V_TABLE, "c": 0.05}, "auto_off": {"v": V_TABLE}}

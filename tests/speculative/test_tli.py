@@ -23,8 +23,8 @@ from specsparse.speculative.proof.exact import continuations, output_probs, tota
 from specsparse.speculative.proof.results import LOSSLESS_TV, MUTANT_TV
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree
-from specsparse.speculative.verifiers import residuals
-from specsparse.speculative.verify import VERIFIERS, match_verdict
+from specsparse.speculative.verifiers import VERIFIERS, residuals
+from specsparse.speculative.verifiers.draft_rules import match_verdict
 from specsparse.testing.drafting import draft_context
 from tests.cells import cells
 from tests.speculative.two_vocabularies import gpt_2_and_llama, write_pair

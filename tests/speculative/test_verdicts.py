@@ -12,16 +12,11 @@ from specsparse.engine.sampling.probs import REFERENCE
 from specsparse.kernels import get
 from specsparse.speculative.base import PAD, Draft
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.verify import (
-    VERIFIERS,
-    judged_at_once,
-    match_verdict,
-    measure_alpha,
-    verify,
-    verify_nothing,
-    verify_rows,
-)
+from specsparse.speculative.verifiers import VERIFIERS
+from specsparse.speculative.verifiers.draft_rules import match_verdict
+from specsparse.speculative.verify import Noise, Target, has_native_call, of_nothing
 from tests.cells import cells
+from tests.speculative.verdicts import verify, verify_rows
 
 NEEDS_P = [name for name, v in VERIFIERS.items() if v.needs_p]
 CHAINS = ["token", "delta", "block"]
@@ -39,13 +34,13 @@ def compiled(name, alpha=False):
 def at_once(name, alpha=False):
     """The verdict by this machine's kernels in one call, or None where they have none for this verifier."""
     ours = kernels_of(get())
-    if not judged_at_once(VERIFIERS[name], ours):
+    if not has_native_call(VERIFIERS[name], ours):
         return None
 
     def run(draft, p, *, coins_BK, u_B):
         return verify_rows(
-            VERIFIERS[name], draft, p.reshape(-1, p.shape[-1]), None, n_valid_B=draft.count + 1, coins_BK=coins_BK,
-            u_B=u_B, judge=ours.judge, alpha=alpha,
+            VERIFIERS[name], draft, p.reshape(-1, p.shape[-1]), None, coins_BK=coins_BK, u_B=u_B, judge=ours.judge,
+            alpha=alpha,
         )  # fmt: skip
 
     return jax.jit(run)
@@ -111,7 +106,7 @@ def test_empty_and_short_drafts(name):
     np.testing.assert_array_equal(verdict.tested, [0, 1, 2, 3])
 
 
-nothing = jax.jit(verify_nothing)
+nothing = jax.jit(of_nothing)
 
 
 @pytest.mark.parametrize("name", NEEDS_P)
@@ -120,7 +115,7 @@ def test_nothing_drafted_is_the_verdict_on_empty_drafts(name):
     p = np.random.default_rng(3).dirichlet(np.ones(5), size=(4, 4)).astype(np.float32)
     p[1, 0], p[2, 0, 3] = 0.0, np.nan
     draft = with_q(name, chain([[1, 2, 3]] * 4, count=[0] * 4), 5)
-    alone = nothing(draft, f32(p[:, 0]), u_B=f32([0.7] * 4))
+    alone = nothing(draft, f32(p[:, 0]), f32([0.7] * 4))
     jax.tree.map(np.testing.assert_array_equal, alone, run(name, draft, f32(p), u=0.7))
     np.testing.assert_array_equal(alone.failed, [False, True, True, False])
 
@@ -284,11 +279,6 @@ def test_match_takes_the_first_of_equal_siblings():
     np.testing.assert_array_equal(verdict.nodes, [[0, PAD, PAD]])
 
 
-def test_match_refuses_the_other_entry():
-    with pytest.raises(TypeError, match="match_verdict"):
-        run("match", chain([[1]]), spikes([[1, 1]], 3))
-
-
 def test_alpha_is_the_chance_before_the_token_is_known():
     p = np.array([[[0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [1 / 3] * 3]])
     q = np.array([[[0.2, 0.3, 0.5], [0.3, 0.3, 0.4]]])
@@ -303,7 +293,7 @@ def test_alpha_is_the_chance_before_the_token_is_known():
     assert float(early.alpha[0]) == pytest.approx(0.5)
 
     def matched(draft, p, target):
-        return measure_alpha(VERIFIERS["match"], draft, p, match_verdict(draft, target))
+        return VERIFIERS["match"].rule.verdict(draft, Target(p, target, alpha=True), Noise(None, None))
 
     match = jax.jit(matched)(draft, f32(p), i32([[0, 1, 1]]))
     assert float(match.alpha[0]) == pytest.approx((p[:, :2] * q).sum())

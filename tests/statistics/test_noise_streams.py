@@ -18,7 +18,7 @@ from specsparse.speculative.base import DraftKind
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.trees.static import StaticTree
-from specsparse.speculative.verify import VERIFIERS
+from specsparse.speculative.verifiers import VERIFIERS
 from tests.statistics.chi_square import ALPHA, chi_square, least_tv
 from tests.statistics.tabular import Engine, Key, drafter, joint_law, random_tables
 

@@ -10,7 +10,7 @@ from specsparse.errors import UserError
 from specsparse.predictors.base import PREDICTORS
 from specsparse.speculative.drafters import DRAFTERS
 from specsparse.speculative.trees import TREES
-from specsparse.speculative.verify import VERIFIERS
+from specsparse.speculative.verifiers import VERIFIERS
 from specsparse.support.citations import METHODS, UNPUBLISHED, WORKS
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from specsparse.errors import UserError
-from specsparse.speculative.verify import get_verifier
+from specsparse.speculative.verifiers import get_verifier
 from specsparse.testing import assert_lossless
 
 

@@ -6,9 +6,8 @@ import pytest
 
 from specsparse.speculative.base import DraftKind, Verifier
 from specsparse.speculative.proof.certify import certify
-from specsparse.speculative.verifiers import residuals
+from specsparse.speculative.verifiers import VERIFIERS, residuals
 from specsparse.speculative.verifiers.rejection import Rejection
-from specsparse.speculative.verify import VERIFIERS
 from specsparse.testing.verifiers import VERIFIER_CHECKS, check_verifier, the_promise_is_kept
 
 ONE_HOT = frozenset({DraftKind.ONE_HOT})

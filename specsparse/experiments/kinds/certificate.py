@@ -11,7 +11,7 @@ from specsparse.speculative.policies.base import Policy
 from specsparse.speculative.proof.certify import certify
 from specsparse.speculative.proof.external import ExternalVerifier, external
 from specsparse.speculative.proof.results import DRIVER, LEGEND, POWER, RULE
-from specsparse.speculative.verify import VERIFIERS, get_verifier
+from specsparse.speculative.verifiers import VERIFIERS, get_verifier
 from specsparse.support import registry, terminal
 from specsparse.support.options import Also, Range, Seed
 

@@ -30,7 +30,7 @@ from specsparse.runtime.method import Method, UnfitPair, drafts_trees, resolve
 from specsparse.runtime.timing_cache import CostTable
 from specsparse.speculative.base import Verifier
 from specsparse.speculative.trees import CHAIN
-from specsparse.speculative.verify import VERIFIERS
+from specsparse.speculative.verifiers import VERIFIERS
 from specsparse.support import tables
 from specsparse.support.files import Json
 from specsparse.support.registry import Choice

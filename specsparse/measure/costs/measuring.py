@@ -28,7 +28,7 @@ from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees.base import TreeShape
 from specsparse.speculative.trees.static import DRAWS, StaticTree
-from specsparse.speculative.verify import get_verifier
+from specsparse.speculative.verifiers import get_verifier
 from specsparse.support.interleaved import interleaved
 from specsparse.support.registry import Choice
 

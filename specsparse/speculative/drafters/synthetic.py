@@ -22,13 +22,13 @@ from specsparse.speculative.drafters import lookup
 from specsparse.speculative.gamma import MAX_GAMMA, SHORT_GAMMA, MaxNodes
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verifiers import SYNTHETIC
-from specsparse.speculative.verifiers.draft_rules import TargetRule
-from specsparse.speculative.verify import match_verdict
+from specsparse.speculative.verifiers.draft_rules import match_verdict
+from specsparse.speculative.verify import Noise, Rule, Target
 from specsparse.support.options import Also, Inline, Range, Read, instance_of
 
 
 @dataclasses.dataclass(frozen=True)
-class SyntheticRates(TargetRule):
+class SyntheticRates(Rule):
     """Acceptance made up beforehand: the rule of the verifier `synthetic`. LOSSY, and the output is not text.
 
     For a draft of gamma tokens it is r_i, the chance that token i is accepted once those before it were.
@@ -89,25 +89,26 @@ class SyntheticRates(TargetRule):
         reach = self.unconditional(gamma)
         return sum((2 * i + 1) * r for i, r in enumerate(reach)) - sum(reach) ** 2
 
-    def verdict(self, draft: Draft, target_Bn: jax.Array, *, coins_BK: jax.Array) -> Verdict:
+    needs_p = False
+
+    def measures_alpha(self, *, tree: bool, greedy: bool) -> bool:
+        """The rates themselves."""
+        return True
+
+    def verdict(self, draft: Draft, target: Target, noise: Noise) -> Verdict:
         """Accepts the first a tokens of a chain, a drawn from these rates whatever the tokens are: lossy, and not text.
 
         The accepted tokens are emitted as drafted, then the target's own token at the row it ends on. `alpha` holds the
         rates of the tested positions. Positions beyond them are rejected.
-
-        Args:
-            draft: a chain.
-            target_Bn: int32[B, K+1], the target's token at each row, as `match_verdict` takes it.
-            coins_BK: float32[B, K] in [0, 1), noise stream `accept`, one coin a node.
         """
         K = draft.max_nodes
         rate_K = jnp.array(self.conditional(K), jnp.float32)[None]
         node_K = jnp.arange(K, dtype=jnp.int32)[None]
-        heads_BK = (coins_BK < rate_K) & (node_K < draft.count[:, None])
+        heads_BK = (noise.coins < rate_K) & (node_K < draft.count[:, None])
         accepted_B = jnp.sum(jnp.cumprod(heads_BK.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
         # The verdict of `match` on the accepted part alone, with a target that agrees with it.
         taken_Bn = jnp.arange(K + 1, dtype=jnp.int32)[None] < accepted_B[:, None]
-        forced_Bn = jnp.where(taken_Bn, jnp.pad(draft.tokens, ((0, 0), (0, 1))), target_Bn)
+        forced_Bn = jnp.where(taken_Bn, jnp.pad(draft.tokens, ((0, 0), (0, 1))), target.tokens)
         verdict = match_verdict(draft._replace(count=accepted_B), forced_Bn, tree=False)
         tested_B = jnp.minimum(accepted_B + 1, draft.count)
         tested_BK = node_K < tested_B[:, None]

@@ -29,7 +29,7 @@ from specsparse.speculative.proof.mutants import DRIVER_MUTANTS, MUTANTS, measur
 from specsparse.speculative.proof.policies import measure_policy
 from specsparse.speculative.proof.results import DRIVER, CertificateReport, MutantResult, Result
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.verify import VERIFIERS, get_verifier
+from specsparse.speculative.verifiers import VERIFIERS, get_verifier
 from specsparse.support.options import Range, Seed, read
 
 Certifiable = Verifier | str | ExternalVerifier | Callable | Policy

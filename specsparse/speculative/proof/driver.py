@@ -1,11 +1,10 @@
 """The distribution of what runs: the jitted verdict of the decode loop in float32, found by bisection of its uniforms.
 
 `exact` weighs the rules under a driver of its own. Here the driver itself is measured, and nothing is assumed of what
-it does with a rule. Jitted, `verify.verify_rows`, `verify.verify` or `verify.match_verdict` is a function of K+1
-uniforms, constant on boxes. Their edges are thresholds: a coin accepts below its threshold, a token is drawn between
-two. The cube of all uniforms is cut along the edges, each found by bisection on the grid that `engine.noise` draws
-from. So the volume of a box is the probability of its verdict, exactly. Which noise the loop hands over is tested in
-`tests/statistics`.
+it does with a rule. Jitted, `Rule.verdict` is a function of K+1 uniforms, constant on boxes. Their edges are
+thresholds: a coin accepts below its threshold, a token is drawn between two. The cube of all uniforms is cut along the
+edges, each found by bisection on the grid that `engine.noise` draws from. So the volume of a box is the probability of
+its verdict, exactly. Which noise the loop hands over is tested in `tests/statistics`.
 """
 
 import functools
@@ -27,7 +26,7 @@ from specsparse.speculative.proof.boxes import LANES
 from specsparse.speculative.proof.cases import Case
 from specsparse.speculative.proof.exact import continuations
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.verify import Draw, judged_at_once, match_verdict, verify, verify_rows
+from specsparse.speculative.verify import Draw, LogitRows, Noise, Target, has_native_call
 
 STEPS = 1 << 24
 """Values of a uniform: multiples of 2^-24 in [0, 1)."""
@@ -69,18 +68,16 @@ class Decided(NamedTuple):
 def jitted(verifier: Verifier) -> Driver:
     """What the decode loop calls for this verifier, with the draw of this machine's kernels; `vmap` over batches."""
     ours = pipeline.kernels_of(kernels.get())
-    if judged_at_once(verifier, ours):
+    if has_native_call(verifier, ours):
         return jax.jit(functools.partial(_at_once, verifier, ours))
     draw = _over_batches(ours.draw)
 
     def run(draft: Draft, p_BnV: jax.Array, uniforms_Bn: jax.Array) -> Verdict:
-        if verifier.needs_p:
-            K = draft.max_nodes
-            u_BU = _to_draw_by(uniforms_Bn[:, K])
-            return verify(verifier, draft, p_BnV, coins_BK=uniforms_Bn[:, :K], u_B=u_BU, draw=draw)
-        B, n, V = p_BnV.shape
-        target_Bn = draw(p_BnV.reshape(B * n, V), _to_draw_by(uniforms_Bn.reshape(B * n))).reshape(B, n)
-        return match_verdict(draft, target_Bn, tree=verifier.tree)
+        (B, n, V), tokens_Bn = p_BnV.shape, None
+        if not verifier.needs_p:
+            tokens_Bn = draw(p_BnV.reshape(B * n, V), _to_draw_by(uniforms_Bn.reshape(B * n))).reshape(B, n)
+        noise = Noise(uniforms_Bn[:, :-1], _to_draw_by(uniforms_Bn[:, -1]))
+        return verifier.rule.verdict(draft, Target(p_BnV, tokens_Bn, draw=draw, tree=verifier.tree), noise)
 
     return jax.jit(jax.vmap(run))
 
@@ -100,10 +97,8 @@ def _at_once(
     uniforms_Bn = uniforms_LBn.reshape(L * B, n)
     every = jnp.ones((L * B,), jnp.float32)
     as_given = Truncation(every, -jnp.inf * every, jnp.full((L * B,), V, jnp.int32), every)
-    found = verify_rows(
-        verifier, draft, jnp.log(p_LBnV).reshape(-1, V), as_given, n_valid_B=draft.count + 1,
-        coins_BK=uniforms_Bn[:, :-1], u_B=_to_draw_by(uniforms_Bn[:, -1]), judge=ours.judge,
-    )  # fmt: skip
+    rows = LogitRows(jnp.log(p_LBnV).reshape(-1, V), as_given, draft.count + 1, ours.judge)
+    found = verifier.rule.verdict(draft, Target(rows=rows), Noise(uniforms_Bn[:, :-1], _to_draw_by(uniforms_Bn[:, -1])))
     return jax.tree.map(lambda x: x.reshape(L, B, *x.shape[1:]), found)
 
 

@@ -29,12 +29,11 @@ from specsparse.speculative.proof.driver import Driver, driver_probs, jitted
 from specsparse.speculative.proof.exact import Outcome, continuations, output_probs, total_variation
 from specsparse.speculative.proof.results import DRIVER, MutantResult
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.verifiers import residuals
+from specsparse.speculative.verifiers import get_verifier, residuals
 from specsparse.speculative.verifiers.draft_rules import Block
 from specsparse.speculative.verifiers.rejection import Rejection
 from specsparse.speculative.verifiers.sibling_rules import KSeq
 from specsparse.speculative.verifiers.siblings import SiblingRule
-from specsparse.speculative.verify import get_verifier
 
 VOCAB = 4
 CHAIN, PAIR, PAIR_AND_CHILDREN = TreeTemplate.chain(2), TreeTemplate.kary((2,)), TreeTemplate.kary((2, 1))

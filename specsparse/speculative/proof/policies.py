@@ -20,7 +20,7 @@ from specsparse.speculative.proof.driver import driver_probs, driver_tv, jitted
 from specsparse.speculative.proof.exact import Outcome, continuations
 from specsparse.speculative.proof.results import DRIVER, Result
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.verify import get_verifier
+from specsparse.speculative.verifiers import get_verifier
 
 MOST_NODES = 7
 """Longest draft that is enumerated: 2^7 of them over two tokens, 3^3 over three if the draft has at most three."""

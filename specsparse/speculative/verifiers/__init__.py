@@ -8,9 +8,13 @@ Everything that decides (acceptance probabilities, residual distributions) is wr
 engine runs it in float32 inside the jit, the certificate in float64 with exact weights instead of coins.
 """
 
-from collections.abc import Mapping
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
 
+from specsparse.errors import UserError
 from specsparse.speculative.base import DraftKind, Verifier
+from specsparse.support.options import read
 from specsparse.support.registry import Registry
 
 SYNTHETIC = "synthetic"
@@ -40,14 +44,74 @@ BUILTIN: Mapping[str, Verifier] = {v.name: v for v in (
 
 RULES: Registry[object] = Registry(
     "verifier",
-    "specsparse.speculative.verifiers.siblings:SiblingRule",
+    "specsparse.speculative.verify:Rule",
     "specsparse.speculative",
     {name: f"verifiers.{verifier.rule}" for name, verifier in BUILTIN.items()}
     | {SYNTHETIC: "drafters.synthetic:SyntheticRates"},
 )
-"""The rule of each verifier; its fields are the options. One's own is a `SiblingRule` with `kinds`, or a `Verifier`."""
+"""The rule of each verifier; its fields are the options. One's own is a `Rule` with `kinds`, or a `Verifier`."""
 
 
 def same_text(name: str) -> bool:
     """Whether that verifier promises plain decoding's tokens, bit for bit; others keep the distribution at most."""
     return name in BUILTIN and BUILTIN[name].lossless and not BUILTIN[name].needs_p
+
+
+def get_verifier(name: str, **options: object) -> Verifier:
+    """The verifier of that name, of that `module:Class` (a `Rule`), or that `module:NAME` (a `Verifier`).
+
+    `options` are those of its rule; None is an option that was not given.
+
+    Raises:
+        UserError: an unknown name or option (with the nearest valid one), a value of the wrong type or out of range.
+    """
+    if name == SYNTHETIC:
+        raise UserError(f"verifier={name} makes up the acceptance of a drafter's chains: it is made with a drafter")
+    if name in BUILTIN:
+        verifier = _made(name, options)
+        return next((known for known in VERIFIERS.values() if known == verifier), verifier)
+    found = RULES.look(name)
+    if isinstance(found, Verifier):
+        rule = read(type(found.rule), {**vars(found.rule), **options}, group="verifier", name=name)
+        return dataclasses.replace(found, rule=rule) if options else found
+    if not isinstance(found, type):
+        raise UserError(f"verifier={name} is no specsparse.speculative.base.Verifier: make one of a rule")
+    own = RULES.make(name, options)
+    if not found.kinds:
+        raise UserError(f"verifier={name} says no `kinds`: the draws that its rule is sound for")
+    return Verifier(
+        name, own, found.kinds, tree=found.tree, lossless=found.lossless, needs_p=found.needs_p, paper=found.paper
+    )
+
+
+def _made(name: str, options: Mapping[str, object]) -> Verifier:
+    """The built-in verifier of that name."""
+    return dataclasses.replace(BUILTIN[name], rule=RULES.make(name, options))
+
+
+@functools.cache
+def _by_default(name: str) -> Verifier:
+    return _made(name, {})
+
+
+class _Defaults(Mapping[str, Verifier]):
+    """Each is made when it is asked for, so that the names alone cost no jax."""
+
+    def __getitem__(self, name: str) -> Verifier:
+        return _by_default(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(BUILTIN)
+
+    def __len__(self) -> int:
+        return len(BUILTIN)
+
+
+VERIFIERS: Mapping[str, Verifier] = _Defaults()
+"""All verifiers by name, with default options."""
+
+
+def valid_verifiers(kind: DraftKind, *, tree: bool, temperature: float | None = None) -> list[str]:
+    """Names of the verifiers that accept such drafts, lossless ones first."""
+    ok = [v for v in VERIFIERS.values() if v.accepts(kind, tree=tree, temperature=temperature)]
+    return [v.name for v in sorted(ok, key=lambda v: not v.lossless)]

@@ -1,7 +1,6 @@
 """Rules that do not test siblings in turn: those that read the target's own token at each row, drawn or the likeliest,
 and not its distribution (`Match` follows it), and block verification of a chain (Sun et al. 2403.10444)."""
 
-import abc
 import dataclasses
 from typing import NamedTuple
 
@@ -11,28 +10,35 @@ import jax.numpy as jnp
 from specsparse.speculative.base import PAD, Draft, Verdict
 from specsparse.speculative.verifiers import residuals
 from specsparse.speculative.verifiers.residuals import Array, namespace
-
-
-class TargetRule(abc.ABC):
-    """Base of such rules but `Match`; a verifier of one has `needs_p` False. Its verdicts hold alpha."""
-
-    @abc.abstractmethod
-    def verdict(self, draft: Draft, target_Bn: jax.Array, *, coins_BK: jax.Array) -> Verdict:
-        """The verdict on a draft.
-
-        Args:
-            draft: of a kind that the verifier accepts.
-            target_Bn: int32[B, K+1], the target's token at each row, as `verify.match_verdict` takes it.
-            coins_BK: float32[B, K] in [0, 1), one coin a node (noise stream `accept`).
-        """
+from specsparse.speculative.verify import (
+    Noise,
+    Rule,
+    Target,
+    along_chain,
+    drawn,
+    emitted,
+    has_child,
+    judged_at_once,
+    with_alpha,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Match:
+class Match(Rule):
     """x ~ p at each position with the noise of that absolute position (argmax at T = 0); emit x, go on if drafted.
 
     Lossless for every draft that was made without that noise, and token-for-token equal to plain decoding.
     """
+
+    needs_p = False
+
+    def verdict(self, draft: Draft, target: Target, noise: Noise) -> Verdict:
+        """Follows the target's tokens; alpha of a sampled draft is sum_x p q."""
+        return with_alpha(match_verdict(draft, target.tokens, tree=target.tree), draft, target, jnp.multiply)
+
+    def reads_alpha(self, *, tree: bool, greedy: bool) -> bool:
+        """Of chains; at temperature 0 there is no distribution to read it off."""
+        return not tree and not greedy
 
     def child(self, tokens_K: Array, parents_K: Array, count: Array, at: Array, token: Array) -> Array:
         """First existing child of row `at` that holds `token`; K if there is none."""
@@ -69,8 +75,43 @@ def follow(rule: Match, draft: Draft, target_Bn: jax.Array, b: jax.Array) -> Mat
     return end
 
 
+def match_verdict(draft: Draft, target_Bn: jax.Array, *, tree: bool = True) -> Verdict:
+    """`Match`'s verdict by int32[B, K+1], the target's token at each row; a negative one fails the sequence if its row
+    is reached. Chains (`tree` False) need no walk."""
+    if not tree:
+        return match_chain(draft, target_Bn)
+    end = jax.lax.map(lambda b: follow(Match(), draft, target_Bn, b), jnp.arange(draft.tokens.shape[0]))
+    last_B = jnp.take_along_axis(target_Bn, end.at[:, None], axis=1)[:, 0]
+    tested_B = end.accepted + has_child(draft, end.at)
+    return emitted(draft, end.nodes, end.accepted, tested_B, last_B, last_B < 0)
+
+
+def match_chain(draft: Draft, target_Bn: jax.Array) -> Verdict:
+    """`match_verdict` of a chain: the tokens that equal the target's, up to the first that does not."""
+    K = draft.max_nodes
+    node_K, place_n = (jnp.arange(m, dtype=jnp.int32)[None] for m in (K, K + 1))
+    # The first row that no equal token follows. The target's token there is the last one emitted.
+    same_BK = (draft.tokens == target_Bn[:, :K]) & (node_K < draft.count[:, None])
+    ends_Bn = jnp.pad(~same_BK, ((0, 0), (0, 1)), constant_values=True)
+    accepted_B = jnp.min(jnp.where(ends_Bn, place_n, K), axis=1)
+    here_Bn = place_n == accepted_B[:, None]
+    failed_B = jnp.any(here_Bn & (target_Bn < 0), axis=1)
+    emitted_Bn = jnp.where(here_Bn & failed_B[:, None], 0, target_Bn)
+    zeros_B = jnp.zeros(accepted_B.shape, jnp.float32)
+    return Verdict(
+        tokens=jnp.where(place_n <= accepted_B[:, None], emitted_Bn, PAD),
+        count=accepted_B + 1,
+        nodes=jnp.where(node_K < accepted_B[:, None], node_K, PAD),
+        accepted=accepted_B,
+        tested=jnp.minimum(accepted_B + 1, draft.count),
+        alpha=zeros_B,
+        alpha_var=zeros_B,
+        failed=failed_B,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
-class Block:
+class Block(Rule):
     """Accept up to the largest i whose coin is under h_i, then sample norm(max(0, p_i p - q)), or p if i is the end.
 
     p_0 = 1, p_i = min(1, p_{i-1} p(x_i)/q(x_i)); s_i = sum_x max(0, p_i p(x given x_1..i) - q(x given x_1..i));
@@ -78,6 +119,17 @@ class Block:
     expectation as `token`; of one-hot drafts, where q is 1 at the token, just as many as `delta`: no lossless rule can
     accept more of those. Written for numpy and jax.numpy.
     """
+
+    judges_whole = True
+
+    def verdict(self, draft: Draft, target: Target, noise: Noise) -> Verdict:
+        """Judges each chain as a whole, then draws the token after it."""
+        if target.rows is not None:
+            return judged_at_once(self, draft, target, noise)
+        p_BnV, sequences = target.probs, jnp.arange(draft.tokens.shape[0])
+        accepted_B, probs_BV = jax.lax.map(lambda b: judge(self, draft, p_BnV, noise.coins, b), sequences)
+        nodes_BK, tested_B = along_chain(draft, accepted_B)
+        return emitted(draft, nodes_BK, accepted_B, tested_B, *drawn(probs_BV, noise.last, target.draw))
 
     def weight(self, before: Array, p_x: Array, q_x: Array) -> Array:
         """p_i from p_{i-1} and both distributions at x_i."""

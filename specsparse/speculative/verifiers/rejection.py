@@ -16,6 +16,12 @@ class Rejection(SiblingRule):
     replacement: Sequoia (2402.12374, Alg. 2). One-hot q: accept with p(x), else strike x out of p (EAGLE 2401.15077).
     """
 
+    judges_whole = False
+
+    def reads_alpha(self, *, tree: bool, greedy: bool) -> bool:
+        """Of chains: sum_x min(p, q), p(x) of one-hot drafts."""
+        return not tree
+
     def enter(self, p_V: Array, q_V: Array, siblings: Array) -> tuple:
         """Nothing to remember."""
         return ()

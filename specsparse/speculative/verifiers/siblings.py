@@ -5,14 +5,15 @@ path with coins; `exact._sibling_ends` turns the same rule into exact weights.
 """
 
 import abc
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from specsparse.speculative.base import PAD, Draft, DraftKind
+from specsparse.speculative.base import PAD, Draft, Verdict
 from specsparse.speculative.verifiers import residuals
 from specsparse.speculative.verifiers.residuals import Array
+from specsparse.speculative.verify import Noise, Rule, Target, drawn, emitted, has_child, judged_at_once, with_alpha
 
 
 class Child(NamedTuple):
@@ -22,7 +23,7 @@ class Child(NamedTuple):
     q: Array
 
 
-class SiblingRule(abc.ABC):
+class SiblingRule(Rule):
     """Base of the rules that test siblings one after the other.
 
     Rules are final frozen dataclasses, written for numpy and jax.numpy. `probs` is the distribution still owed at the
@@ -30,19 +31,23 @@ class SiblingRule(abc.ABC):
     parent: p there, less what rejected siblings have taken. `memo` is a tuple of scalars that lives as long as the walk
     stays at one parent.
 
-    One's own rule is a verifier by itself, `verifier=module:Class`; its fields are the options, and it says:
-
-    Attributes:
-        kinds: draws it is sound for.
-        tree: whether it takes drafts with several children per node.
-        lossless: whether the output distribution is p exactly; `specsparse.certify` finds out.
-        paper: arXiv id of the paper.
+    One's own rule says what `Rule` asks for.
     """
 
-    kinds: ClassVar[frozenset[DraftKind]] = frozenset()
-    tree: ClassVar[bool] = False
-    lossless: ClassVar[bool] = False
-    paper: ClassVar[str] = ""
+    def verdict(self, draft: Draft, target: Target, noise: Noise) -> Verdict:
+        """Walks down each draft, then draws from what is owed where the walk ended."""
+        if target.rows is not None:
+            return judged_at_once(self, draft, target, noise)
+        p_BnV = target.probs
+
+        def one(b):
+            s = walk(self, draft, p_BnV, noise.coins, b)
+            return s.nodes, s.accepted, s.at, jnp.where(s.fresh, p_BnV[b, s.at], s.probs)
+
+        nodes_BK, accepted_B, at_B, probs_BV = jax.lax.map(one, jnp.arange(draft.tokens.shape[0]))
+        tested_B = accepted_B + has_child(draft, at_B)
+        verdict = emitted(draft, nodes_BK, accepted_B, tested_B, *drawn(probs_BV, noise.last, target.draw))
+        return with_alpha(verdict, draft, target)
 
     @abc.abstractmethod
     def enter(self, p_V: Array, q_V: Array, siblings: Array) -> tuple:

@@ -17,8 +17,8 @@ from specsparse.errors import UserError
 from specsparse.measure.recording import Recording
 from specsparse.speculative.base import ROOT, Draft, DraftKind, Verifier
 from specsparse.speculative.proof.exact import ends
+from specsparse.speculative.verifiers import get_verifier, valid_verifiers
 from specsparse.speculative.verifiers.draft_rules import Match
-from specsparse.speculative.verify import get_verifier, valid_verifiers
 
 MOST_REST = 1e-3
 """Most mass that may lie beyond the recorded tokens of a distribution at either temperature."""

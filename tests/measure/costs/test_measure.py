@@ -20,7 +20,7 @@ from specsparse.run import conf_dir
 from specsparse.runtime import timing_cache
 from specsparse.runtime.method import Method
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.verify import get_verifier
+from specsparse.speculative.verifiers import get_verifier
 from specsparse.testing import write_tiny_gguf
 from tests.experiments.playing import play
 

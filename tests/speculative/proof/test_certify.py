@@ -12,7 +12,7 @@ from specsparse.speculative.proof.exact import continuations, ends, output_probs
 from specsparse.speculative.proof.mutants import MUTANTS, measure_mutant
 from specsparse.speculative.proof.results import LOSSLESS_TV, MUTANT_TV
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.verify import VERIFIERS, get_verifier
+from specsparse.speculative.verifiers import VERIFIERS, get_verifier
 from tests.cells import cells
 
 LOSSLESS = [name for name, v in VERIFIERS.items() if v.lossless]

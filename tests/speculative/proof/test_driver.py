@@ -11,7 +11,6 @@ from specsparse import kernels
 from specsparse.engine.sampling import pipeline
 from specsparse.engine.sampling.pipeline import REFERENCE, kernels_of
 from specsparse.kernels.native import cpu
-from specsparse.speculative import verify as engine
 from specsparse.speculative.base import PAD, Draft, DraftKind, Verdict
 from specsparse.speculative.proof import certify as certificate
 from specsparse.speculative.proof.cases import make_case
@@ -31,8 +30,10 @@ from specsparse.speculative.proof.exact import output_probs, total_variation
 from specsparse.speculative.proof.mutants import DRIVER_MUTANTS, measure_mutant
 from specsparse.speculative.proof.results import DRIVER, MUTANT_TV, RULE
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.verify import VERIFIERS
+from specsparse.speculative.verifiers import VERIFIERS, draft_rules, siblings
+from specsparse.speculative.verify import has_native_call
 from tests.cells import cells
+from tests.speculative.verdicts import verify
 
 LOSSLESS = [name for name, v in VERIFIERS.items() if v.lossless]
 EMPTY, CHAIN, BUSH = TreeTemplate.chain(0), TreeTemplate.chain(3), TreeTemplate.kary((2, 1))
@@ -78,9 +79,9 @@ HANDED = [("token", False), ("block", False), ("match", False), ("tree_match", F
 @pytest.mark.parametrize(("what", "at_once"), cells(HANDED, [("token", False), ("match", False), ("block", True)]))
 def test_a_driver_that_is_handed_no_coins_fails_the_certificate(monkeypatch, retraced, what, at_once):
     """The rules stay as they are: only what the engine calls is wrong, jax's verdict or the kernels' in one call."""
-    if at_once and not engine.judged_at_once(VERIFIERS[what], kernels_of(kernels.get())):
+    if at_once and not has_native_call(VERIFIERS[what], kernels_of(kernels.get())):
         pytest.skip("no kernels have this verdict in one call")
-    home, place = engine, -1 if what == "match" else -2
+    home, place = siblings if what == "token" else draft_rules, -1 if what == "match" else -2
     part = {"token": "walk", "block": "judge", "match": "match_chain", "tree_match": "follow"}[what]
     if at_once:
         home, part, place = cpu, "judge", 5
@@ -144,7 +145,7 @@ def test_boxes_hold_for_the_function_as_the_loop_calls_it():
     drafts, _, _ = stack(tried, verifier, seed=0)
     spots = np.random.default_rng(0).random((*drafts.p.shape[:1], drafts.p.shape[1]), np.float32)
     spots = np.floor(spots * STEPS) / np.float32(STEPS)
-    plain = jax.jit(functools.partial(engine.verify, verifier))
+    plain = jax.jit(functools.partial(verify, verifier))
     wanted = plain(*drafts, coins_BK=spots[:, :-1], u_B=spots[:, -1])
     index = np.resize(np.arange(len(spots)), LANES)
     paired = jax.tree.map(lambda a: a[index].reshape(LANES // 2, 2, *a.shape[1:]), drafts)
