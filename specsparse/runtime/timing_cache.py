@@ -137,14 +137,9 @@ class CostTable:
     def predict_tree(
         self, tokens: float, nodes: float, *, room: int, draft: DraftCost = FREE, kv_length: float | None = None
     ) -> float:
-        """Predicted speed-up of trees of `nodes` nodes that give `tokens` tokens a round.
+        """Predicted speed-up of trees of `nodes` of at most `room` nodes that give `tokens` tokens a round.
 
-        Args:
-            tokens: emitted a round.
-            nodes: drafted a round.
-            room: most nodes.
-            draft: cost of a whole tree, all of it in `fixed_s`.
-            kv_length: tokens in the cache.
+        The cost of drafting a whole tree is all in `draft.fixed_s`.
         """
         costs = self.draft_costs(draft, room, kv_length)
         return tokens / expected.round_cost(lambda n: self.v(n, kv_length), nodes, **costs)
@@ -198,15 +193,8 @@ class CostTable:
 def cost_key(name: str, options: Mapping[str, object] | None = None, *, among: Registry[Any] = DRAFTERS) -> str:
     """The name under which the cost of a drafter is kept: its own, and the options that are not its defaults.
 
-    A file among them has its fingerprint in the name, so that another file in its place is another drafter.
-
-    Args:
-        name: of the drafter, as in configs.
-        options: of it; None is one that was not given.
-        among: the registry of the name, if it is no drafter's.
-
-    Raises:
-        UserError: a draft model or a head that is not there.
+    A file among them has its fingerprint in the name, so that another file in its place is another drafter. `among` is
+    the registry of the name. UserError for a draft model or a head that is not there.
     """
     defaults = values_of(among.make(name, {})) if among.is_builtin(name) else {}
     given = {
