@@ -35,33 +35,20 @@ CONTEXT = 512
 
 @dataclass(frozen=True)
 class Question:
-    """A target, its draft models and the sizes to look at.
-
-    Attributes:
-        target, draft_models: names, paths or references to the Hub.
-        device: a name of `data.devices`, or "this".
-        batches, contexts: sizes that are looked at; no context: `CONTEXT`, or as much as the model has room for.
-        lengths: of drafts.
-        alphas: acceptances to suppose.
-        counted: acceptances by drafter, of a run's record.
-        task: the only kind of text that counts.
-        kv_dtype: of the caches.
-        paper: this machine too by its peaks alone, without decoding.
-        refresh: this machine is measured again, whatever was kept.
-    """
+    """A target, its draft models and the sizes to look at. Models are names, paths or references to the Hub."""
 
     target: str
     draft_models: tuple[str, ...] = ()
-    device: str = THIS
+    device: str = THIS  # a name of `data.devices`
     batches: tuple[int, ...] = (1,)
-    contexts: tuple[int, ...] = ()
-    lengths: tuple[int, ...] = LENGTHS
-    alphas: tuple[float, ...] = ()
-    counted: Mapping[str, AcceptedRates] | None = None
-    task: str | None = None
+    contexts: tuple[int, ...] = ()  # () for `CONTEXT`, or as much as the model has room for
+    lengths: tuple[int, ...] = LENGTHS  # of drafts
+    alphas: tuple[float, ...] = ()  # acceptances to suppose
+    counted: Mapping[str, AcceptedRates] | None = None  # acceptances by drafter, of a run's record
+    task: str | None = None  # the only kind of text that counts
     kv_dtype: str = "f16"
-    paper: bool = False
-    refresh: bool = False
+    paper: bool = False  # this machine too by its peaks alone, without decoding
+    refresh: bool = False  # this machine is measured again, whatever was kept
 
 
 @dataclass(frozen=True)
@@ -84,24 +71,15 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Advice:
-    """The answer.
-
-    Attributes:
-        question: its question.
-        target, draft_models: the models.
-        vocabularies: a line for each draft model whose vocabulary is not the target's.
-        device: that it is for.
-        memory: bytes of the device, or None if that is not known.
-        cases: by batch size and context.
-    """
+    """The answer."""
 
     question: Question
     target: ModelOutline
     draft_models: tuple[ModelOutline, ...]
-    vocabularies: tuple[str, ...]
+    vocabularies: tuple[str, ...]  # a line for each draft model whose vocabulary is not the target's
     device: Device
-    memory: float | None
-    cases: tuple[Sizes, ...]
+    memory: float | None  # bytes of the device, or None if that is not known
+    cases: tuple[Sizes, ...]  # by batch size and context
 
     def fits(self, case: Sizes) -> bool | None:
         """Whether the device holds all of it; None if that is not known."""

@@ -49,20 +49,13 @@ ONE_GROUP, BITS, FORKS, WRONG, UNSTEADY, FAILED = (
 
 
 class Flip(NamedTuple):
-    """A row whose most likely token is not the one that it has alone.
-
-    Attributes:
-        window: of the text.
-        position: of the row; decoding writes another token as number `position` + 1 of the given ones, from 0.
-        one_row, batch: the most likely token alone and in a batch.
-        margin: logit of `one_row` minus that of the second most likely token, alone.
-    """
+    """A row whose most likely token is not the one that it has alone."""
 
     window: str
-    position: int
-    one_row: int
-    batch: int
-    margin: float
+    position: int  # of the row; decoding writes another token as number `position` + 1 of the given ones, from 0
+    one_row: int  # the most likely token alone
+    batch: int  # the most likely token in a batch
+    margin: float  # logit of `one_row` minus that of the second most likely token, alone
 
 
 class Rate(NamedTuple):
@@ -84,23 +77,14 @@ def rate(count: int, positions: int) -> Rate:
 
 @dataclass
 class Tally:
-    """The rows of one width, window by window.
+    """The rows of one width, window by window."""
 
-    Attributes:
-        width: rows of a batch.
-        positions: rows compared.
-        rows_differing: rows with other bits than alone.
-        largest: of the differences of logits; infinite if one of them is no number.
-        flips: in order.
-        check: this width beside our logits, or None.
-    """
-
-    width: int
-    positions: int = 0
-    rows_differing: int = 0
-    largest: float = 0.0
+    width: int  # rows of a batch
+    positions: int = 0  # rows compared
+    rows_differing: int = 0  # rows with other bits than alone
+    largest: float = 0.0  # largest difference of two logits; infinite if one of them is no number
     flips: list[Flip] = field(default_factory=list)
-    check: Check | None = None
+    check: Check | None = None  # this width beside our logits, or None
     _bits: list[bytes] = field(default_factory=list)
 
     def add(self, window: str, one_TV: np.ndarray, rows_TV: np.ndarray, judge: Judge | None = None) -> None:
@@ -206,32 +190,19 @@ def windows_of(ids: Sequence[int], count: int, *, prompt: int, following: int, b
 
 @dataclass(frozen=True)
 class AuditPlan:
-    """The question.
+    """The question. Without `types` the file is audited as it is."""
 
-    Attributes:
-        model: a name or a file.
-        engines: "specsparse" and names of `peers.PEERS`.
-        threads: numbers of them; empty for all cores.
-        widths: rows of a batch.
-        types: the file requantised to each; empty for the file as it is.
-        flash: flash attention on and off, of engines that have the choice.
-        windows, prompt_tokens, tokens: of the text: how many, and the rows of both parts.
-        greedy: the rows are those of the engine's own one-row greedy text, so that a flip is where decoding forks; not
-            those of the real text.
-        text: a file; None for the built-in prompts.
-    """
-
-    model: str
-    engines: tuple[str, ...] = (OURS,)
-    threads: tuple[int, ...] = ()
-    widths: tuple[int, ...] = (*range(1, 17), 24, 32, 48)
-    types: tuple[str, ...] = ()
-    flash: tuple[bool, ...] = (True, False)
-    windows: int = 4
-    prompt_tokens: int = 40
-    tokens: int = 48
-    greedy: bool = True
-    text: Path | None = None
+    model: str  # a name or a file
+    engines: tuple[str, ...] = (OURS,)  # "specsparse", and names of `peers.PEERS`
+    threads: tuple[int, ...] = ()  # numbers of them; () for all cores
+    widths: tuple[int, ...] = (*range(1, 17), 24, 32, 48)  # rows of a batch
+    types: tuple[str, ...] = ()  # the file is requantised to each
+    flash: tuple[bool, ...] = (True, False)  # flash attention on and off, of engines that have the choice
+    windows: int = 4  # of the text
+    prompt_tokens: int = 40  # of each window
+    tokens: int = 48  # rows of each window
+    greedy: bool = True  # rows of the engine's own one-row greedy text, where a flip is a fork; not of the real text
+    text: Path | None = None  # None for the built-in prompts
 
     @property
     def room(self) -> int:

@@ -24,35 +24,22 @@ Texts = dict[str, tuple[int, ...]]
 
 
 class Fork(NamedTuple):
-    """The place where two texts part.
-
-    Attributes:
-        id: of the text.
-        position: of the first token that differs, from 0; None if there is none.
-        a, b: the token of each there; None if that text has ended.
-        compared: tokens up to the fork, that one included; those of the shorter text if there is none.
-    """
+    """The place where two texts part."""
 
     id: str
-    position: int | None
-    a: int | None
-    b: int | None
-    compared: int
+    position: int | None  # of the first token that differs, from 0; None if there is none
+    a: int | None  # the token of A there; None if that text has ended
+    b: int | None  # the token of B
+    compared: int  # tokens up to the fork, that one included; those of the shorter text if there is none
 
 
 @dataclass(frozen=True)
 class TextsDifference:
-    """The result of `compare_texts`.
+    """The result of `compare_texts`."""
 
-    Attributes:
-        forks: an entry for each text that both have.
-        only: numbers of texts that only A, only B has.
-        shorter: texts of which one is the beginning of the other.
-    """
-
-    forks: tuple[Fork, ...]
-    only: tuple[int, int]
-    shorter: tuple[str, ...]
+    forks: tuple[Fork, ...]  # an entry for each text that both have
+    only: tuple[int, int]  # numbers of texts that only A, only B has
+    shorter: tuple[str, ...]  # texts of which one is the beginning of the other
 
     @property
     def forked(self) -> tuple[Fork, ...]:

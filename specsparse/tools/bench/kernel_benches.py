@@ -122,15 +122,7 @@ PRODUCTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class KernelBench(abc.ABC):
-    """A bench of kernels: its fields are its options, its methods the parts of `run`.
-
-    Attributes:
-        types: GGUF types of the weights.
-        ns: rows of a call (tokens).
-        repeats: timings of each case.
-        threads: of the kernels; None is as many as before.
-        backend: their name; None is the best there is.
-    """
+    """A bench of kernels: its fields are its options, its methods the parts of `run`."""
 
     title: ClassVar[str]
     known: ClassVar[tuple[str, ...]]
@@ -138,11 +130,11 @@ class KernelBench(abc.ABC):
     shape_option: ClassVar[str]
     """The option that gives a shape, for messages."""
 
-    types: tuple[str, ...]
-    ns: tuple[int, ...]
-    repeats: int
-    threads: int | None = None
-    backend: str | None = "native"
+    types: tuple[str, ...]  # GGUF types of the weights
+    ns: tuple[int, ...]  # rows of a call (tokens)
+    repeats: int  # timings of each case
+    threads: int | None = None  # of the kernels; None is as many as before
+    backend: str | None = "native"  # None is the best there is
 
     @abc.abstractmethod
     def all_shapes(self) -> Sequence[tuple[int, int]]:
@@ -241,23 +233,17 @@ class ProductsBench(KernelBench):
 
     Weights come from memory, or from the last cache, which their copies fit. Every time stands beside the machine's
     read bandwidth and multiply-add rate in the same repeat.
-
-    Attributes:
-        ns: ascending; 1 first, which v(n) divides by.
-        shape: (rows, columns) of a matrix.
-        memory_bytes: least bytes of all copies of a matrix that come from memory.
-        cache_bytes: most bytes of those that stay in the last cache.
     """
 
     title = "products"
     known = tuple(kind.name for kind in KINDS)
     shape_option = "--shape"
 
-    ns: tuple[int, ...] = (1, 4, 8, 64, 256)
+    ns: tuple[int, ...] = (1, 4, 8, 64, 256)  # ascending; 1 first, which v(n) divides by
     repeats: int = 15
-    shape: tuple[int, int] = (1536, 1536)
-    memory_bytes: int = 160 << 20
-    cache_bytes: int = 20 << 20
+    shape: tuple[int, int] = (1536, 1536)  # (rows, columns) of a matrix
+    memory_bytes: int = 160 << 20  # least bytes of all copies of a matrix that come from memory
+    cache_bytes: int = 20 << 20  # most bytes of those that stay in the last cache
 
     def all_shapes(self) -> Sequence[tuple[int, int]]:
         return (self.shape,)
@@ -382,13 +368,6 @@ class FfnBench(KernelBench):
 
     Each token keeps a random set of its own. Predictors are paid for and their verdict is not used, so that the share
     stays exact.
-
-    Attributes:
-        types: the predictor's too.
-        shape: width and neurons, D and F.
-        active: shares of neurons that a token keeps, each in (0, 1].
-        rank: of the MLP predictor.
-        cold_bytes: least bytes of all copies of the weights together, as far as `bounded` lets them.
     """
 
     title = "ffn"
@@ -396,13 +375,13 @@ class FfnBench(KernelBench):
     shape_option = "bench ffn"
     figure = staticmethod(active_share)
 
-    shape: tuple[int, int]
-    active: tuple[float, ...] = (0.05, 0.1, 0.2, 0.5, 1.0)
+    shape: tuple[int, int]  # width and neurons, D and F
+    active: tuple[float, ...] = (0.05, 0.1, 0.2, 0.5, 1.0)  # shares of neurons that a token keeps, each in (0, 1]
     ns: tuple[int, ...] = (1, 2, 4, 8)
-    types: tuple[str, ...] = ("F16", "Q4_0")
-    rank: int = 1024
+    types: tuple[str, ...] = ("F16", "Q4_0")  # the predictor's too
+    rank: int = 1024  # of the MLP predictor
     repeats: int = 5
-    cold_bytes: int = 1 << 30
+    cold_bytes: int = 1 << 30  # least bytes of all copies of the weights together, as far as `bounded` lets them
     backend: str | None = None
 
     def all_shapes(self) -> Sequence[tuple[int, int]]:
@@ -560,11 +539,6 @@ class LutBench(KernelBench):
 
     A matrix is cold if several copies are gone through in turn, and warm if one is used again and again, from the cache
     if it fits.
-
-    Attributes:
-        shapes: (rows, columns) of the matrices.
-        cold_bytes: least bytes of all copies of a matrix together; a warm one is used as often.
-        most_copies: of a matrix, however small.
     """
 
     title = "lut"
@@ -574,9 +548,9 @@ class LutBench(KernelBench):
     ns: tuple[int, ...] = (1, 4)
     types: tuple[str, ...] = known
     repeats: int = 5
-    shapes: tuple[tuple[int, int], ...] = ((2048, 2048), (4096, 11008))
-    cold_bytes: int = 256 << 20
-    most_copies: int = 256
+    shapes: tuple[tuple[int, int], ...] = ((2048, 2048), (4096, 11008))  # (rows, columns) of the matrices
+    cold_bytes: int = 256 << 20  # least bytes of all copies of a matrix together; a warm one is used as often
+    most_copies: int = 256  # of a matrix, however small
 
     def all_shapes(self) -> Sequence[tuple[int, int]]:
         return self.shapes

@@ -58,21 +58,13 @@ def pack_planes(w: QTensor) -> BitPlanes:
 
 
 class Tables(NamedTuple):
-    """The sums of rows of activations; a block's product is d * (scale * (sum - less) + centre) + m * shift.
+    """The sums of rows of activations; a block's product is d * (scale * (sum - less) + centre) + m * shift."""
 
-    Attributes:
-        entries: int32[R, blocks, 8, 16], one table for each four columns.
-        scale: f32[R, blocks], the size of a step.
-        less: f32[R, blocks], of the sum of entries.
-        centre: f32[R, blocks], the part that bits for -1 and 1 leave out.
-        shift: f32[R, blocks], sum of the activations.
-    """
-
-    entries: jax.Array
-    scale: jax.Array
-    less: jax.Array
-    centre: jax.Array
-    shift: jax.Array
+    entries: jax.Array  # int32[R, blocks, 8, 16], one table for each four columns
+    scale: jax.Array  # f32[R, blocks], the size of a step
+    less: jax.Array  # f32[R, blocks], of the sum of entries
+    centre: jax.Array  # f32[R, blocks], the part that bits for -1 and 1 leave out
+    shift: jax.Array  # f32[R, blocks], sum of the activations
 
 
 def _check(x: jax.Array, w: BitPlanes, sums: str, residual: jax.Array | None) -> None:

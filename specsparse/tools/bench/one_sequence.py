@@ -41,31 +41,20 @@ _METHODS = {"prompt": "prompts", "decode": "decoding", "verify": "v(n)"}
 
 @dataclass(frozen=True)
 class SequenceBench:
-    """Prompts, decoding and v(n) of one sequence; 0 or () leaves a test out.
+    """Prompts, decoding and v(n) of one sequence; 0 or () leaves a test out."""
 
-    Attributes:
-        model: a name or a file.
-        pp, tg, repeats: as in `TrialPlan`.
-        ns: of v(n), which is relative to n = 1: that is timed too.
-        depth: tokens in the cache before each test.
-        rows: of the program of v(n), n of them valid; None for one of n rows.
-        threads, kv_dtype, backend: as in `load`.
-        peers: names of other engines.
-        quantise: a type that the model is re-quantised to before.
-    """
-
-    model: str
+    model: str  # a name or a file
     pp: int = 512
     tg: int = 128
-    ns: tuple[int, ...] = ()
+    ns: tuple[int, ...] = ()  # of v(n); 1, which it is relative to, is timed too
     repeats: int = 5
-    depth: int = 0
-    rows: int | None = None
+    depth: int = 0  # tokens in the cache before each test
+    rows: int | None = None  # of the program of v(n), n of them valid; None for one of n rows
     threads: int | None = None
     kv_dtype: str | None = None
     backend: str | None = None
-    peers: tuple[str, ...] = ()
-    quantise: str | None = None
+    peers: tuple[str, ...] = ()  # names of other engines
+    quantise: str | None = None  # a type that the model is re-quantised to before
 
     def plan(self) -> TrialPlan:
         ns = tuple(sorted({1, *self.ns})) if self.ns else ()
@@ -132,17 +121,11 @@ class SequenceBench:
 
 
 class PassWork(NamedTuple):
-    """Bytes and multiply-adds of one test.
+    """Bytes and multiply-adds of one test."""
 
-    Attributes:
-        file_bytes: weights as in the file, once a forward, and the cache: the least that must be read.
-        moved_bytes: the same with the weights as packed.
-        macs: of all matrices and of attention.
-    """
-
-    file_bytes: float
-    moved_bytes: float
-    macs: float
+    file_bytes: float  # weights as in the file, once a forward, and the cache: the least that must be read
+    moved_bytes: float  # the same with the weights as packed
+    macs: float  # of all matrices and of attention
 
 
 def work_of(model: Model, method: str, n: int, depth: int, forwards: int = 1) -> PassWork:

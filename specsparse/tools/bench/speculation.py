@@ -54,27 +54,17 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationBench:
-    """Greedy decoding of built-in prompts, plainly and with drafts.
+    """Greedy decoding of built-in prompts, plainly and with drafts."""
 
-    Attributes:
-        model: the target's name or file.
-        drafter: a drafter's name, or the name or file of a draft model.
-        drafted: tokens of a draft, each measured.
-        tg: tokens of each text, end or no end.
-        repeats: timings of each side.
-        threads, kv_dtype, backend: as in `load`.
-        peers: names of other engines.
-    """
-
-    model: str
-    drafter: str
-    drafted: tuple[int, ...]
-    tg: int = 128
-    repeats: int
+    model: str  # the target's name or file
+    drafter: str  # a drafter's name, or the name or file of a draft model
+    drafted: tuple[int, ...]  # tokens of a draft, each measured
+    tg: int = 128  # tokens of each text, end or no end
+    repeats: int  # timings of each side
     threads: int | None = None
     kv_dtype: str | None = None
     backend: str | None = None
-    peers: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()  # names of other engines
 
     def check_peers(self, what: str, able: Sequence[str]) -> None:
         for name in self.peers:
@@ -256,20 +246,13 @@ class DraftBench(SpeculationBench):
 
 
 class TimedBatch(NamedTuple):
-    """Seconds of all texts once in batches of one size.
+    """Seconds of all texts once in batches of one size."""
 
-    Attributes:
-        prompt: of the prompt test, or None.
-        plain: of plain decoding.
-        fast, tokens_per_pass: of speculation and what the target wrote in a round, by method.
-        peers: by name.
-    """
-
-    prompt: float | None
+    prompt: float | None  # of the prompt test
     plain: float
-    fast: dict[str, float]
-    tokens_per_pass: dict[str, float]
-    peers: dict[str, float]
+    fast: dict[str, float]  # of speculation, by method
+    tokens_per_pass: dict[str, float]  # tokens that the target wrote in a round, by method
+    peers: dict[str, float]  # by name
 
 
 def batches_of(texts: Sequence[np.ndarray], size: int) -> list[list[np.ndarray]]:
@@ -343,18 +326,12 @@ def _draw_batches(canvas: Canvas, rows: Sequence[Row]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchBench(SpeculationBench):
-    """The same texts in batches of several sizes, greedily, by `match`.
+    """The same texts in batches of several sizes, greedily, by `match`."""
 
-    Attributes:
-        sizes: sequences in a batch, each 1 or more.
-        pp: prompt tokens of each sequence; below 2 leaves prompts out.
-        drafted: () for the length that the drafter takes by itself.
-    """
-
-    sizes: tuple[int, ...]
-    pp: int = 512
+    sizes: tuple[int, ...]  # sequences in a batch, each 1 or more
+    pp: int = 512  # prompt tokens of each sequence; below 2 leaves prompts out
     drafter: str = "prompt_lookup"
-    drafted: tuple[int, ...] = ()
+    drafted: tuple[int, ...] = ()  # () for the length that the drafter takes by itself
     repeats: int = 5
     figure = staticmethod(batch_figure)
 

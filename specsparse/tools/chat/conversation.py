@@ -63,15 +63,13 @@ def interrupts() -> Iterator[threading.Event]:
 class Conversation:
     """The messages of a chat so far, and the parameters of its answers.
 
-    Attributes:
-        method: `drafter` and `verifier` for `api.stream`; {} for plain decoding.
-        seed: of the noise; each answer adds one.
+    `method` is `drafter` and `verifier` for `api.stream`, {} for plain decoding.
     """
 
     model: Model
     sampling: SamplingParams
     method: dict[str, Any] = dataclasses.field(default_factory=dict)
-    seed: int = 0
+    seed: int = 0  # of the noise; each answer adds one
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
 
     def say(self, text: str, show: Callable[[str, TokenSource], None]) -> Generation | None:

@@ -32,20 +32,13 @@ _MOST_DIFFERENCES = 8
 
 @dataclass(frozen=True)
 class Inspected:
-    """A file and what could be made of it.
-
-    Attributes:
-        file: open.
-        config, tokenizer: None if the file does not run here.
-        problem: why not, in one line; None if it runs.
-        head: of a file that holds a draft head.
-    """
+    """A file and what could be made of it."""
 
     file: GGUFFile
-    config: ModelConfig | None = None
+    config: ModelConfig | None = None  # None if the file does not run here
     tokenizer: Tokenizer | None = None
-    problem: str | None = None
-    head: Eagle3File | DFlashFile | None = None
+    problem: str | None = None  # why it does not run, in one line
+    head: Eagle3File | DFlashFile | None = None  # of a file that holds a draft head
 
     @classmethod
     def from_gguf(cls, f: GGUFFile) -> "Inspected":

@@ -10,23 +10,14 @@ PYTHON_VARIABLE = "SPECSPARSE_PEER_PYTHON"
 
 @dataclass(frozen=True)
 class PeerKind:
-    """The process of a peer.
+    """The process of a peer."""
 
-    Attributes:
-        script: the child, beside this file.
-        needs: packages as pip names them.
-        arguments: of the script.
-        options: more of the "open" request.
-        flash: whether it has the "attend" and "batch" requests.
-        drafts: whether it has the "speculate" request.
-    """
-
-    script: str
-    needs: str
-    arguments: tuple[str, ...] = ()
-    options: Json = field(default_factory=dict)
-    flash: bool = False
-    drafts: bool = False
+    script: str  # the child, beside this file
+    needs: str  # packages as pip names them
+    arguments: tuple[str, ...] = ()  # of the script
+    options: Json = field(default_factory=dict)  # more of the "open" request
+    flash: bool = False  # whether it has the "attend" and "batch" requests
+    drafts: bool = False  # whether it has the "speculate" request
 
 
 _TORCH = "transformers torch gguf accelerate"

@@ -106,20 +106,13 @@ def text_ids(tokenizer: Tokenizer, file: Path | None) -> list[int]:
 
 @dataclass(frozen=True)
 class Check:
-    """Their logits beside ours: sums over scored rows.
+    """Their logits beside ours: sums over scored rows."""
 
-    Attributes:
-        tokens: whose likelihood was scored.
-        nll, ours_nll: negative log-likelihood in nats, theirs and ours.
-        rows: whose distribution was compared.
-        kl: KL(ours, theirs) in nats.
-    """
-
-    tokens: int
-    nll: float
+    tokens: int  # whose likelihood was scored
+    nll: float  # their negative log-likelihood in nats
     ours_nll: float
-    rows: int
-    kl: float
+    rows: int  # whose distribution was compared
+    kl: float  # KL(ours, theirs) in nats
 
     def plus(self, other: "Check") -> "Check":
         return Check(self.tokens + other.tokens, self.nll + other.nll, self.ours_nll + other.ours_nll,

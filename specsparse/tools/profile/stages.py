@@ -33,19 +33,12 @@ _LONG_ENOUGH = 0.03
 
 @dataclass(frozen=True)
 class Kernel:
-    """The calls of one kernel in a forward pass.
+    """The calls of one kernel in a forward pass."""
 
-    Attributes:
-        name: the kernel, and of a product its matrices.
-        calls: in one pass.
-        seconds: of all of them together.
-        nbytes: that all of them read of weights and cache.
-    """
-
-    name: str
-    calls: int
-    seconds: float
-    nbytes: int
+    name: str  # the kernel, and of a product its matrices
+    calls: int  # in one pass
+    seconds: float  # of all of them together
+    nbytes: int  # that all of them read of weights and cache
 
     @property
     def bandwidth(self) -> float:
@@ -54,23 +47,14 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Profile:
-    """The measurement.
+    """The measurement."""
 
-    Attributes:
-        rows: of the forward pass: 1, or a draft and the token before it.
-        depth: tokens in the cache before it.
-        forward_s: seconds of the pass as it runs.
-        kernels: its parts, in order; their sum is what the parts take one by one.
-        rounds: seconds of each stage, one entry a round; empty for plain decoding.
-        read_bandwidth: bytes per second that this machine reads.
-    """
-
-    rows: int
-    depth: int
-    forward_s: float
-    kernels: tuple[Kernel, ...]
-    rounds: tuple[dict[str, float], ...]
-    read_bandwidth: float
+    rows: int  # of the forward pass: 1, or a draft and the token before it
+    depth: int  # tokens in the cache before it
+    forward_s: float  # seconds of the pass as it runs
+    kernels: tuple[Kernel, ...]  # its parts in order, timed one by one
+    rounds: tuple[dict[str, float], ...]  # seconds of each stage, one entry a round; empty for plain decoding
+    read_bandwidth: float  # bytes per second that this machine reads
 
     def stages(self) -> dict[str, float]:
         """Seconds of each stage, all rounds together."""

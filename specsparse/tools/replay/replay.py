@@ -26,26 +26,17 @@ MOST_REST = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """Acceptance of one verifier and draft length or tree.
-
-    Attributes:
-        gamma: bounds the depth.
-        rounds, drafts, drafted: rounds, those with a draft, drafted nodes.
-        accepted: expected accepted nodes, over the coins.
-        per_position: expected, by depth.
-        realised: accepted nodes with the recorded run's own coins, or its own target tokens for `match` and `greedy`.
-        widths: most siblings on each level; None for as many as were recorded.
-    """
+    """Acceptance of one verifier and draft length or tree."""
 
     verifier: str
-    gamma: int
+    gamma: int  # bounds the depth
     rounds: int
-    drafts: int
-    drafted: int
-    accepted: float
-    per_position: tuple[float, ...]
-    realised: int
-    widths: tuple[int, ...] | None = None
+    drafts: int  # rounds with a draft
+    drafted: int  # drafted nodes
+    accepted: float  # expected accepted nodes, over the coins
+    per_position: tuple[float, ...]  # expected, by depth
+    realised: int  # accepted nodes with the recorded run's own coins, or its own target tokens for `match` and `greedy`
+    widths: tuple[int, ...] | None = None  # most siblings on each level; None for as many as were recorded
 
     @property
     def tokens_per_pass(self) -> float:

@@ -74,22 +74,15 @@ def refused(message: str, param: str | None = None) -> HttpError:
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A checked request, of a chat or of texts to continue.
-
-    Attributes:
-        prompts: a chat's messages alone, or one or several texts.
-        params: for each of them.
-        include_usage, continuous_usage: whether a last chunk, and every chunk, has the usage.
-        echo: whether the answer begins with the prompt.
-    """
+    """A checked request, of a chat or of texts to continue."""
 
     chat: bool
-    prompts: list[PromptLike]
-    params: SamplingParams
+    prompts: list[PromptLike]  # a chat's messages alone, or one or several texts
+    params: SamplingParams  # for each of them
     stream: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
-    echo: bool = False
+    include_usage: bool = False  # a last chunk has the usage
+    continuous_usage: bool = False  # every chunk has the usage
+    echo: bool = False  # the answer begins with the prompt
 
 
 def parse_request(body: Mapping[str, object], defaults: Mapping[str, object], *, chat: bool) -> CompletionRequest:

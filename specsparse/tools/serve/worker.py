@@ -61,23 +61,14 @@ _ENDS = Failed("the server ends")
 
 @dataclass(eq=False)
 class RequestHandle:
-    """A request in the queue.
+    """A request in the queue."""
 
-    Attributes:
-        sequences: its completions, prompt by prompt.
-        spec: a checked method: a drafter and a verifier.
-        tell: called by the worker with each event; must not wait.
-        live: whether texts are shown as they come; else they may come in larger parts.
-        arrived: when, on the clock of `time.perf_counter`.
-        gone: set when the client no longer waits for the answer.
-    """
-
-    sequences: list[Request]
-    spec: MethodSpec
-    tell: Callable[[StreamEvent], None]
-    live: bool = False
+    sequences: list[Request]  # its completions, prompt by prompt
+    spec: MethodSpec  # a checked method: a drafter and a verifier
+    tell: Callable[[StreamEvent], None]  # called by the worker with each event; must not wait
+    live: bool = False  # texts are shown as they come; else they may come in larger parts
     arrived: float = field(default_factory=time.perf_counter)
-    gone: threading.Event = field(default_factory=threading.Event)
+    gone: threading.Event = field(default_factory=threading.Event)  # set when the client no longer waits for the answer
 
 
 @dataclass

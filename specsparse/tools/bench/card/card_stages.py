@@ -76,19 +76,13 @@ class StageReport:
 
 @dataclass(frozen=True)
 class DeviceBench:
-    """All stages, or some; each in a process of its own, within `TOTAL_S` in all, but `tiny` ones in this.
-
-    Attributes:
-        device, tiny, layers, backend: as in `CardPlan`.
-        stages: names; () for every stage.
-        repeats: timings of each figure; None is as many as usual.
-    """
+    """All stages, or some; each in a process of its own, within `TOTAL_S` in all, but `tiny` ones in this."""
 
     device: str
-    stages: tuple[str, ...] = ()
+    stages: tuple[str, ...] = ()  # names; () for every stage
     tiny: bool = False
     layers: int | None = None
-    repeats: int | None = None
+    repeats: int | None = None  # None is as many as usual
     backend: str | None = None
 
     def plan(self) -> CardPlan:

@@ -38,23 +38,14 @@ _CODES_STD = {"nibble": math.sqrt((16**2 - 1) / 12), "int8": math.sqrt((256**2 -
 
 @dataclasses.dataclass(frozen=True)
 class CardPlan:
-    """The options of every stage.
+    """The options of every stage."""
 
-    Attributes:
-        device: "gpu", "tpu" or "cpu".
-        tiny: shapes for the tests of the bench itself.
-        layers: of the large shape; None is all.
-        tokens: to decode.
-        repeats: timings of each figure.
-        backend: of the kernels; None is the default of the device.
-    """
-
-    device: str = "gpu"
-    tiny: bool = False
-    layers: int | None = None
-    tokens: int = 64
-    repeats: int = 3
-    backend: str | None = None
+    device: str = "gpu"  # "gpu", "tpu" or "cpu"
+    tiny: bool = False  # shapes for the tests of the bench itself
+    layers: int | None = None  # of the large shape; None is all
+    tokens: int = 64  # to decode
+    repeats: int = 3  # timings of each figure
+    backend: str | None = None  # of the kernels; None is the default of the device
 
     @property
     def small(self) -> str:
