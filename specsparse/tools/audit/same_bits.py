@@ -164,16 +164,9 @@ class AuditWindow(NamedTuple):
 
 
 def windows_of(ids: Sequence[int], count: int, *, prompt: int, following: int, bos: int | None) -> list[AuditWindow]:
-    """Windows evenly spread over a text, which do not overlap.
+    """Windows evenly spread over a text, which do not overlap; UserError if the text is too short.
 
-    Args:
-        ids: the text.
-        count: windows.
-        prompt, following: tokens of each part.
-        bos: replaces the first token of each prompt; None for nothing.
-
-    Raises:
-        UserError: the text is too short.
+    `bos` replaces the first token of each prompt; None for nothing.
     """
     size = prompt + following
     if len(ids) < count * size:
@@ -220,21 +213,13 @@ class AuditPlan:
 
 
 def run(plan: AuditPlan, out: Console, after: Callable[[Json], None] = lambda report: None) -> Json:
-    """Audits, showing progress on `out`.
-
-    Args:
-        plan: the question.
-        out: the terminal.
-        after: called with the report so far after each case, so that a run that is stopped loses no case.
+    """Audits, showing progress on `out`; `after` gets the report so far after each case, so that no case is lost.
 
     Returns:
         "audit", "version", "plan", "complete" (whether all cases are there), "cases" and "manifest". A case has
         "engine", "version", "weights", "threads", "flash", "verdict" (one of this module's), "failed" (a line, or
         None), "one_row_bits" (a digest), "repeatable", "check" (`Check.to_dict` of real text, or None for ours) and
         "groups" (`WidthGroup.to_dict`).
-
-    Raises:
-        UserError: an unknown type, anything wrong with the model or the text, or a peer that is missing.
     """
     for name in plan.types:
         requantise.kind_of(name)

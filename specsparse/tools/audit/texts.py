@@ -64,14 +64,9 @@ class TextsDifference:
 
 
 def read(path: Path, side: str | None = None) -> Texts:
-    """The texts of a file, or of a run's folder.
+    """The texts of a file, or of a folder with `prompts.jsonl`; of one `side`, if lines say "side".
 
-    Args:
-        path: the file, or a folder with `prompts.jsonl`.
-        side: whose texts, if lines say "side"; None if there is one.
-
-    Raises:
-        UserError: no such file, a malformed line, a text that is there twice, or several sides and none chosen.
+    UserError if a line is malformed, a text is there twice, or several sides are and none was chosen.
     """
     file = path / ROWS_FILE if path.is_dir() else path
     lines = read_text(file, str(file)).split("\n")  # not splitlines: JSON may hold U+2028

@@ -265,11 +265,7 @@ def break_even(rows: Sequence[Json], method: str) -> float | None:
     """Sequences at which a method that paid for fewer stops paying, between two measured sizes.
 
     The speed-up's logarithm is taken as straight in that of the size. None if the smallest batch does not pay, or the
-    largest still does.
-
-    Args:
-        rows: of `BatchBench.measure`.
-        method: a key of their "speculative".
+    largest still does. `rows` are those of `BatchBench.measure`, `method` a key of their "speculative".
     """
     points = [(row["batch"], row["speculative"][method]["speedup"]["value"]) for row in rows]
     for (few, fast), (many, slow) in itertools.pairwise(points):

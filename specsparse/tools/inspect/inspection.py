@@ -63,11 +63,7 @@ class Inspected:
 def report(found: Inspected, device: Device, *, draft: Inspected | None = None, each: bool = False) -> Json:
     """Everything as plain values; facts that need a model that runs are None if it does not.
 
-    Args:
-        found: the file.
-        device: to estimate for.
-        draft: a draft model to judge beside it.
-        each: lists the tensors one by one, not those of all layers together.
+    `draft` is judged as its draft model; with `each` tensors stand one by one, not those of all layers together.
     """
     f, runs = found.file, found.config is not None
     return {

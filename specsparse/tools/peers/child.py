@@ -37,10 +37,8 @@ class RowWriter:
 def serve(hello, engine_of) -> None:
     """Answers until the input ends.
 
-    Args:
-        hello: says version and instruction sets.
-        engine_of: opens an engine with the keywords of an "open" request; its methods answer the other requests, with
-            seconds or with a whole reply.
+    `hello` says version and instruction sets. `engine_of` takes the keywords of an "open" request; the methods of its
+    engine answer the other requests, with seconds or with a whole reply.
     """
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the library prints on it, too

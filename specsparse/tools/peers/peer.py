@@ -55,32 +55,18 @@ class TimedText(NamedTuple):
 class Peer:
     """A peer's process: a `trials.Side` and a `logits.RowEngine` once it has a model. Use as a context manager.
 
-    Attributes:
-        name: a key of `PEERS`.
-        kind: how it is started.
-        version, system_info: as it says.
-        load_s: seconds that it took to load the model.
-        flash: by method of `Side`, whether flash attention is on; a method that is not there runs as the library
-            chooses by itself.
-        checked: its logits beside ours one row at a time and in wide batches, with the attention that is timed for as
-            many rows; or None.
-        unchecked: why those could not be compared, or None.
+    `flash` says by method of `Side` whether flash attention is on; other methods run as the library chooses.
     """
 
     load_s = 0.0
-    checked: tuple[Check, Check] | None = None
-    unchecked: str | None = None
+    checked: tuple[Check, Check] | None = None  # its logits beside ours, one row at a time and in wide batches
+    unchecked: str | None = None  # why those could not be compared
 
     def __init__(self, name: str, *, option: str = "--peer", patient: bool = False):
-        """Starts the child and asks for its version.
+        """Starts the child and asks for its version; UserError if it does not start, or lacks packages.
 
-        Args:
-            name: a key of `PEERS`.
-            option: the option that named it, for messages.
-            patient: nothing is timed: threads that wait leave the processor to others.
-
-        Raises:
-            UserError: its packages are missing, or the interpreter does not start.
+        `option` named the peer, for messages. If nothing is timed (`patient`), its waiting threads leave the processor
+        to others.
         """
         self.name, self.kind, self._option = name, PEERS[name], option
         self.flash: dict[str, bool] = {}
@@ -126,9 +112,7 @@ class Peer:
     def ask(self, **request: object) -> Json:
         """The reply to one request.
 
-        Raises:
-            UserError: its packages are missing.
-            PeerError: it answered with an error, took more than 15 minutes, or its process ended.
+        UserError if its packages are missing; PeerError if it fails, takes more than 15 minutes, or its process ends.
         """
         watchdog = threading.Timer(_LONGEST_S, self._child.kill)
         watchdog.start()
@@ -252,10 +236,7 @@ class Peer:
     def check(self, model: Model, *, widest: int, one: str = "decode", wide: str = "verify") -> None:
         """Compares its logits of real text with those of `model`, from the same file, before anything is timed.
 
-        Args:
-            model: ours.
-            widest: rows of the wide batches.
-            one, wide: methods of `Side` whose attention, if it is chosen, takes one row and the wide batches.
+        One row and batches of `widest` rows take the attention that was chosen for the methods `one` and `wide`.
         """
         real = text_ids(model.tokenizer, None)[: min(CHECKED, model.config.context_length - widest)]
         self._methods = {1: one, widest: wide}
@@ -304,12 +285,7 @@ def below_expectation(
 ) -> str | None:
     """A line if llama.cpp decodes more than 20 % under its known figure, else None.
 
-    Args:
-        config, kind: the model and its main tensor type; the figures are for SmolLM2-135M.
-        rate: tokens per second.
-        flags: of the processor; the figures need AVX-512.
-        threads: the figures are for two.
-        depth: tokens in the cache before; the figures are for none.
+    The figures are for SmolLM2-135M by main tensor type, two threads, AVX-512 and an empty cache.
     """
     expected = EXPECTED_TG.get(kind)
     shape = (config.n_layers, config.d_model, config.vocab_size)

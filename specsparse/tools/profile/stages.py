@@ -69,19 +69,10 @@ def profile(
     model: Model, *, prompt: PromptLike, method: Mapping[str, object], rows: int, depth: int, max_tokens: int,
     read_bandwidth: float,
 ) -> Profile:  # fmt: skip
-    """Measures a dense model.
+    """Measures a dense model: the stages of decoding the prompt by `method` ({} leaves them out), and the kernels of a
+    forward pass of `rows` rows after `depth` tokens.
 
-    Args:
-        model: the model.
-        prompt: decoded for the stages, as `api.generate` takes it.
-        method: `drafter` and `verifier`; {} leaves the stages out.
-        rows: of the forward pass that is taken apart.
-        depth: tokens in the cache before it.
-        max_tokens: of the decoding.
-        read_bandwidth: of this machine, bytes per second.
-
-    Raises:
-        UserError: a model with a sparse FFN, or a depth that the context does not hold.
+    UserError if the FFN is sparse, or if the context does not hold the rows.
     """
     if model.ffn != "dense":
         raise UserError(f"{model.path}: runs with ffn={model.ffn}; only dense models can be taken apart")

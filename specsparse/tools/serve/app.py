@@ -55,15 +55,10 @@ def refusal(error: HttpError) -> Response:
 
 
 class Service:
-    """One model, served.
+    """One model, served under a name.
 
-    Args:
-        model: the target.
-        name: of the model in requests.
-        spec_at: the drafter and the verifier at a temperature; refuses a temperature that they are not for.
-        positions: tokens of the longest draft, None for plain decoding.
-        defaults: sampling parameters that a request may leave out.
-        batch, room: as `Worker`'s.
+    `spec_at` gives the drafter and the verifier at a temperature, or refuses it; `positions` are the tokens of the
+    longest draft, None for plain decoding; `defaults` are sampling parameters that a request may leave out.
     """
 
     def __init__(
@@ -174,11 +169,9 @@ class Service:
 
 
 class AccessControl:
-    """Refuses requests to `app` without the key, or to another host's name.
+    """Refuses requests to `app` without the key (`Authorization: Bearer KEY`), if there is one.
 
-    Args:
-        key: must come as `Authorization: Bearer KEY`; None for no key.
-        local: whether `Host` must name this machine, so that no web page reaches the server by a name of its own.
+    If it is `local`, `Host` must name this machine, so that no web page reaches the server by a name of its own.
     """
 
     def __init__(self, app: ASGIApp, key: str | None, *, local: bool):

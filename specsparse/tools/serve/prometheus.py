@@ -31,12 +31,10 @@ class Timings:
 
 
 class ServerMetrics:
-    """Figures of one server.
+    """Figures of one server, labelled with the model's `name`.
 
-    Args:
-        name: of the model, a label of all.
-        context: tokens of the model's context, the last bound of histograms of tokens.
-        positions: tokens of the longest draft, or None for plain decoding, which has no counters of drafts.
+    Histograms of tokens end at the model's `context`. `positions` are the tokens of the longest draft, or None for
+    plain decoding, which has no counters of drafts.
     """
 
     def __init__(self, name: str, context: int, positions: int | None):

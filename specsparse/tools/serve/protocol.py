@@ -86,12 +86,9 @@ class CompletionRequest:
 
 
 def parse_request(body: Mapping[str, object], defaults: Mapping[str, object], *, chat: bool) -> CompletionRequest:
-    """A request's body, checked; HttpError with status 400 and the field.
+    """A request's body, checked; HttpError with status 400 and the field. `defaults` are for fields that it leaves out.
 
-    Args:
-        body: as JSON gives it; null is an absent field.
-        defaults: sampling parameters for fields that the request leaves out.
-        chat: whether it came to `/v1/chat/completions`.
+    null is an absent field.
     """
     given = {name: value for name, value in body.items() if value is not None}
     known = (*(_CHAT if chat else _TEXT), *SAMPLING, *WITHOUT_EFFECT)

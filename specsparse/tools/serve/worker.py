@@ -85,12 +85,8 @@ class _Running:
 class Worker:
     """Decodes requests one batch after the other, each as `specsparse.generate` does.
 
-    Args:
-        model: the target.
-        metrics: counts completions that ended, and the load.
-        batch: completions that may start together, of requests with the same drafter and verifier; a request of more
-            runs alone.
-        room: requests that may wait.
+    Of the `room` requests that may wait, those with the same drafter and verifier start together, up to `batch`
+    completions; a request of more runs alone.
     """
 
     def __init__(self, model: Model, metrics: ServerMetrics, *, batch: int = 1, room: int = 32):

@@ -173,15 +173,10 @@ def run_apart(
     name: str, limit_s: float, command: Sequence[str], say: Say, *, environment: Mapping[str, str] | None = None,
     unsaid: int | None = None,
 ) -> StageReport:  # fmt: skip
-    """A stage in a process of its own, which is ended after `limit_s` seconds.
+    """A stage in a process of its own, which is ended after `limit_s` seconds; `command` prints rows as `main` does.
 
-    Args:
-        name: of the stage.
-        limit_s: seconds it may take.
-        command: prints rows as `main` does.
-        say: takes a line for each row as it comes, and for a failure.
-        environment: variables beside ours.
-        unsaid: the exit code of a failure that the caller tells.
+    `say` takes a line for each row as it comes, and for a failure but one with the exit code `unsaid`, which the caller
+    tells.
     """
     out, begun, last = StageReport(name, limit_s), time.monotonic(), list[str]()
     child = subprocess.Popen(

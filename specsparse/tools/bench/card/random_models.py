@@ -76,14 +76,10 @@ def shape_of(name: str) -> Shape:
 def random_model(
     name: str, kind: str, *, layers: int | None = None, backend: str | None = None, width: int | None = None
 ) -> Model:
-    """A model of a shape of the catalogue with random weights on the default device.
+    """A model of a shape of the catalogue, or "tiny", with random weights on the default device.
 
-    Args:
-        name: of the model, or "tiny".
-        kind: of all matrices, a GGUF type: a float, or one with a scale a block and nothing else, as Q4_0 and Q8_0.
-        layers: in place of the shape's.
-        backend: of the kernels; None is the default.
-        width: rows of every step; None is the automatic one, `kernels.TILE_ROWS` if kernels need one; 0 is none.
+    All matrices are of one GGUF type: a float, or one with a scale a block and nothing else, as Q4_0 and Q8_0. `width`
+    is the rows of every step; None is the automatic one, `kernels.TILE_ROWS` if kernels need one; 0 is none.
     """
     shape = shape_of(name)
     shape = shape if layers is None else dataclasses.replace(shape, layers=layers)
@@ -134,12 +130,8 @@ def random_matrix(
 ) -> Matrix:
     """A random matrix of a GGUF type, packed where it is made, on the default device.
 
-    Args:
-        seed: of the numbers.
-        kind: F32, F16, BF16, or a type with one f16 scale a block of 32.
-        shape: (rows, columns).
-        std: of the weights; None is 1 / sqrt(columns).
-        kept: how the kernels keep matrices, `Kernels.kept`.
+    The type is a float or has one f16 scale a block of 32. `std` of the weights is 1 / sqrt(columns) by default; `kept`
+    is how the kernels keep matrices, `Kernels.kept`.
     """
     layout = layout_of(GGML[kind])
     std = shape[1] ** -0.5 if std is None else std
