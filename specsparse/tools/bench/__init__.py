@@ -59,7 +59,7 @@ class Benchmark(Protocol):
     def run(self, out: "Console") -> Json:
         """Measures, showing progress on `out`, and returns the report."""
 
-    def shown(self, report: Json) -> "Iterable[Table | Text | str]":
+    def parts(self, report: Json) -> "Iterable[Table | Text | str]":
         """The report as tables and lines."""
 
 
@@ -139,7 +139,7 @@ def main(args: argparse.Namespace) -> int:
     out = terminal.console()
     with timing_lock(lambda line: out.print(line, soft_wrap=True)):
         report = bench.run(out)
-    show(out, bench.shown(report))
+    show(out, bench.parts(report))
     if args.plot:
         draw(args.plot, bench.figure, report, out)
     if args.publish:

@@ -211,7 +211,7 @@ class KernelBench(abc.ABC):
             "read_bytes_per_second": summary(reads), "manifest": manifest.build({}, None),
         }  # fmt: skip
 
-    def shown(self, report: Json) -> Iterator[Table | str]:
+    def parts(self, report: Json) -> Iterator[Table | str]:
         """The table, and a line with kernels and machine."""
         yield self.table(report)
         found, read = report["manifest"], report["read_bytes_per_second"]

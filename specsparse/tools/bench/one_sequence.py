@@ -112,7 +112,7 @@ class SequenceBench:
         found = _report(plan, results, model, ours, peers=facts, threads=threads, memory=memory)
         return {**found, "notes": [*notes, *_notes(found, model)]}
 
-    def shown(self, report: Json) -> Iterator[Table | Text | str]:
+    def parts(self, report: Json) -> Iterator[Table | Text | str]:
         if self.pp or self.tg:
             yield _results_table(report)
         if self.ns:

@@ -224,7 +224,7 @@ class DraftBench(SpeculationBench):
             "seconds": time.perf_counter() - started, "manifest": manifest.build({}, model.path),
         }  # fmt: skip
 
-    def shown(self, report: Json) -> Iterator[Table | str]:
+    def parts(self, report: Json) -> Iterator[Table | str]:
         """Tokens a second by task and side, those of a target pass under them; ratios; texts that are not plain."""
         made = tables.new("tok/s", *report["tok_s"]["all"])
         for task, row in report["tok_s"].items():
@@ -434,7 +434,7 @@ class BatchBench(SpeculationBench):
             "plain_tokens_per_second": rate(plain), "speculative": fast, "peers": theirs,
         }  # fmt: skip
 
-    def shown(self, report: Json) -> Iterator[Table | str]:
+    def parts(self, report: Json) -> Iterator[Table | str]:
         """One row a batch size, medians; where each method stops paying, and what to know of the peers' figures."""
         plan, first = report["plan"], report["rows"][0]
         methods = [c for name in first["speculative"] for c in (f"{name}, tok/s", "tokens/pass", "speed-up", "95 %")]

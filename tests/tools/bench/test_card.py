@@ -121,7 +121,7 @@ def test_a_stage_that_raises_leaves_its_rows():
 def test_no_time_left_is_said_and_nothing_begun(monkeypatch):
     monkeypatch.setattr(card_stages, "TOTAL_S", 0.0)
     found = card_stages.run(TINY, ["status"], lambda line: None)
-    assert found["failed"] == ["status"] and "no time was left" in [*DeviceBench("cpu").shown(found)][1]
+    assert found["failed"] == ["status"] and "no time was left" in [*DeviceBench("cpu").parts(found)][1]
 
 
 def test_one_stage_after_the_other_in_processes_of_their_own(monkeypatch):

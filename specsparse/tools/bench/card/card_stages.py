@@ -102,7 +102,7 @@ class DeviceBench:
         say = partial(out.print, soft_wrap=True, highlight=False, markup=False)  # a name in brackets is no style
         return run(self.plan(), self.stages, say, apart=not self.tiny)
 
-    def shown(self, report: Json) -> Iterator[str]:
+    def parts(self, report: Json) -> Iterator[str]:
         """Failures, and the seconds of all."""
         failed = [f"{stage['name']}: {stage['error']}" for stage in report["stages"] if stage["error"]]
         yield f"{len(report['stages']) - len(failed)} of {len(report['stages'])} stages in {report['seconds']:.0f} s"
