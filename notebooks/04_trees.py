@@ -23,8 +23,8 @@ import matplotlib.pyplot as plt
 
 import specsparse
 from specsparse.speculative.expected import expected_tokens_tree
-from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree
+from specsparse.speculative.trees.base import TreeTemplate
 
 MODEL = os.environ.get("SPECSPARSE_NOTEBOOK_MODEL", "smollm2-135m")
 TOKENS = int(os.environ.get("SPECSPARSE_NOTEBOOK_TOKENS", "96"))

@@ -15,8 +15,8 @@ from typing import Any
 
 from specsparse.errors import UserError
 from specsparse.models import catalogue
+from specsparse.speculative.base import GAMMA_NAMES
 from specsparse.speculative.drafters import DRAFTERS
-from specsparse.speculative.gamma import GAMMA_NAMES
 from specsparse.speculative.policies import POLICIES
 from specsparse.speculative.trees import CHAIN, TREES
 from specsparse.speculative.verifiers import RULES

@@ -17,8 +17,8 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.experiments.command_line import PARTS, completed
 from specsparse.models.catalogue import Download
+from specsparse.speculative.base import DEFAULT_GAMMA
 from specsparse.speculative.drafters import draw_temperature
-from specsparse.speculative.gamma import DEFAULT_GAMMA
 from specsparse.support.files import conf_dir
 from specsparse.support.options import Count, Internal, Read, Rest, Seed, Share, Size, options_of, read
 from specsparse.support.registry import Choice

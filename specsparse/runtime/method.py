@@ -16,10 +16,9 @@ from specsparse.errors import UserError
 from specsparse.models import catalogue
 from specsparse.runtime.load import load
 from specsparse.runtime.timing_cache import draft_share, policy_times
-from specsparse.speculative.base import AnyDrafter, DraftKind, LoadedDrafter, Verifier
+from specsparse.speculative.base import GAMMA_NAMES, SHORT_GAMMA, AnyDrafter, DraftKind, LoadedDrafter, Verifier
 from specsparse.speculative.drafters import DRAFTERS, check_is_drafter, draw_temperature, get_drafter, takes
 from specsparse.speculative.drafters.synthetic import synthetic_verifier
-from specsparse.speculative.gamma import GAMMA_NAMES, SHORT_GAMMA
 from specsparse.speculative.policies import default_policy, get_policy, over_tree
 from specsparse.speculative.policies.base import Fixed, Policy, check_policy
 from specsparse.speculative.trees import get_tree

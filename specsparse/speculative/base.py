@@ -10,11 +10,11 @@ import enum
 import numbers
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, Self
 
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
-from specsparse.support.options import shown
+from specsparse.support.options import Also, Range, shown
 
 if TYPE_CHECKING:  # for the types alone: kinds of draws are known without it
     import jax
@@ -24,6 +24,29 @@ if TYPE_CHECKING:  # for the types alone: kinds of draws are known without it
     from specsparse.speculative.drafters.spec import Load
     from specsparse.speculative.policies.base import ActivePolicy, DraftView, Policy
     from specsparse.speculative.verify import Rule
+
+# How many tokens a round drafts: `max_nodes` inside; outside it is gamma, or what other projects call it.
+
+SHORT_GAMMA = 4
+"""Most tokens that a round drafts by default: more of them cost more than they bring on most texts."""
+DEFAULT_GAMMA = 7
+"""Of a policy: 8 positions a forward pass."""
+MAX_GAMMA = 512
+"""Most tokens a round may draft."""
+MAX_NODES = 64
+"""Most nodes of a tree: what one verifying forward may hold."""
+GAMMA_NAMES = (
+    "gamma",
+    "num_speculative_tokens",
+    "draft_max",
+    "num_assistant_tokens",
+    "prompt_lookup_num_tokens",
+    "n_draft",
+)
+"""Everybody's names of that number."""
+
+MaxNodes = Annotated[int, Range(1, MAX_GAMMA), Also(*GAMMA_NAMES)]
+"""Most tokens of a draft, as an option."""
 
 ROOT = -1
 """Parent of the nodes that follow the last committed token."""

@@ -43,7 +43,7 @@ from specsparse.speculative.base import (
     Verifier,
 )
 from specsparse.speculative.policies.base import ActivePolicy, Policy
-from specsparse.speculative.tree import node_depths, path_rows, row_parents
+from specsparse.speculative.trees.base import node_depths, path_rows, row_parents
 from specsparse.speculative.verify import LogitRows, Noise, Target, has_native_call, of_nothing
 
 

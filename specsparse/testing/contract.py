@@ -18,14 +18,22 @@ import numpy as np
 
 from specsparse.engine.noise import seed_words
 from specsparse.errors import UserError
-from specsparse.speculative.base import AnyDrafter, Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback, Verdict
+from specsparse.speculative.base import (
+    MAX_NODES,
+    AnyDrafter,
+    Draft,
+    DraftContext,
+    Drafted,
+    Drafter,
+    DraftKind,
+    Feedback,
+    Verdict,
+)
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.gamma import MAX_NODES
 from specsparse.speculative.loop import check_drafted, traced
 from specsparse.speculative.policies.base import DraftView, Policy
 from specsparse.speculative.proof.results import LEVEL, POWER
-from specsparse.speculative.tree import check_parents
-from specsparse.speculative.trees.base import TreeShape
+from specsparse.speculative.trees.base import TreeShape, check_parents
 from specsparse.speculative.verifiers import valid_verifiers
 from specsparse.speculative.verifiers.draft_rules import match_verdict
 from specsparse.testing.drafting import draft_context, drafted_ids, on_spec

@@ -19,7 +19,7 @@ from specsparse.speculative.proof.driver import Decided, Drafts, sound
 from specsparse.speculative.proof.exact import ends
 from specsparse.speculative.proof.external import ExternalVerifier, external
 from specsparse.speculative.proof.results import CertificateReport
-from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.trees.base import TreeTemplate
 from specsparse.speculative.verify import Noise, Target
 
 VOCAB, GAMMA, BATCH = 3, 2, 4

@@ -10,7 +10,7 @@ import pytest
 from specsparse.speculative.base import PAD, Draft, DraftKind
 from specsparse.speculative.proof.cases import make_case
 from specsparse.speculative.proof.exact import ends
-from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.trees.base import TreeTemplate
 from specsparse.speculative.verifiers import VERIFIERS
 from specsparse.speculative.verifiers.draft_rules import match_verdict
 from tests.cells import cells

@@ -11,8 +11,8 @@ from specsparse.runtime.method import load_drafter
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.slem import StringState, Translator
-from specsparse.speculative.intersection import intersect
 from specsparse.speculative.policies.base import PMin
+from specsparse.speculative.vocab import intersect
 from tests.cells import cells
 from tests.speculative.two_vocabularies import gpt_2_and_llama, write_pair
 

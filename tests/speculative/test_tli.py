@@ -13,18 +13,18 @@ from specsparse import SamplingParams
 from specsparse.errors import UserError
 from specsparse.runtime.loops import JIT, loop_for
 from specsparse.runtime.method import MethodSpec, load_drafter, resolve
-from specsparse.speculative import intersection
+from specsparse.speculative import vocab
 from specsparse.speculative.base import ROOT, DraftKind, Feedback
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.sources import draft_ids
-from specsparse.speculative.intersection import intersect
 from specsparse.speculative.proof.cases import outcomes, random_tables
 from specsparse.speculative.proof.exact import continuations, output_probs, total_variation
 from specsparse.speculative.proof.results import LOSSLESS_TV, MUTANT_TV
-from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree
+from specsparse.speculative.trees.base import TreeTemplate
 from specsparse.speculative.verifiers import VERIFIERS, residuals
 from specsparse.speculative.verifiers.draft_rules import match_verdict
+from specsparse.speculative.vocab import intersect
 from specsparse.testing.drafting import draft_context
 from tests.cells import cells
 from tests.speculative.two_vocabularies import gpt_2_and_llama, write_pair
@@ -139,7 +139,7 @@ def test_special_ids_taken_for_text_are_caught(pair, monkeypatch):
     target = Written("a", "</s>", text=("</s>",))
     draft = Written("a", "</s>", eos="</s>")
     assert intersect(target, draft, target_size=2, draft_size=2).image(1) == []
-    monkeypatch.setattr(intersection, "_specials", lambda tokenizer: frozenset())
+    monkeypatch.setattr(vocab, "_specials", lambda tokenizer: frozenset())
     with pytest.raises(AssertionError):
         check_same(intersect(target, draft, target_size=2, draft_size=2), target, draft)
 

@@ -4,7 +4,7 @@ import pytest
 
 from specsparse.errors import UserError
 from specsparse.speculative.base import PAD, Verdict
-from specsparse.speculative.tree import (
+from specsparse.speculative.trees.base import (
     TreeTemplate,
     ancestor_paths,
     check_parents,

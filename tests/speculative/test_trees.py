@@ -9,8 +9,8 @@ import pytest
 from specsparse.errors import UserError
 from specsparse.speculative.base import ROOT, DraftKind
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree
+from specsparse.speculative.trees.base import TreeTemplate
 from specsparse.speculative.trees.dynamic import DynamicTree, PSplit
 from specsparse.speculative.trees.static import StaticTree, expected_tokens, sequoia
 from specsparse.testing.contract import check_tree

@@ -23,8 +23,9 @@ from specsparse.engine.llama import ForwardOut, Want
 from specsparse.engine.noise import seed_words, token_uniforms, uniform
 from specsparse.engine.sampling import pipeline
 from specsparse.engine.sampling.params import SamplingParams, compile_params
-from specsparse.speculative import draft_sampling, loop
+from specsparse.speculative import loop
 from specsparse.speculative.base import Drafter, DraftKind, Verifier
+from specsparse.speculative.drafters import sources
 from specsparse.speculative.drafters.draft_model import OwnModel
 from specsparse.speculative.drafters.model_drafter import ModelDrafter, TreeDrafter
 from specsparse.speculative.drafters.self_draft import TargetLayers
@@ -106,7 +107,7 @@ def drafter(shape: int | TreeShape, kind: DraftKind | None = None, *, own: bool 
         kind: how the tokens of a chain are drawn; a tree says it itself.
         own: as a second model with a cache of its own, else as a part of the target on the target's cache.
     """
-    probs = draft_sampling.DraftSampling(SamplingParams(temperature=1.0), VOCAB)
+    probs = sources.DraftSampling(SamplingParams(temperature=1.0), VOCAB)
     vocab = VocabMap(VOCAB, VOCAB, VOCAB)
     source = OwnModel(forward, vocab, 64, (0,), 1, 1, 1, jnp.float32) if own else TargetLayers(forward, vocab, 64, (0,))
     if isinstance(shape, int):
@@ -138,7 +139,7 @@ def keyed(key: Key) -> Iterator[None]:
         return masked
 
     with contextlib.ExitStack() as stack:
-        for module in (generate, loop, draft_sampling):
+        for module in (generate, loop, sources):
             stack.enter_context(mock.patch.object(module, "token_uniforms", part(token_uniforms)))
         stack.enter_context(mock.patch.object(loop, "uniform", part(uniform)))
         yield

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from specsparse.speculative.base import DraftKind
-from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree
+from specsparse.speculative.trees.base import TreeTemplate
 from specsparse.speculative.trees.static import StaticTree
 from specsparse.speculative.verifiers import VERIFIERS
 from tests.statistics.chi_square import ALPHA, chi_square, least_tv

@@ -6,7 +6,7 @@ Importing this costs no jax.
 from typing import TYPE_CHECKING
 
 from specsparse.errors import UserError
-from specsparse.speculative.gamma import GAMMA_NAMES
+from specsparse.speculative.base import GAMMA_NAMES
 from specsparse.support.registry import Registry
 
 if TYPE_CHECKING:

@@ -33,8 +33,7 @@ from specsparse.speculative.drafters.sources import (
     draft_ids,
 )
 from specsparse.speculative.drafters.spec import DrafterSpec, Drafting, Load, LoadedDrafter, bytes_of
-from specsparse.speculative.intersection import Intersection, intersect
-from specsparse.speculative.vocab import check_compatible
+from specsparse.speculative.vocab import Intersection, check_compatible, intersect
 from specsparse.support.options import Also, instance_of
 
 log = logging.getLogger(__name__)

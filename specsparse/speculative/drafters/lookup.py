@@ -12,10 +12,20 @@ import jax.numpy as jnp
 
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
-from specsparse.speculative.base import PAD, Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
-from specsparse.speculative.gamma import MAX_GAMMA, SHORT_GAMMA, MaxNodes
+from specsparse.speculative.base import (
+    MAX_GAMMA,
+    PAD,
+    SHORT_GAMMA,
+    Draft,
+    DraftContext,
+    Drafted,
+    Drafter,
+    DraftKind,
+    Feedback,
+    MaxNodes,
+)
 from specsparse.speculative.policies.base import Fixed, Policy
-from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.trees.base import TreeTemplate
 from specsparse.support.options import Also, Count, Range
 
 NgramSize = Annotated[int, Range(1, 64)]

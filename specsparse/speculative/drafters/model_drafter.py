@@ -11,13 +11,17 @@ from specsparse.engine import cache as kv
 from specsparse.engine.cache import KVCache
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
-from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
-from specsparse.speculative.draft_sampling import DraftSampling, draft_uniforms
-from specsparse.speculative.drafters.sources import DraftWeights, FedRows, KeptRows, Source
-from specsparse.speculative.gamma import SHORT_GAMMA
+from specsparse.speculative.base import SHORT_GAMMA, Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
+from specsparse.speculative.drafters.sources import (
+    DraftSampling,
+    DraftWeights,
+    FedRows,
+    KeptRows,
+    Source,
+    draft_uniforms,
+)
 from specsparse.speculative.policies.base import draft_view
-from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.trees.base import Expander, TreeShape
+from specsparse.speculative.trees.base import Expander, TreeShape, TreeTemplate
 
 
 class _Chain(NamedTuple):

@@ -21,7 +21,7 @@ from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.speculative.base import DraftContext, Drafted, DraftKind, TextDrafter
 from specsparse.speculative.drafters.model_drafter import ModelDrafter
 from specsparse.speculative.drafters.sources import DraftWeights
-from specsparse.speculative.intersection import Intersection
+from specsparse.speculative.vocab import Intersection
 
 TAIL = 8
 """Committed tokens that a draft's text is cut together with, so that it begins where a token does."""

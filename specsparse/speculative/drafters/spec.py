@@ -13,12 +13,10 @@ from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.kernels import Matrix, take_rows
-from specsparse.speculative.base import AnyDrafter, Drafter, DraftKind
+from specsparse.speculative.base import MAX_GAMMA, SHORT_GAMMA, AnyDrafter, Drafter, DraftKind, MaxNodes
 from specsparse.speculative.base import LoadedDrafter as LoadedDrafter  # what `build` returns
-from specsparse.speculative.draft_sampling import DraftSampling
 from specsparse.speculative.drafters.model_drafter import ModelDrafter, TreeDrafter
-from specsparse.speculative.drafters.sources import DraftWeights, Source
-from specsparse.speculative.gamma import MAX_GAMMA, SHORT_GAMMA, MaxNodes
+from specsparse.speculative.drafters.sources import DraftSampling, DraftWeights, Source
 from specsparse.speculative.policies.base import Fixed, PMin, Policy, check_policy
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.trees.base import TreeShape

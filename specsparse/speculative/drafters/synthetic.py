@@ -17,10 +17,21 @@ import numpy as np
 
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
-from specsparse.speculative.base import ROOT, Draft, DraftContext, Drafted, Drafter, DraftKind, Verdict, Verifier
+from specsparse.speculative.base import (
+    MAX_GAMMA,
+    ROOT,
+    SHORT_GAMMA,
+    Draft,
+    DraftContext,
+    Drafted,
+    Drafter,
+    DraftKind,
+    MaxNodes,
+    Verdict,
+    Verifier,
+)
 from specsparse.speculative.drafters import lookup
-from specsparse.speculative.gamma import MAX_GAMMA, SHORT_GAMMA, MaxNodes
-from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.trees.base import TreeTemplate
 from specsparse.speculative.verifiers import SYNTHETIC
 from specsparse.speculative.verifiers.draft_rules import match_verdict
 from specsparse.speculative.verify import Noise, Rule, Target

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from specsparse.speculative.gamma import SHORT_GAMMA
+from specsparse.speculative.base import SHORT_GAMMA
 from specsparse.support.options import values_of
 from specsparse.support.registry import Registry
 

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse.errors import UserError
-from specsparse.speculative.base import DraftContext, DraftKind, Verdict
-from specsparse.speculative.gamma import DEFAULT_GAMMA, GAMMA_NAMES, MAX_GAMMA
+from specsparse.speculative.base import DEFAULT_GAMMA, GAMMA_NAMES, MAX_GAMMA, DraftContext, DraftKind, Verdict
 from specsparse.support.options import Also, Count, Positive, Range, Size
 
 Gamma = Annotated[int, Range(1, MAX_GAMMA), Also(*(name for name in GAMMA_NAMES if name != "gamma"))]

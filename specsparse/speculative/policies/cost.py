@@ -19,8 +19,7 @@ import numpy as np
 
 from specsparse.errors import UserError
 from specsparse.speculative import expected
-from specsparse.speculative.base import Verdict
-from specsparse.speculative.gamma import SHORT_GAMMA
+from specsparse.speculative.base import SHORT_GAMMA, Verdict
 from specsparse.speculative.policies import POLICIES, get_policy
 from specsparse.speculative.policies.base import DraftView, Gamma, Policy, PolicyReport, Unit
 from specsparse.support.options import Also, Count, Inline, Positive, Range, Size, instance_of

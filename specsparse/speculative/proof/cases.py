@@ -7,7 +7,7 @@ import numpy as np
 
 from specsparse.speculative.base import ROOT, Draft, DraftKind
 from specsparse.speculative.proof.exact import Outcome
-from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.trees.base import TreeTemplate
 from specsparse.speculative.verifiers import residuals
 
 Tables = list[np.ndarray]

@@ -28,7 +28,7 @@ from specsparse.speculative.proof.measured import measure_external
 from specsparse.speculative.proof.mutants import DRIVER_MUTANTS, MUTANTS, measure_mutant
 from specsparse.speculative.proof.policies import measure_policy
 from specsparse.speculative.proof.results import DRIVER, CertificateReport, MutantResult, Result
-from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.trees.base import TreeTemplate
 from specsparse.speculative.verifiers import VERIFIERS, get_verifier
 from specsparse.support.options import Range, Seed, read
 

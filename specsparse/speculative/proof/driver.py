@@ -25,7 +25,7 @@ from specsparse.speculative.proof import boxes
 from specsparse.speculative.proof.boxes import LANES
 from specsparse.speculative.proof.cases import Case
 from specsparse.speculative.proof.exact import continuations
-from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.trees.base import TreeTemplate
 from specsparse.speculative.verify import Draw, LogitRows, Noise, Target, has_native_call
 
 STEPS = 1 << 24

@@ -30,7 +30,7 @@ from specsparse.speculative.proof.driver import driver_tv
 from specsparse.speculative.proof.exact import continuations
 from specsparse.speculative.proof.external import ExternalVerifier
 from specsparse.speculative.proof.results import CALLABLE, POWER, SAMPLED, WRONG_SHARE, Result, power
-from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.trees.base import TreeTemplate
 from specsparse.speculative.verifiers import residuals
 
 INSIDE, BOXES = 6, 100

@@ -28,7 +28,7 @@ from specsparse.speculative.proof.cases import (
 from specsparse.speculative.proof.driver import Driver, driver_probs, jitted
 from specsparse.speculative.proof.exact import Outcome, continuations, output_probs, total_variation
 from specsparse.speculative.proof.results import DRIVER, MutantResult
-from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.trees.base import TreeTemplate
 from specsparse.speculative.verifiers import get_verifier, residuals
 from specsparse.speculative.verifiers.draft_rules import Block
 from specsparse.speculative.verifiers.rejection import Rejection

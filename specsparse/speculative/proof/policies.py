@@ -19,7 +19,7 @@ from specsparse.speculative.proof.cases import CORNERS, Case, make_case
 from specsparse.speculative.proof.driver import driver_probs, driver_tv, jitted
 from specsparse.speculative.proof.exact import Outcome, continuations
 from specsparse.speculative.proof.results import DRIVER, Result
-from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.trees.base import TreeTemplate
 from specsparse.speculative.verifiers import get_verifier
 
 MOST_NODES = 7

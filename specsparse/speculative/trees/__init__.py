@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from specsparse.errors import UserError
-from specsparse.speculative.gamma import MAX_NODES
+from specsparse.speculative.base import MAX_NODES
 from specsparse.support.registry import Registry
 
 if TYPE_CHECKING:

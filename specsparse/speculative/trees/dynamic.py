@@ -10,8 +10,7 @@ import numpy as np
 
 from specsparse.engine.cache import KVCache
 from specsparse.errors import UserError
-from specsparse.speculative.base import ROOT, Draft
-from specsparse.speculative.gamma import MAX_NODES
+from specsparse.speculative.base import MAX_NODES, ROOT, Draft
 from specsparse.speculative.trees.base import Depth, Expanded, Expander, Nodes, TreeShape
 from specsparse.support.options import Also, Range
 

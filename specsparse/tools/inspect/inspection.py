@@ -19,7 +19,7 @@ from specsparse.speculative import expected, vocab
 from specsparse.speculative.drafters.heads import dflash, eagle3
 from specsparse.speculative.drafters.heads.dflash import DFlashFile
 from specsparse.speculative.drafters.heads.eagle3 import Eagle3File
-from specsparse.speculative.intersection import intersect
+from specsparse.speculative.vocab import intersect
 from specsparse.support import tables
 from specsparse.support.files import Json
 

@@ -11,7 +11,7 @@ from specsparse.speculative.proof.certify import certify, measure
 from specsparse.speculative.proof.exact import continuations, ends, output_probs, total_variation
 from specsparse.speculative.proof.mutants import MUTANTS, measure_mutant
 from specsparse.speculative.proof.results import LOSSLESS_TV, MUTANT_TV
-from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.trees.base import TreeTemplate
 from specsparse.speculative.verifiers import VERIFIERS, get_verifier
 from tests.cells import cells
 

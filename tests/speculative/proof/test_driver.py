@@ -29,7 +29,7 @@ from specsparse.speculative.proof.driver import (
 from specsparse.speculative.proof.exact import output_probs, total_variation
 from specsparse.speculative.proof.mutants import DRIVER_MUTANTS, measure_mutant
 from specsparse.speculative.proof.results import DRIVER, MUTANT_TV, RULE
-from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.trees.base import TreeTemplate
 from specsparse.speculative.verifiers import VERIFIERS, draft_rules, siblings
 from specsparse.speculative.verify import has_native_call
 from tests.cells import cells

@@ -19,7 +19,7 @@ from specsparse.speculative.proof.exact import continuations, output_probs, tota
 from specsparse.speculative.proof.external import ExternalVerifier
 from specsparse.speculative.proof.measured import measure_external, round_probs, sampled_probs, several_rounds
 from specsparse.speculative.proof.results import CALLABLE, LEVEL, SAMPLED, power
-from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.trees.base import TreeTemplate
 from specsparse.speculative.verifiers.rejection import Rejection
 from tests.cells import cells
 

@@ -25,7 +25,7 @@ from specsparse.speculative.proof.libraries import (
 )
 from specsparse.speculative.proof.measured import measure_external, round_probs, sampled_probs
 from specsparse.speculative.proof.results import power
-from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.trees.base import TreeTemplate
 
 ONE = TreeTemplate.chain(1)
 needs_torch = pytest.mark.skipif(

@@ -9,7 +9,7 @@ import pytest
 
 import specsparse
 from specsparse.cli.main import main
-from specsparse.speculative.gamma import SHORT_GAMMA
+from specsparse.speculative.base import SHORT_GAMMA
 from specsparse.testing import write_tiny_gguf
 from specsparse.tools import peers
 from specsparse.tools.bench import speculation

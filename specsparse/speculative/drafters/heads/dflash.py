@@ -32,7 +32,7 @@ from specsparse.engine.weights import pack_matrix
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.kernels.reference.dense import append, rotate
-from specsparse.speculative.base import DraftContext
+from specsparse.speculative.base import MAX_GAMMA, DraftContext
 from specsparse.speculative.drafters.heads.feature_source import FeatureSource, of_target, pick
 from specsparse.speculative.drafters.heads.published import (
     EMBEDDING,
@@ -49,8 +49,7 @@ from specsparse.speculative.drafters.heads.published import (
 )
 from specsparse.speculative.drafters.sources import DraftWeights, FedRows
 from specsparse.speculative.drafters.spec import Load, LoadedDrafter, bytes_of
-from specsparse.speculative.gamma import MAX_GAMMA
-from specsparse.speculative.tree import node_depths
+from specsparse.speculative.trees.base import node_depths
 from specsparse.support.options import Range
 
 _HIGHEST = jax.lax.Precision.HIGHEST

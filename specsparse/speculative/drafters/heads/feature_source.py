@@ -21,7 +21,7 @@ from specsparse.kernels import Kernels
 from specsparse.kernels.reference import q8_cache
 from specsparse.speculative.base import DraftContext, Feedback
 from specsparse.speculative.drafters.sources import PREFILL_ROWS, DraftWeights, FedRows, KeptRows, Source, VocabMap
-from specsparse.speculative.tree import path_rows
+from specsparse.speculative.trees.base import path_rows
 
 
 class HeadState(NamedTuple):
