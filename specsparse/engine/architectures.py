@@ -1,7 +1,7 @@
-"""What an architecture is: one table of how the families of models differ from the plain Llama.
+"""The architectures: one table of how the families of models differ from the plain Llama.
 
 A row is all that the engine knows of a family. The forward pass, the reader of GGUF files, the converter and the tiny
-models of the tests read it, and none of them asks for a family by its name. The names and the facts are llama.cpp's
+models of the tests read it, and nobody asks for a family by its name. The names and the facts are llama.cpp's
 (src/llama-model.cpp and src/models), which wrote the GGUF files that there are.
 """
 
@@ -21,15 +21,15 @@ class Architecture:
 
     Attributes:
         pairing: which elements RoPE turns together: neighbours ("norm") or the two halves ("neox").
-        biases: projections that must have a bias; any other may, where nothing follows the product.
+        biases: projections that must have a bias; any other may, unless `post_norms` follow it.
         activation: of the FFN in a dense file.
         sparse_activation: of the FFN in a PowerInfer file.
         qk_norm: an RMS norm over each head of queries and keys, before RoPE.
-        post_norms: an RMS norm over what attention and FFN give, before it is added to the residual stream.
+        post_norms: an RMS norm over the outputs of attention and FFN, before they are added to the residual stream.
         scaled_embedding: embeddings are multiplied by sqrt(D).
         window: whether a file says how many tokens a layer sees ("never", "may", "must").
-        full_every: with a window, every n-th layer sees all tokens; 0: none does.
-        local_rope_base: theta of the layers with a window where a file does not say it; None: that of all layers.
+        full_every: with a window, every n-th layer sees all tokens; 0: no layer does.
+        local_rope_base: theta of the layers with a window if a file does not say it; None: that of all layers.
         unrotated_every: every n-th layer has no RoPE; 0: all have it.
         width_scaled_layers: number of layers of the one size whose queries are divided by sqrt(D / H), not sqrt(d).
     """
@@ -53,7 +53,7 @@ class LayerKind(NamedTuple):
 
     Attributes:
         window: tokens that a row sees, itself among them; 0: all before it.
-        table: index in `ModelConfig.ropes` of what turns queries and keys.
+        table: index in `ModelConfig.ropes` of the rotation of queries and keys.
     """
 
     window: int = 0
@@ -78,40 +78,26 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "bamboo": Architecture("norm", activation="drelu", sparse_activation="drelu"),
 }
-"""`general.architecture` -> what it is."""
-
-_REFUSED = ("opt", "falcon")
-"""PowerInfer's other architectures: LayerNorm with biases, and no gate."""
+"""`general.architecture` -> how it differs."""
 
 DRAFT_HEADS = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
-"""Architectures of GGUF files that hold a draft head and no model, and what they are called."""
+"""Architectures of GGUF files that hold a draft head and no model, and their names."""
 
 
 def supported_architecture(f: GGUFFile) -> str:
-    """The architecture of an open file.
-
-    Raises:
-        UserError: it is not supported; the line names what such a model has that is none of a plain transformer's.
-    """
+    """The architecture of an open file; raises UserError, with the parts of it that are not built here, for another."""
     arch = f.get("general.architecture", "str")
-    if arch in _REFUSED:
-        raise UserError(
-            f"{f.path}: architecture {show(arch)} (LayerNorm, no gate) is not supported: PowerInfer runs it; "
-            f"here are {', '.join(ARCHITECTURES)}"
-        )
+    if arch in ARCHITECTURES:
+        return arch
     if arch in DRAFT_HEADS:
         raise UserError(f"{f.path}: is a draft head ({DRAFT_HEADS[arch]}) of a target, not a model")
-    if arch not in ARCHITECTURES:
-        raise UserError(
-            f"{f.path}: architecture {show(arch)}{_what(f, arch)} is not supported; supported are "
-            f"{', '.join(ARCHITECTURES)}"
-        )
-    return arch
-
-
-def _what(f: GGUFFile, arch: str) -> str:
-    """What a file of an architecture that is not here has that is none of a plain transformer's, in brackets."""
-    recurrent = any(key.startswith((f"{arch}.ssm.", f"{arch}.wkv.", f"{arch}.shortconv.")) for key in f.metadata)
-    found = ["experts"] if f"{arch}.expert_count" in f.metadata else []
-    found += ["recurrent layers"] if recurrent or any(".ssm_" in name for name in f.tensors) else []
-    return f" (a model with {' and '.join(found)})" if found else ""
+    parts = ["experts"] if f"{arch}.expert_count" in f.metadata else []
+    keys = (f"{arch}.ssm.", f"{arch}.wkv.", f"{arch}.shortconv.")
+    if any(key.startswith(keys) for key in f.metadata) or any(".ssm_" in name for name in f.tensors):
+        parts.append("recurrent layers")
+    about = f" (a model with {' and '.join(parts)})" if parts else ""
+    if arch in ("opt", "falcon"):  # PowerInfer's other architectures
+        about = " (LayerNorm, no gate: PowerInfer runs it)"
+    raise UserError(
+        f"{f.path}: architecture {show(arch)}{about} is not supported; supported are {', '.join(ARCHITECTURES)}"
+    )

@@ -38,7 +38,7 @@ def init(*, layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int
     """An empty cache; `capacity` is rounded up to a multiple of 16.
 
     Raises:
-        UserError: a q8_0 cache of heads whose size is no multiple of 32.
+        UserError: a q8_0 cache of heads whose size is not a multiple of 32.
     """
     blocks = -(-capacity // LANES)
     row = q8_cache.row_size(head_dim) if dtype == q8_cache.DTYPE else head_dim

@@ -74,7 +74,7 @@ class ModelConfig:
         predictor_ranks: rank of each layer's predictor in a PowerInfer file, whose down matrix is stored transposed;
             () for a dense file.
         window: tokens that a layer with a window sees, the row itself among them; 0: all layers see all.
-        full_every: with a window, every n-th layer sees all tokens; 0: none does.
+        full_every: with a window, every n-th layer sees all tokens; 0: no layer does.
         local_rope: the rotary embedding of the layers with a window; None: `rope`.
     """
 
@@ -304,7 +304,7 @@ class _Reader:
         )
 
     def windows(self, rope: RopeConfig) -> dict[str, Any]:
-        """`window`, `full_every` and `local_rope` of a config; none if no layer has a window."""
+        """`window`, `full_every` and `local_rope` of a config; empty if no layer has a window."""
         family, key = self.family, "attention.sliding_window"
         if family.window == "never" or (family.window == "may" and not self.get(key, "int", 0)):
             return {}

@@ -1,6 +1,6 @@
 """The forward pass: embedding, attention and FFN of each layer, output. The kernels are injected.
 
-What a layer is beside the plain Llama's says `ModelConfig.family` (`engine.architectures`).
+`ModelConfig.family` says how a layer differs from the plain Llama's (`engine.architectures`).
 """
 
 import abc
@@ -23,7 +23,7 @@ from specsparse.kernels.reference.sparse import apply as activate
 
 @dataclass(frozen=True)
 class Want:
-    """What a forward pass returns. Static under jit.
+    """The results that a forward pass is asked for. Static under jit.
 
     Attributes:
         logits: of "all" rows, of the "last" valid row of each sequence, or "none".
@@ -31,7 +31,7 @@ class Want:
             stream, not normalised) that enter these layers, side by side; the number of layers is the id of the rows
             before the output norm.
         layers: the layers to run, or None for all; a layer-skip draft names a part.
-        zeros: whether logits of rows that do not count are 0; where nobody reads them they need not be written.
+        zeros: whether logits of rows that do not count are 0; they need not be written if nobody reads them.
     """
 
     logits: Literal["all", "last", "none"] = "all"
@@ -41,7 +41,7 @@ class Want:
 
 
 class ForwardOut(NamedTuple):
-    """What a forward pass returns.
+    """The results of a forward pass.
 
     Attributes:
         logits: f32[B, n, V], f32[B, 1, V] for "last", None for "none". Rows that do not count are 0, unless
@@ -70,11 +70,11 @@ class ChosenNeurons(abc.ABC):
 
     @abc.abstractmethod
     def of_layer(self, layer: Layer) -> ChosenFfn:
-        """The same for the kernels' call."""
+        """The choice as the kernels' one call takes it."""
 
     @abc.abstractmethod
     def seen(self, stats: SparseStats) -> SparseStats:
-        """What `__call__` returns where `sparse_ffn` counted `stats`."""
+        """The statistics that `__call__` returns, from those that `sparse_ffn` counted."""
 
 
 _PLAIN_KIND = LayerKind()
@@ -86,7 +86,7 @@ ForwardFn = Callable[..., tuple[ForwardOut, KVCache]]
 def block_end(config: ModelConfig, kernels: Kernels) -> Callable:
     """end(layer, name, h_RI, x_RD, n_valid_B, post) -> x + matrix `name` times h, f32[R, D].
 
-    What the matrix gives is normalised by `post` before it is added, where that is not None.
+    If `post` is not None, it normalises the product before it is added.
     """
 
     def end(layer: Layer, name: str, h_RI, x_RD, n_valid_B, post):
@@ -106,29 +106,20 @@ def dense_ffn(config: ModelConfig, kernels: Kernels) -> Callable:
     fused = config.gated and up_act is None and isinstance(act, str)
     end = block_end(config, kernels)
 
-    def hidden(layer: Layer, x_RD, n_valid_B):
-        """act(gate z) * up z where the kernels have no such product of their own."""
+    def ffn(layer: Layer, x_RD, n_valid_B):
         names = ("ffn_gate", "ffn_up") if config.gated else ("ffn_up",)
-        weights = tuple(getattr(layer, name) for name in names)
-        outs = kernels.linear(
-            x_RD, weights, norm=layer.ffn_norm, eps=config.norm_eps, biases=layer.bias(*names), n_valid=n_valid_B
-        )
-        return activate(outs[0], act) * activate(outs[1], up_act) if config.gated else activate(outs[0], act)
-
-    def product(layer: Layer, x_RD, n_valid_B):
-        (h_RF,) = kernels.linear(
+        h_RF, *ups = kernels.linear(
             x_RD,
-            (layer.ffn_gate, layer.ffn_up),
+            tuple(getattr(layer, name) for name in names),
             norm=layer.ffn_norm,
             eps=config.norm_eps,
-            biases=layer.bias("ffn_gate", "ffn_up"),
+            biases=layer.bias(*names),
             n_valid=n_valid_B,
-            act=config.activation,
+            act=config.activation if fused else None,  # fused: the kernels give act(gate z) * up z
         )
-        return h_RF
-
-    def ffn(layer: Layer, x_RD, n_valid_B):
-        h_RF = (product if fused else hidden)(layer, x_RD, n_valid_B)
+        if not fused:
+            h_RF = activate(h_RF, act)
+            h_RF = h_RF * activate(ups[0], up_act) if config.gated else h_RF
         return end(layer, "ffn_down", h_RF, x_RD, n_valid_B, layer.post_ffw_norm), None
 
     return ffn
@@ -200,8 +191,8 @@ def make_layers(config: ModelConfig, kernels: Kernels, ffn: Callable | None = No
     """run(params, x_RD, cache, n_valid_B, parents_Bn, which, features) -> (x_RD, cache, stats, features_RE).
 
     It runs the layers `which`, in order. `features` are places in `which`: the rows that enter these layers come side
-    by side, E = len(features) D, `len(which)` for those that come out, 0 where a row does not count; None without
-    places. Of `params` it reads `layers`, `cos` and `sin`. `ffn` as for `make_forward`.
+    by side, E = len(features) D; place `len(which)` names the rows that come out. Rows that do not count are 0, and
+    `features_RE` is None without places. Of `params` it reads `layers`, `cos` and `sin`. `ffn` as for `make_forward`.
     """
     plain = config.gated and config.activation in ("silu", "gelu_tanh", "relu", "relu2")
     chooses = isinstance(ffn, ChosenNeurons)
@@ -253,7 +244,7 @@ def make_layers(config: ModelConfig, kernels: Kernels, ffn: Callable | None = No
 
 
 def side_by_side(rows: Sequence[jax.Array], n_valid_B: jax.Array) -> jax.Array | None:
-    """f32[R, len(rows) * D] of f32[R, D] each, 0 where a row does not count; None of nothing."""
+    """f32[R, len(rows) * D] of f32[R, D] each, 0 for rows that do not count; None if `rows` is empty."""
     if not rows:
         return None
     n = rows[0].shape[0] // n_valid_B.shape[0]
@@ -281,8 +272,8 @@ def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = N
 
     `ffn(layer, x_RD, n_valid_B) -> (x_RD, stats)` replaces the dense one; `stats` is a pytree of arrays or None, and
     `ForwardOut.stats` stacks it over the layers that ran. A dense model on kernels that have `layers` runs all of them
-    in one call; where `layer.sparse` is `kernels.SkipWeights`, that call skips the zeros of a ReLU model: the same
-    bits, and `SparseStats`. A `ChosenNeurons` runs in that call too, with the bits of its own.
+    in one call; if `layer.sparse` is `kernels.SkipWeights`, that call skips the zeros of a ReLU model: the same bits,
+    and `SparseStats`. A `ChosenNeurons` runs in that call too, with the bits of its own.
     """
     embed, run, output = make_embed(config, kernels), make_layers(config, kernels, ffn), make_output(config, kernels)
 

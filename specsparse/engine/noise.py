@@ -1,4 +1,4 @@
-"""Counter-based uniform noise: a number is a function of what it is used for, never of how many were drawn before.
+"""Counter-based uniform noise: a number is a function of its use, never of how many were drawn before.
 
 The generator is Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011). The
 key is the 64-bit seed and the counter is
@@ -25,7 +25,7 @@ MAX_SAMPLE = 2**30 - 1
 
 
 class NoiseStream(enum.IntEnum):
-    """What a uniform is for. TARGET noise belongs to a position alone: pass round 0 and node 0 (contract C1)."""
+    """The use of a uniform. TARGET noise belongs to a position alone: pass round 0 and node 0 (contract C1)."""
 
     TARGET = 0
     DRAFT = 1
@@ -43,7 +43,7 @@ def seed_at(seed: int, place: int | str) -> int:
     """The seed of one of several prompts that share `seed`, so that their noise is independent.
 
     Args:
-        seed: what the caller gave for all of them.
+        seed: the one seed that the caller gave.
         place: of the prompt in its list, or its name. Place 0 has `seed` itself: a prompt alone and the first of a list
             have the same noise.
 
@@ -86,13 +86,13 @@ def philox4x32(counter: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> tu
 def token_uniforms(seed, *, sample=0, stream: NoiseStream | jax.Array, position, round=0, node=0) -> jax.Array:
     """Four independent uniforms for each use, multiples of 2^-24 in [0, 1): one token is drawn by them.
 
-    They are the four words of one call of the generator, so they cost what one does. What each of them decides stands
-    in `sampling.probs.reference_draw`.
+    They are the four words of one call of the generator, so they cost as much as one. `sampling.probs.reference_draw`
+    says which decision each of them makes.
 
     Args:
         seed: uint32[..., 2], words as `seed_words` gives them.
         sample: int, which of the sequences that share a seed, 0 to MAX_SAMPLE.
-        stream: what the numbers are for.
+        stream: the use of the numbers.
         position: int, absolute position of the token that is decided.
         round: int, verification round.
         node: int, node of the draft tree.

@@ -17,7 +17,7 @@ from gguf.constants import GGMLQuantizationType as GGML
 
 BLOCK = 256
 _BLOCKS = 1024
-"""Blocks that are worked on together: about what a core's cache holds."""
+"""Blocks that are worked on together: about as much as a core's cache holds."""
 _ROUNDS = 2
 """Times that the scales are fitted to the codes, and the codes to the scales."""
 _HALF = 65504.0
@@ -111,7 +111,7 @@ def _first(x: np.ndarray, form: _Form) -> tuple[np.ndarray, np.ndarray]:
     """Scale and minimum (at least 0) for each `sub` weights, [n, 256 / sub], with the least error of all tries."""
     low = np.minimum(x.min(axis=2), 0.0) if form.minima else np.zeros(x.shape[:2], np.float32)
     peak = np.take_along_axis(x, np.abs(x).argmax(axis=2)[..., None], axis=2)[..., 0]
-    span = x.max(axis=2) - low if form.minima else -peak  # -32 is a code, 32 is none
+    span = x.max(axis=2) - low if form.minima else -peak  # -32 is a code, 32 is not
     best, least = (np.zeros_like(low), -low), _square(x - low[..., None])
     for largest in form.tries:
         q = _codes(x, span / np.float32(largest), -low, form)
@@ -163,7 +163,7 @@ def _whole(values: np.ndarray, unit: np.ndarray) -> np.ndarray:
 
 
 def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a / b, 0 where b is 0."""
+    """a / b, and 0 if b is 0."""
     return np.divide(a, b, out=np.zeros(np.broadcast_shapes(a.shape, b.shape), np.float32), where=b != 0)
 
 

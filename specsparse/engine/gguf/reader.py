@@ -62,7 +62,7 @@ SCALARS = {
     GGUFValueType.FLOAT64: "d",
 }
 
-# The fewest bytes an entry can take: what bounds a count before anything is allocated for it.
+# The fewest bytes an entry can take: they bound a count before anything is allocated for it.
 _MIN_KEY_VALUE = 8 + 1 + 4 + 1
 _MIN_TENSOR = 8 + 1 + 4 + 8 + 4 + 8
 
@@ -157,7 +157,6 @@ class GGUFFile:
     """An open file. The mapping lives as long as this object or any tensor's `raw` does.
 
     Attributes:
-        path: where it was read.
         magic: the first four bytes, b"GGUF" or b"PWRI".
         version: 2 or 3.
         alignment: of tensor data, bytes.
@@ -224,7 +223,7 @@ _U64 = struct.Struct("<Q")
 
 
 class Cursor:
-    """A bounds-checked position in the header; every error names the file and what was being read."""
+    """A bounds-checked position in the header; every error names the file and the entry."""
 
     def __init__(self, buffer: mmap.mmap, path: Path):
         self.buffer, self.path = buffer, path
@@ -438,12 +437,11 @@ def _join_shards(first: GGUFFile) -> GGUFFile:
     """The whole of a split model: metadata of the first file (without the split's own keys), tensors of all."""
     names = shard_names(first.path.name)
     count, number = first.get("split.count", "int"), first.get("split.no", "int", 0)
-    if len(names) != count:
-        raise UserError(
-            f"{first.path}: says it is one of {count} files, but is not named like -00001-of-{count:05d}.gguf"
+    if len(names) != count or number:
+        hint = (
+            f"give the first one, {names[0]}" if len(names) == count else f"its name must be -00001-of-{count:05d}.gguf"
         )
-    if number != 0:
-        raise UserError(f"{first.path}: is file {number + 1} of {count}; give the first one, {names[0]}")
+        raise UserError(f"{first.path}: says it is file {number + 1} of {count}: {hint}")
     tensors = dict(first.tensors)
     for i, name in enumerate(names[1:], 1):
         shard = open_one(first.path.with_name(name))

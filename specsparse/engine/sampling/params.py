@@ -47,32 +47,24 @@ def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def _items(value: Any) -> tuple:
-    """A list, set or vector without repetitions; None is an empty one."""
-    value = () if value is None else value.tolist() if isinstance(value, np.ndarray) else value
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence | Set):
-        raise TypeError
-    return tuple(dict.fromkeys(value))
+def _list(text: str, fits: Callable[[Any], bool], *, single: type | None = None, least: int = 0) -> Read:
+    """Reads a list, set or vector without repetitions; None is an empty one, and a `single` value a list of itself."""
+
+    def read(value: Any) -> tuple:
+        value = () if value is None else value.tolist() if isinstance(value, np.ndarray) else value
+        value = (value,) if single is not None and isinstance(value, single) else value
+        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence | Set):
+            raise TypeError
+        items = tuple(dict.fromkeys(value))
+        if len(items) < least or not all(map(fits, items)):
+            raise ValueError
+        return tuple(int(item) if _is_int(item) else item for item in items)
+
+    return Read(read, text)
 
 
-def _strings(value: object) -> tuple[str, ...]:
-    items = (value,) if isinstance(value, str) else _items(value)
-    if not all(isinstance(item, str) and item for item in items):
-        raise ValueError
-    return items
-
-
-def _ids(value: object) -> tuple[int, ...]:
-    items = _items(value)
-    if not all(_is_int(item) and item >= 0 for item in items):
-        raise ValueError
-    return tuple(int(item) for item in items)
-
-
-def _some_ids(value: object) -> tuple[int, ...]:
-    if not (ids := _ids(value)):
-        raise ValueError
-    return ids
+def _is_id(item: object) -> bool:
+    return _is_int(item) and item >= 0
 
 
 def _bias(value: object) -> dict[int, float]:
@@ -89,16 +81,12 @@ def _bias(value: object) -> dict[int, float]:
     return bias
 
 
-def _functions(value: object) -> tuple[Callable, ...]:
-    items = (value,) if callable(value) else _items(value)
-    if not all(callable(item) for item in items):
-        raise TypeError
-    return items
-
-
-_Strings = Annotated[Sequence[str] | str, Read(_strings, "a string or a list of non-empty strings")]
-_Ids = Annotated[Sequence[int], Read(_ids, "a list of token ids, whole numbers from 0 on")]
-_Processors = Annotated[Sequence[Callable], Read(_functions, "a list of functions (ids, logits) -> logits")]
+_TEXTS = _list("a string or a list of non-empty strings", lambda x: isinstance(x, str) and x != "", single=str)
+_Strings = Annotated[Sequence[str] | str, _TEXTS]
+_Ids = Annotated[Sequence[int], _list("a list of token ids, whole numbers from 0 on", _is_id)]
+_Processors = Annotated[
+    Sequence[Callable], _list("a list of functions (ids, logits) -> logits", callable, single=Callable)
+]
 _Penalty = Annotated[float, Range(-2, 2)]
 _Reported = Annotated[int | None, Range(0, besides=(-1,))]
 _Bias = Annotated[
@@ -121,7 +109,7 @@ class SamplingParams:
         repetition_penalty: the logit of a token of prompt or output is divided by it if positive, else multiplied; > 0.
         temperature: the logits are divided by it; 0 (below 1e-5) is greedy decoding.
         top_p: keeps the smallest set of most likely tokens with at least this probability, in (0, 1].
-        top_k: keeps this many most likely tokens and what ties with the last of them; 0 or -1 keeps all.
+        top_k: keeps this many most likely tokens and those that tie with the last of them; 0 or -1 keeps all.
         min_p: drops tokens less likely than this share of the most likely one's probability, in [0, 1].
         seed: 64-bit seed of the noise; None (or -1, as in vLLM) takes the seed of the run.
         stop: strings that end the text, if a token after the first `min_tokens` completes them.
@@ -139,7 +127,7 @@ class SamplingParams:
         spaces_between_special_tokens: separates special tokens by spaces.
         logit_bias: token id -> number added to its logit; minus infinity bans the token.
         allowed_token_ids: None, or the only ids that may be generated.
-        truncate_prompt_tokens: None, or keep this many last tokens of the prompt; -1 keeps what the context holds
+        truncate_prompt_tokens: None, or keep this many last tokens of the prompt; -1 keeps as many as the context holds
             beside `max_tokens` (vLLM's rule), or beside one token if that is None.
         logits_processors: pure jax functions (ids int32[c], logits float32[V]) -> float32[V].
         guided_decoding: not supported.
@@ -172,7 +160,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     logit_bias: _Bias = dataclasses.field(default_factory=dict, hash=False)
-    allowed_token_ids: Annotated[Sequence[int] | None, Read(_some_ids, "a list of token ids, one at least")] = None
+    allowed_token_ids: Annotated[Sequence[int] | None, _list("a list of token ids, one at least", _is_id, least=1)] = (
+        None
+    )
     truncate_prompt_tokens: Annotated[int | None, Range(1, besides=(-1,))] = None
     logits_processors: _Processors = ()
     guided_decoding: Annotated[Any, Internal()] = None

@@ -76,8 +76,8 @@ class SpmCodec:
 def _model_proto(vocab: Vocab) -> bytes:
     """The vocabulary as sentencepiece's ModelProto (its sentencepiece_model.proto gives the field numbers).
 
-    Special and user-defined tokens are cut out before; in what is left llama.cpp lets merges form any token whatever
-    its type, hence every token but bytes and the unknown one is a normal one here. The space before a text is the
+    Special and user-defined tokens are cut out before; in the rest llama.cpp lets merges form any token, whatever its
+    type, hence every token but bytes and the unknown one is a normal one here. The space before a text is the
     caller's. Written by hand: the library's message classes need `protobuf`, and clash with other copies of them.
     """
     data = {f"<0x{byte:02X}>" for byte in range(256)}

@@ -62,7 +62,7 @@ class TokenType(IntEnum):
 
 
 HIDDEN = frozenset({TokenType.CONTROL, TokenType.UNKNOWN})
-"""Types that are no text: found in text only with `parse_special`, printed only without `skip_special`."""
+"""Types that are not text: found in text only with `parse_special`, printed only without `skip_special`."""
 
 
 @dataclass(frozen=True)

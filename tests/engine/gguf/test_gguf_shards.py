@@ -38,7 +38,7 @@ def test_three_files_are_one_model(whole, tmp_path):
 
 def test_a_later_file_names_the_first(whole, tmp_path):
     names = split(whole, tmp_path, count=2)
-    assert f"is file 2 of 2; give the first one, {names[0]}" in refusal(tmp_path / names[1])
+    assert f"file 2 of 2: give the first one, {names[0]}" in refusal(tmp_path / names[1])
 
 
 def test_a_missing_file(whole, tmp_path):
@@ -50,7 +50,7 @@ def test_a_missing_file(whole, tmp_path):
 def test_another_name(whole, tmp_path):
     names = split(whole, tmp_path, count=2)
     (tmp_path / names[0]).rename(tmp_path / "renamed.gguf")
-    assert "says it is one of 2 files, but is not named like -00001-of-00002.gguf" in refusal(tmp_path / "renamed.gguf")
+    assert "its name must be -00001-of-00002.gguf" in refusal(tmp_path / "renamed.gguf")
 
 
 def test_files_of_another_split(whole, tmp_path):
