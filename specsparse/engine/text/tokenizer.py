@@ -22,6 +22,10 @@ class Tokenizer:
 
     Attributes:
         type: "spm" or "bpe".
+        vocab_size: tokens in the vocabulary.
+        bos_id, eos_id, unknown_id, eot_id: the tokens that begin and end a sequence, stand for text without a token,
+            and end a turn of a chat; or None.
+        stop_ids: all tokens that end a generation: EOS, end of turn, and others of that kind.
         add_bos: whether `encode(..., add_special=True)` puts BOS first.
         add_eos: whether it puts EOS last.
         add_space_prefix: whether a text and text after a special token begin with a space ("spm").
@@ -35,6 +39,10 @@ class Tokenizer:
                 keys.fail(f"add_{name}_token is set, but there is no {name}_token_id")
         self.add_bos, self.add_eos = (value and name in vocab.special for name, value in adds.items())
         self.add_space_prefix = keys.flag("add_space_prefix", True) and vocab.kind == "spm"
+        self.vocab_size, self.stop_ids = len(vocab), vocab.stop_ids
+        self.bos_id, self.eos_id, self.unknown_id, self.eot_id = map(
+            vocab.special.get, ("bos", "eos", "unknown", "eot")
+        )
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object], *, where: str) -> "Tokenizer":
@@ -52,32 +60,6 @@ class Tokenizer:
             return cls(vocab, SpmCodec(vocab), add_bos=True)
         codec = BpeCodec(vocab)
         return cls(vocab, codec, add_bos=codec.pre.add_bos)
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._vocab)
-
-    @property
-    def bos_id(self) -> int | None:
-        return self._vocab.special.get("bos")
-
-    @property
-    def eos_id(self) -> int | None:
-        return self._vocab.special.get("eos")
-
-    @property
-    def unknown_id(self) -> int | None:
-        return self._vocab.special.get("unknown")
-
-    @property
-    def eot_id(self) -> int | None:
-        """The token that ends a turn of a chat."""
-        return self._vocab.special.get("eot")
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """All tokens that end a generation: EOS, end of turn, and others of that kind."""
-        return self._vocab.stop_ids
 
     @property
     def special_ids(self) -> frozenset[int]:

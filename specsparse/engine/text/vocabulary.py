@@ -142,7 +142,7 @@ class Vocab:
     def special_ids(self) -> frozenset[int]:
         return frozenset(i for i, kind in enumerate(self.types) if kind in HIDDEN)
 
-    @cached_property
+    @property
     def stop_ids(self) -> frozenset[int]:
         ids = {self.ids[name] for name in _END_OF_TURN + _END_OTHER + _END_OF_FILE if name in self.ids}
         if any(self.ids.keys() >= set(names) for names in _END_IS_NO_END):
