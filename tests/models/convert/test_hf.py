@@ -302,7 +302,7 @@ def test_from_the_command_line(tmp_path, capsys):
     argv = ["convert", "quantize", str(tmp_path / "out.gguf"), str(tmp_path / "q4.gguf"), "q4_0"]
     assert cli.main(argv) == 0
     for wrong in ([*argv[:4], "Q4_K_M"], ["convert", "hf", str(folder), argv[3], "--outtype=q4_k_m"]):
-        assert cli.main([*wrong, "--overwrite"]) == 2 and "did you mean q4_k?" in capsys.readouterr().err
+        assert cli.main([*wrong, "--overwrite"]) == 2 and "did you mean q4_k?" in capsys.readouterr().err.lower()
     assert open_gguf(tmp_path / "q4.gguf").tensors["blk.0.attn_q.weight"].type.name == "Q4_0"
 
 
