@@ -41,7 +41,7 @@ MESH_NMSE = {"f32": 1e-11, "quantised": 2e-4}
 """Logits of a model over several devices against one, by weights: sums over columns are rounded in another order, and
 int8 activations of quantised weights turn some last bits into a step of 1/127."""
 
-LAW_RTOL = 2e-6
+PROBS_RTOL = 2e-6
 """A probability of the native distribution against the jnp one: two roundings of exp, and of the sums."""
 
 

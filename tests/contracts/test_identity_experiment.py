@@ -59,7 +59,7 @@ def test_another_runs_state_is_refused(capsys, path, tmp_path):
     assert "belongs to another run" in capsys.readouterr().err
 
 
-def test_units_cover_the_tokens_every_method_and_every_law():
+def test_units_cover_the_tokens_every_method_and_every_distribution():
     names = list(identity.METHODS)
     found = identity.units(100_000, names)
     assert len(found) == len(set(found)) and len(found) * identity.ROWS * identity.TEXT >= 100_000

@@ -50,7 +50,7 @@ def test_some_drafts_are_accepted_and_neighbours_do_not_matter(target, source, v
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verifier", TREES)
-def test_the_first_token_follows_the_law(target, verifier):
+def test_the_first_token_follows_the_distribution(target, verifier):
     """600 samples in one batch: the share of the five likeliest tokens lies within five standard deviations."""
     count = 600
     sampling = SAMPLING.merged(max_tokens=3, temperature=1.0, top_p=0.6)

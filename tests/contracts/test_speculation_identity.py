@@ -135,7 +135,7 @@ REAL_PROMPTS = [
 
 @pytest.mark.parametrize("tokens", cells([1000, 2000], [1000]))
 def test_smollm2_writes_the_plain_tokens(smollm2, tokens):
-    """Laws and drafters once each; slow, in pairs that make 2,000 tokens."""
+    """Distributions and drafters once each; slow, in pairs that make 2,000 tokens."""
     drafted = total = 0
     suffix, lookup = get_drafter("suffix", gamma=8), get_drafter("prompt_lookup")
     greedy = SamplingParams(temperature=0.0, max_tokens=170, ignore_eos=True)

@@ -269,7 +269,7 @@ def test_a_broken_promise_is_said_and_fails_the_run(cfg, tmp_path):
     assert "NOT the same text" in text and "chat-1" in text
 
 
-def test_a_verifier_that_keeps_the_law_only_may_differ(cfg, tmp_path):
+def test_a_verifier_that_keeps_the_distribution_only_may_differ(cfg, tmp_path):
     cfg = replace(cfg, verifier=Choice("delta"), sampling={"temperature": 1.0})
     found, text = play(cfg, tmp_path, FakeEngine(wrong=True, verifier="delta"))
     assert found.as_promised and found.result.method["label"] == "lossless in distribution"

@@ -28,7 +28,7 @@ from specsparse.testing import random_quantised
 from tests.cells import cells
 from tests.kernels import emulation
 from tests.kernels.emulated_tiles import set_isa
-from tests.tolerances import ATTEND_NMSE, LAW_RTOL, LINEAR_NMSE, nmse
+from tests.tolerances import ATTEND_NMSE, LINEAR_NMSE, PROBS_RTOL, nmse
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"no native kernels: {cpu.why_missing()}")
 
@@ -311,7 +311,7 @@ SHAPES = {  # temperature, top-k, top-p, min-p
 }
 
 
-def law_case(width: int):
+def probs_case(width: int):
     """Logits of one row for each of SHAPES, on a coarse grid (ties), some banned; and the Truncation."""
     rng = np.random.default_rng(width)
     logits = (rng.normal(size=(len(SHAPES), width)) * 4).round(1).astype(np.float32)
@@ -325,20 +325,20 @@ def law_case(width: int):
 
 
 @pytest.mark.parametrize("width", cells([1, 37, 256, 1000], [1, 37, 1000]))
-def test_laws_equal_the_reference(width):
+def test_distributions_equal_the_reference(width):
     """The same tokens are kept, ties together; what is left differs by the last bits of exp."""
     use("portable", 1)
-    logits, rows = law_case(width)
+    logits, rows = probs_case(width)
     got, wanted = (np.asarray(jax.jit(probs)(logits, rows)) for probs in (cpu.probs, REFERENCE.probs))
     np.testing.assert_array_equal(got > 0, wanted > 0)
-    np.testing.assert_allclose(got, wanted, rtol=LAW_RTOL)
+    np.testing.assert_allclose(got, wanted, rtol=PROBS_RTOL)
     for u in (0.0, 0.25, 0.6180339, 1 - 2.0**-24):
         u_RU = np.full((len(logits), 4), u, np.float32)
         np.testing.assert_array_equal(jax.jit(cpu.draw)(got, u_RU), jax.jit(REFERENCE.draw)(got, u_RU))
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.5, 3.0, 20.0])
-def test_top_p_of_flat_and_of_peaked_laws_equals_the_reference(spread):
+def test_top_p_of_flat_and_of_peaked_distributions_equals_the_reference(spread):
     """From nearly all tokens kept to a single one, on a fine grid and on one full of ties."""
     use("portable", 1)
     rng = np.random.default_rng(int(100 * spread))
@@ -349,14 +349,14 @@ def test_top_p_of_flat_and_of_peaked_laws_equals_the_reference(spread):
     for logits in (fine, fine.round(1)):
         got, wanted = (np.asarray(jax.jit(probs)(logits, rows)) for probs in (cpu.probs, REFERENCE.probs))
         np.testing.assert_array_equal((got > 0).sum(axis=1), (wanted > 0).sum(axis=1))
-        np.testing.assert_allclose(got, wanted, rtol=LAW_RTOL)
+        np.testing.assert_allclose(got, wanted, rtol=PROBS_RTOL)
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_one_call_samples_what_check_law_and_draw_do(isa):
+def test_one_call_samples_what_check_distribution_and_draw_do(isa):
     """Bit for bit, of the rows that count: two or one or none of each sequence's two rows."""
     use(isa, 2)
-    logits, probs = law_case(1000)
+    logits, probs = probs_case(1000)
     rng = np.random.default_rng(0)
     B, twice = len(logits), jax.tree.map(lambda a: np.repeat(a, 2), probs)
     x = np.repeat(logits, 2, axis=0)
@@ -380,7 +380,7 @@ def test_one_call_samples_what_check_law_and_draw_do(isa):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_only_rows_of_numbers_can_be_laws(isa):
+def test_only_rows_of_numbers_can_be_distributions(isa):
     """No NaN, no +inf, and something above -inf, wherever it stands."""
     use(isa, 1)
     for width in (1, 63, 64, 65, 1000):
@@ -391,7 +391,7 @@ def test_only_rows_of_numbers_can_be_laws(isa):
         np.testing.assert_array_equal(got, [True, False, False, False, False, True], err_msg=str(width))
 
 
-def test_rows_that_are_no_laws_stay_inside():
+def test_rows_that_are_no_distributions_stay_inside():
     """What comes of them is not looked at, but the kernels must neither write outside the row nor run on forever."""
     x = np.random.default_rng(0).normal(size=(4, 1000)).astype(np.float32)
     x[0, ::3], x[1, 500], x[2], x[3, :] = np.nan, np.inf, np.nan, np.inf
@@ -405,8 +405,8 @@ def test_rows_that_are_no_laws_stay_inside():
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_laws_have_the_same_bits_for_every_isa_thread_and_number_of_rows(isa):
-    logits, rows = law_case(1000)
+def test_distributions_have_the_same_bits_for_every_isa_thread_and_number_of_rows(isa):
+    logits, rows = probs_case(1000)
     use("portable", 1)
     wanted = np.asarray(jax.jit(cpu.probs)(logits, rows))
     one = jax.jit(cpu.probs)

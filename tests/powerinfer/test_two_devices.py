@@ -51,8 +51,8 @@ want = Want("none", hidden=(2, 0, model.config.n_layers))
 rows, _ = model.forward(model.params_for(64), np.array([ids], np.int32), model.new_cache(1, 64), want=want)
 found["features"] = rows.hidden
 found["greedy"] = specsparse.generate(model, ids, max_tokens=10, ignore_eos=True).token_ids
-distribution = SamplingParams(temperature=0.9, max_tokens=10, ignore_eos=True)
-found["sampled"] = specsparse.generate(model, ids, sampling=law, seed=3).token_ids
+sampled = SamplingParams(temperature=0.9, max_tokens=10, ignore_eos=True)
+found["sampled"] = specsparse.generate(model, ids, sampling=sampled, seed=3).token_ids
 spec = specsparse.generate(model, ids, max_tokens=10, ignore_eos=True, drafter="prompt_lookup", verifier="greedy")
 found["speculative"] = spec.token_ids
 text = specsparse.stream(model, ids, max_tokens=10, ignore_eos=True, drafter="prompt_lookup", verifier="greedy")

@@ -51,7 +51,7 @@ def test_with_a_stride_the_last_of_each_window_are(model):
     np.testing.assert_allclose(score(model, text).nll, expected, rtol=1e-5)
 
 
-def test_kl_from_another_law(model):
+def test_kl_from_another_distribution(model):
     text = windows(IDS, context=70, bos=None)  # 35 tokens fed and 34 scored: more than a piece of either program
     keep = np.empty((text.scored, 300), np.float32)
     score(model, text, keep=keep)

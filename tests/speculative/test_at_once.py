@@ -98,14 +98,14 @@ def test_a_sequence_that_has_ended_is_not_looked_at():
 
 
 @pytest.mark.parametrize("ids", [False, True])
-def test_a_proposal_is_law_draw_and_widening(ids):
+def test_a_proposal_is_distribution_draw_and_widening(ids):
     rng = np.random.default_rng(ids)
     R, wide = 12, V + 200
     own = np.sort(rng.choice(wide, V, replace=False)).astype(np.int32) if ids else None
     vocab = VocabMap(wide, wide, V)
 
     @jax.jit
-    def by_laws(x_RN, rows, u_RU):
+    def by_probs(x_RN, rows, u_RU):
         q_RN = cpu.probs(x_RN, rows)
         return cpu.draw(q_RN, u_RU), cpu.check(x_RN), vocab.widen(DraftWeights(ids=own), q_RN)
 
@@ -113,11 +113,11 @@ def test_a_proposal_is_law_draw_and_widening(ids):
     x_RN = (3 * rng.standard_normal((R, V))).astype(np.float32)
     x_RN[1, 3], x_RN[2] = np.inf, -np.inf
     given = x_RN, prob_rows(rng, R), rng.random((R, 4)).astype(np.float32)
-    for want, got in zip(by_laws(*given), at_once(*given), strict=True):
+    for want, got in zip(by_probs(*given), at_once(*given), strict=True):
         np.testing.assert_array_equal(want, got)
     shared = Truncation(*(a[4:5] for a in given[1]))
     same = Truncation(*(np.repeat(a, R) for a in shared))
-    for want, got in zip(by_laws(x_RN, same, given[2]), at_once(x_RN, shared, given[2]), strict=True):
+    for want, got in zip(by_probs(x_RN, same, given[2]), at_once(x_RN, shared, given[2]), strict=True):
         np.testing.assert_array_equal(want, got)
 
 

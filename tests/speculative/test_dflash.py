@@ -195,7 +195,7 @@ def test_ddtree_holds_the_most_likely_paths(tiny):
     assert found == wanted and int(draft.count[0]) == 9
 
 
-def test_ddtree_is_for_laws_that_do_not_depend_on_the_draft(tiny):
+def test_ddtree_is_for_distributions_that_do_not_depend_on_the_draft(tiny):
     spec = get_drafter("layer_skip", layers=[0], tree=get_tree("ddtree", nodes=4, depth=2))
     with pytest.raises(UserError, match="drafter=dflash"):
         load_drafter(tiny, spec)
@@ -216,8 +216,8 @@ def decode(model, heat, **options):
 @pytest.mark.parametrize(
     ("verifier", "heat"), cells([("token", 3.0), ("block", 3.0), ("delta", 0.0)], [("token", 3.0)])
 )
-def test_verifiers_of_laws_decode(tiny, tmp_path, verifier, heat):
-    """Laws drawn from (`token`, `block`) and one-hot drafts (`delta`); near-uniform p and q overlap, so drafts pass."""
+def test_verifiers_of_distributions_decode(tiny, tmp_path, verifier, heat):
+    """Drawn drafts (`token`, `block`) and one-hot ones (`delta`); near-uniform p and q overlap, so drafts pass."""
     folder = write_folder(random_dflash(tiny, block_size=4, layers=1), tmp_path / "d", form="speculators")
     drafter = get_drafter("dflash", path=str(folder), gamma=3, temperature=heat)
     for g in decode(tiny, 3.0, drafter=drafter, verifier=verifier):

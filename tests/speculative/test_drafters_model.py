@@ -36,7 +36,7 @@ def draft_model(tmp_path_factory):
 
 # A chain of the whole vocabulary is slow: the trimmed one is a chain, the trees draw from all ids.
 @pytest.mark.parametrize("shape", cells(["chain", "iid", "wor", "trimmed"], ["iid", "wor", "trimmed"]))
-def test_q_is_the_law_of_the_draw(shape, tmp_path, draft_model):
+def test_q_is_the_distribution_of_the_draw(shape, tmp_path, draft_model):
     """Against the draft model's own logits after each node's path, read without any cache."""
     extra = {
         "iid": {"tree": get_tree("sampled_iid", widths=(2, 2))},

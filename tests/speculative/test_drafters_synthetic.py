@@ -105,11 +105,11 @@ def test_drafts_are_the_tokens_before_the_last():
     assert draft.tokens.tolist() == [[3, 4, 5], [7, 7, 7]]
 
 
-def test_a_target_that_is_no_law_fails_the_sequence():
+def test_a_target_that_is_no_distribution_fails_the_sequence():
     rates = SyntheticRates(rate=0.0)
     ctx = draft_context([[5]], capacity=4, budget=2)
-    no_law, coins = jnp.full((1, 3), -1, jnp.int32), jnp.zeros((1, 2), jnp.float32)
-    step = jax.jit(lambda x: rates.verdict(Synthetic(2, rates).draft(None, None, x).draft, no_law, coins_BK=coins))
+    no_target, coins = jnp.full((1, 3), -1, jnp.int32), jnp.zeros((1, 2), jnp.float32)
+    step = jax.jit(lambda x: rates.verdict(Synthetic(2, rates).draft(None, None, x).draft, no_target, coins_BK=coins))
     assert bool(step(ctx).failed[0])
 
 

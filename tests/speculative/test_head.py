@@ -53,7 +53,7 @@ def trainable(weights) -> HeadWeights:
 
 
 def probs(model, weights, temperature):
-    """law(rows, text, path): q after `text` and the drafted `path`, by the function that is trained: stream s of the
+    """probs(rows, text, path): q after `text` and the drafted `path`, by the function that is trained: stream s of the
     path's rows.
 
     `rows` are the target's of the text. The window has C rows whatever it holds: those beyond are of no text. One

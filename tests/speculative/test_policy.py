@@ -169,7 +169,7 @@ def test_heuristic_of_hugging_face():
     assert lengths(Heuristic(8, start=2), [(0, 1)] * 3) == [2, 1, 1, 1]
 
 
-def test_laws_in_view():
+def test_distributions_in_view():
     q = jnp.array(SAMPLINGS, jnp.float32)
     ones = jnp.ones((3,), jnp.float32)
     seen = draft_view(q, depth_B=jnp.zeros((3,), jnp.int32), last_B=ones, needs=frozenset({"top10", "entropy"}))

@@ -33,7 +33,7 @@ def test_residual_makes_up_for_the_accepted_mass(seed, width):
     np.testing.assert_allclose(emitted, p, atol=1e-14)
 
 
-def test_residual_of_equal_laws_is_p():
+def test_residual_of_equal_distributions_is_p():
     p = np.array([0.5, 0.3, 0.2])
     np.testing.assert_array_equal(residuals.residual(p, p), p)
     np.testing.assert_array_equal(residuals.residual(p, p * 2), p)

@@ -181,7 +181,7 @@ def image_of(pair, ids):
 
 # A chain of the whole vocabulary is slow: the trimmed one is a chain, the tree draws from all shared tokens.
 @pytest.mark.parametrize("shape", cells(["chain", "wor", "trimmed"], ["wor", "trimmed"]))
-def test_tli_q_is_the_drafts_law_on_the_shared_tokens(pair, shape):
+def test_tli_q_is_the_drafts_distribution_on_the_shared_tokens(pair, shape):
     """Against the draft model's own logits after what it reads of each node's path, without any cache."""
     ids = [1, 2, 300 - 42, *range(100, 130)]
     extra = {"wor": {"tree": get_tree("sampled_wor", widths=(3, 1))}, "trimmed": {"draft_vocab": ids}}.get(shape, {})
@@ -316,7 +316,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "kind", "template"), CASES)
-def test_tli_keeps_the_law_of_p(name, kind, template):
+def test_tli_keeps_the_distribution_of_p(name, kind, template):
     for seed in range(3):
         assert tli_tv(VERIFIERS[name].rule, kind, template, seed) <= LOSSLESS_TV
 
@@ -349,12 +349,12 @@ def _two_to_one(q_D):
 MUTANTS = {
     "q is not normalised anew": {"record": _not_normalised},
     "q of unmapped tokens is kept": {"draw": _unmapped_kept, "record": _not_normalised},
-    "unmapped tokens are drafted as another": {"draw": _unmapped_kept, "record": lambda q: tli_law(q)},
-    "a special id is drafted as a text": {"draw": _two_to_one, "record": lambda q: tli_law(q)},
+    "unmapped tokens are drafted as another": {"draw": _unmapped_kept, "record": lambda q: tli_probs(q)},
+    "a special id is drafted as a text": {"draw": _two_to_one, "record": lambda q: tli_probs(q)},
 }
 
 
-def tli_law(q_D):
+def tli_probs(q_D):
     return intersect(TARGET, DRAFT, target_size=4, draft_size=6).probs(q_D)
 
 

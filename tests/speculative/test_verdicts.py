@@ -47,7 +47,7 @@ def at_once(name, alpha=False):
 
 
 def spikes(tokens, vocab):
-    """Laws that are 1 at the given tokens."""
+    """Distributions that are 1 at the given tokens."""
     return f32(np.eye(vocab)[np.asarray(tokens)])
 
 
@@ -174,7 +174,7 @@ def test_large_vocabularies(vocab):
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_equal_laws_accept_everything(name):
+def test_equal_distributions_accept_everything(name):
     for seed in range(8):
         p = np.random.default_rng(seed).dirichlet(np.ones(5), size=(4, 4))
         draft = chain(np.argmax(p[:, :3], axis=-1))

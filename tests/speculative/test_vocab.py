@@ -58,7 +58,7 @@ def test_the_table():
     assert lines[-1] == "and 4 more" and len(lines) == 10
 
 
-def test_ids_and_laws_between_vocabularies():
+def test_ids_and_distributions_between_vocabularies():
     smaller = VocabMap(target=8, draft=6, columns=6, unknown=3)
     assert smaller.to_draft(jnp.array([0, 5, 6, 7, -7])).tolist() == [0, 5, 3, 3, 3]
     q = jnp.full((1, 6), 1 / 6, jnp.float32)

@@ -50,10 +50,10 @@ def chi_square(counts: np.ndarray, probs: np.ndarray) -> ChiSquare:
     arguments: their statistics and degrees of freedom add up.
     """
     value, freedom = 0.0, 0
-    for n_c, law_c in zip(np.atleast_2d(counts), np.atleast_2d(np.asarray(probs, np.float64)), strict=True):
+    for n_c, probs_c in zip(np.atleast_2d(counts), np.atleast_2d(np.asarray(probs, np.float64)), strict=True):
         if n_c.sum() == 0:
             continue
-        seen, expected = pooled(n_c, n_c.sum() * law_c / law_c.sum())
+        seen, expected = pooled(n_c, n_c.sum() * probs_c / probs_c.sum())
         value += float(((seen - expected) ** 2 / expected).sum())
         freedom += len(seen) - 1
     return ChiSquare(value, freedom, float(stats.chi2.sf(value, freedom)))

@@ -53,7 +53,7 @@ def logits(model: Model, layers: tuple[int, ...] | None = None) -> np.ndarray:
     return np.asarray(out.logits)[:, 0]
 
 
-def exact_law(x_V: np.ndarray, s: SamplingParams) -> np.ndarray:
+def exact_distribution(x_V: np.ndarray, s: SamplingParams) -> np.ndarray:
     """float64[VOCAB]: temperature, min-p, top-k, top-p, in this order.
 
     Raises:
@@ -91,9 +91,11 @@ class Probs:
     q: np.ndarray
 
     @classmethod
-    def of(cls, model: Model, target: SamplingParams, draft: SamplingParams) -> "Probs":
+    def from_model(cls, model: Model, target: SamplingParams, draft: SamplingParams) -> "Probs":
         p, q = logits(model), logits(model, DRAFT_LAYERS)
-        return cls(np.stack([exact_law(x, target) for x in p]), np.stack([exact_law(x, draft) for x in q]))
+        return cls(
+            np.stack([exact_distribution(x, target) for x in p]), np.stack([exact_distribution(x, draft) for x in q])
+        )
 
     @property
     def gains(self) -> np.ndarray:

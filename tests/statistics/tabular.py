@@ -53,13 +53,13 @@ class Tables(NamedTuple):
 
 
 def random_tables(seed: int) -> Tables:
-    """Laws that differ from context to context and between target and draft, none with a rare token."""
+    """Distributions that differ from context to context and between target and draft, none with a rare token."""
     rng = np.random.default_rng(seed)
     p, q = (0.9 * rng.dirichlet(np.ones(VOCAB), CONTEXTS + 1) + 0.1 / VOCAB for _ in range(2))
     return Tables(*(jnp.asarray(np.log(probs), jnp.float32) for probs in (p, q)))
 
 
-def joint_law(tables: Tables) -> np.ndarray:
+def joint_distribution(tables: Tables) -> np.ndarray:
     """float64[VOCAB ** LENGTH]: the distribution of LENGTH tokens drawn one after the other from the target."""
     logits = np.asarray(tables.target, np.float64)
     p = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
@@ -150,7 +150,7 @@ class Decoded:
     """What came of N runs: how often each text of LENGTH tokens came, and the rounds' counters summed up.
 
     Attributes:
-        counts: int64[VOCAB ** LENGTH], in the order of `joint_law`.
+        counts: int64[VOCAB ** LENGTH], in the order of `joint_distribution`.
         rounds: all rounds.
         complete: rounds that accepted as many tokens as a path has, so that a bonus token followed.
     """

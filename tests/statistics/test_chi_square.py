@@ -61,7 +61,7 @@ def test_rare_cells_are_counted_together_and_impossible_ones_refused():
         chi_square(np.array([500, 497, 0, 0, 3]), probs)
 
 
-def test_laws_side_by_side_add_up(rng):
+def test_distributions_side_by_side_add_up(rng):
     probs = rng.dirichlet(np.full(8, 3.0), size=3)
     counts = np.stack([rng.multinomial(n, probs) for n, probs in zip((5000, 0, 9000), probs)])
     first, last, both = chi_square(counts[0], probs[0]), chi_square(counts[2], probs[2]), chi_square(counts, probs)

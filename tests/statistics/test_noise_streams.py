@@ -20,7 +20,7 @@ from specsparse.speculative.trees.base import TreeTemplate
 from specsparse.speculative.trees.static import StaticTree
 from specsparse.speculative.verifiers import VERIFIERS
 from tests.statistics.chi_square import ALPHA, chi_square, least_tv
-from tests.statistics.tabular import Engine, Key, drafter, joint_law, random_tables
+from tests.statistics.tabular import Engine, Key, drafter, joint_distribution, random_tables
 
 RUNS, MANY = 65_536, 500_000
 LEAST_TV = {RUNS: 0.028, MANY: 0.0102}
@@ -75,7 +75,7 @@ the node, the other tells the rounds apart.)"""
 
 @functools.cache
 def probs() -> np.ndarray:
-    return joint_law(random_tables(0))
+    return joint_distribution(random_tables(0))
 
 
 @functools.cache
@@ -96,7 +96,7 @@ def check(case: str, runs: int) -> None:
 
 
 @pytest.mark.parametrize("case", QUICK)
-def test_texts_follow_the_targets_law(case):
+def test_texts_follow_the_targets_distribution(case):
     check(case, RUNS)
 
 

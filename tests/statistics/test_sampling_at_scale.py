@@ -116,7 +116,7 @@ def power(counts: np.ndarray, exact: Probs) -> tuple[float, float]:
 
 
 def check(model, target: str, method: str, total: int) -> None:
-    exact = Probs.of(model, TARGETS[target], DRAFT)
+    exact = Probs.from_model(model, TARGETS[target], DRAFT)
     drawn = draws(model, TARGETS[target], method, calls(total))
     assert drawn.counts.sum() == total
     shift, tv = power(drawn.counts, exact)
@@ -128,20 +128,20 @@ def check(model, target: str, method: str, total: int) -> None:
     assert min(found.values()) > ALPHA, found
 
 
-def test_the_laws_are_known_and_all_steps_of_sampling_bite(model):
+def test_the_distributions_are_known_and_all_steps_of_sampling_bite(model):
     """A class decides the next distribution, in any context. Each truncation removes tokens that the others keep."""
     x = model.logits([0, 5, 4099, 3, 40_002])
     np.testing.assert_array_equal(x[[0, 1, 3]], model.logits([0, 1, 3])[[0, 1, 2]])
     np.testing.assert_array_equal(x[2], x[3])
     s = TARGETS["truncated"]
     kept = [
-        int((Probs.of(model, s.merged(**off), DRAFT).p > 0).sum())
+        int((Probs.from_model(model, s.merged(**off), DRAFT).p > 0).sum())
         for off in ({}, {"top_p": 1.0}, {"top_p": 1.0, "top_k": -1}, {"top_p": 1.0, "top_k": -1, "min_p": 0.0})
     ]
     assert kept == sorted(set(kept)), kept
 
 
-def test_plain_draws_follow_the_exact_law(model):
+def test_plain_draws_follow_the_exact_distribution(model):
     check(model, "truncated", "plain", FEW)
 
 
@@ -153,7 +153,7 @@ def test_a_verifier_without_a_residual_is_refused(model, monkeypatch):
     monkeypatch.setattr(pipeline, "kernels_of", lambda kernels: of_model(kernels)._replace(judge=None))
     monkeypatch.setattr(model.programs, "compiled", {})
     drawn = draws(model, TARGETS["truncated"], "token", calls(FEW))
-    assert p_values(drawn.counts, Probs.of(model, TARGETS["truncated"], DRAFT))["event"] < ALPHA
+    assert p_values(drawn.counts, Probs.from_model(model, TARGETS["truncated"], DRAFT))["event"] < ALPHA
 
 
 @pytest.mark.slow
@@ -162,7 +162,7 @@ def test_noise_keyed_by_position_alone_is_refused(model, monkeypatch):
     monkeypatch.setattr(model.programs, "compiled", {})
     with keyed(Key(round=0, node=0, stream=0)):
         drawn = draws(model, TARGETS["truncated"], "token", calls(SOME))
-    found = p_values(drawn.counts, Probs.of(model, TARGETS["truncated"], DRAFT))
+    found = p_values(drawn.counts, Probs.from_model(model, TARGETS["truncated"], DRAFT))
     assert min(found.values()) < ALPHA
 
 
@@ -170,7 +170,7 @@ def test_noise_keyed_by_position_alone_is_refused(model, monkeypatch):
 def test_a_temperature_five_percent_off_is_refused(model):
     target = TARGETS["heated"]
     drawn = draws(model, target.merged(temperature=1.05 * target.temperature), "plain", calls(SOME))
-    assert p_values(drawn.counts, Probs.of(model, target, DRAFT))["bins"] < ALPHA
+    assert p_values(drawn.counts, Probs.from_model(model, target, DRAFT))["bins"] < ALPHA
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Laws against a sort-based float64 oracle, and contract C1: a row's bits depend on nothing but the row."""
+"""Distributions against a sort-based float64 oracle, and contract C1: a row's bits depend on nothing but the row."""
 
 import itertools
 from functools import partial
@@ -50,7 +50,7 @@ def observe(history, token_B):
     return pipeline.observe_many(history, token_B[:, None], jnp.ones_like(token_B))
 
 
-def oracle_law(x, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+def oracle_probs(x, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """The distribution of one row by sorting, in float64, and whether top-p decides by a margin float32 cannot see."""
     x = np.asarray(x, np.float64)
     if temperature == 0.0:
@@ -84,7 +84,7 @@ def random_logits(rng, rows, vocab):
 
 
 @pytest.mark.parametrize(("vocab", "repeats"), [(5, 8), (100, 4), (8193, 1), (49152, 1)])
-def test_law_equals_the_sorting_oracle(vocab, repeats):
+def test_distribution_equals_the_sorting_oracle(vocab, repeats):
     shapes = (SHAPES if vocab < 10_000 else SHAPES[1::3]) * repeats
     rng = np.random.default_rng(vocab)
     x = random_logits(rng, len(shapes), vocab)[rng.permutation(len(shapes))]
@@ -93,7 +93,7 @@ def test_law_equals_the_sorting_oracle(vocab, repeats):
     assert p.dtype == jnp.float32 and np.all(ok)
     skipped = 0
     for got, row, shape in zip(np.asarray(p), x, shapes, strict=True):
-        want, close = oracle_law(row, **shape)
+        want, close = oracle_probs(row, **shape)
         skipped += close
         if not close:
             assert np.array_equal(got > 0, want > 1e-37), shape
@@ -112,17 +112,17 @@ def test_law_equals_the_sorting_oracle(vocab, repeats):
 )
 def test_any_combination_of_truncations(values, temperature, top_k, top_p, min_p):
     x = np.array([-np.inf if value is None else value / 4 for value in values], np.float32)
-    want, close = oracle_law(x, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    want, close = oracle_probs(x, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     with np.errstate(divide="ignore"):
         numbers = [temperature, np.log(min_p), top_k or 7, top_p]
     rows = Truncation(*(np.array([a], d) for a, d in zip(numbers, ("f4", "f4", "i4", "f4"), strict=True)))
-    got = np.asarray(jitted_reference_law(x[None], rows))[0]
+    got = np.asarray(reference_probs(x[None], rows))[0]
     if not close:
         assert np.array_equal(got > 0, want > 0)
         np.testing.assert_allclose(got, want, rtol=2e-5)
 
 
-jitted_reference_law = jax.jit(REFERENCE.probs)
+reference_probs = jax.jit(REFERENCE.probs)
 
 
 def test_ties_at_the_threshold_are_kept_and_greedy_takes_the_first():
@@ -137,7 +137,7 @@ def test_ties_at_the_threshold_are_kept_and_greedy_takes_the_first():
     np.testing.assert_array_equal(probs(cfg, params, zeros)[0], [[0.5, 0.5, 0]])
 
 
-def test_rows_without_a_law_are_flagged_and_harmless():
+def test_rows_without_a_distribution_are_flagged_and_harmless():
     nan, inf = np.nan, np.inf
     x = np.array([[1, 2, 3], [nan, 2, 1], [nan] * 3, [-inf] * 3, [1, inf, 0], [-inf, 0, -inf]], np.float32)
     for temperature in (0.0, 1.0):
@@ -249,7 +249,7 @@ def test_rows_do_not_depend_on_their_number(vocab):
         jax.tree.map(lambda a, b, i=i: np.testing.assert_array_equal(a[i : i + 1], b), together, alone)
 
 
-def test_draw_has_exactly_the_law_on_a_dyadic_grid():
+def test_draw_has_exactly_the_distribution_on_a_dyadic_grid():
     """Every u of a grid, probabilities that are multiples of its step: counts are exact, in order of the vocabulary.
 
     Over 2^16 tokens each of the four uniforms decides among 16: uniform i among tokens that lie 16^i apart.

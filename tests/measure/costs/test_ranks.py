@@ -95,7 +95,7 @@ def test_the_key_names_what_changes_acceptance():
         {"bad_words": ["a"]}, {"min_tokens": 2}, {"logits_processors": [len]},
     ],
 )  # fmt: skip
-def test_the_key_names_every_parameter_of_the_law(more):
+def test_the_key_names_every_parameter_of_the_distribution(more):
     seen = {acceptance.acceptance_key("a", None, params, "chain") for params in (GREEDY, GREEDY.merged(**more))}
     assert len(seen) == 2 and max(map(len, seen)) < 120
     same = GREEDY.merged(max_tokens=7, seed=3, logprobs=1)

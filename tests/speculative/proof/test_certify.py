@@ -20,7 +20,7 @@ LOSSY = [name for name, v in VERIFIERS.items() if not v.lossless]
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_lossless_verifiers_have_the_law_of_p(name):
+def test_lossless_verifiers_have_the_distribution_of_p(name):
     report = certify([VERIFIERS[name]], mutants=False, driver=False)
     assert report.passed, report.failures
     assert report.worst(name).tv <= LOSSLESS_TV
@@ -112,7 +112,7 @@ def test_longer_chains_equal_token_bit_for_bit(name):
     assert ours.tobytes() == token.tobytes()
 
 
-def test_delta_equals_token_on_written_out_one_hot_laws():
+def test_delta_equals_token_on_written_out_one_hot_distributions():
     case = make_case("random", DraftKind.ONE_HOT, TreeTemplate.kary((2, 1)), vocab=4, seed=2)
     draw = draw_probs(DraftKind.ONE_HOT, case.q)
     short, long = (list(outcomes(case.template, case.p, draw=draw, one_hot=flag)) for flag in (True, False))
@@ -129,7 +129,7 @@ def test_weights_of_ends_sum_to_one():
             assert sum(e.weight for e in ends(VERIFIERS[name].rule, outcome.draft, outcome.p)) == pytest.approx(1)
 
 
-def test_continuations_are_laws():
+def test_continuations_are_distributions():
     case = make_case("random", DraftKind.SAMPLED, TreeTemplate.chain(2), vocab=3, seed=0)
     rest = continuations(case.p, 3)
     assert rest[0].sum() == pytest.approx(1)

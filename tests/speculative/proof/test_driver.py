@@ -56,7 +56,7 @@ def _few_cases(verifier):
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_what_runs_has_the_law_of_p(name):
+def test_what_runs_has_the_distribution_of_p(name):
     verifier = VERIFIERS[name]
     results = measure_driver(verifier, _few_cases(verifier), seed=0)
     assert {r.part for r in results} == {DRIVER}
@@ -129,7 +129,7 @@ def test_the_tolerance_is_far_from_a_mutant_everywhere():
 
 
 @pytest.mark.parametrize(("name", "template"), [("token", CHAIN), ("mss", BUSH)])
-def test_the_law_is_that_of_the_rule(name, template):
+def test_the_distribution_is_that_of_the_rule(name, template):
     kind = DraftKind.IID if template is BUSH else DraftKind.SAMPLED
     tried = [make_case("random", kind, template, vocab=3, seed=s) for s in (1, 2)]
     for case, (probs, drafts) in zip(tried, driver_probs(jitted(VERIFIERS[name]), VERIFIERS[name], tried, seed=0)):

@@ -99,7 +99,7 @@ def test_a_function_is_certified_exactly():
 
 
 @pytest.mark.parametrize("corner", CORNERS)
-def test_the_law_is_that_of_the_rule(corner):
+def test_the_distribution_is_that_of_the_rule(corner):
     c = case(corner)
     probs, drafts = round_probs(few(leviathan), [c], seed=0)[0]
     rule = output_probs(Rejection(), c.outcomes(), c.p, c.length)
@@ -107,7 +107,7 @@ def test_the_law_is_that_of_the_rule(corner):
     assert drafts == len(list(c.outcomes()))
 
 
-def test_a_lossy_function_has_the_law_that_arithmetic_gives_it():
+def test_a_lossy_function_has_the_distribution_that_arithmetic_gives_it():
     p, q = (
         [np.array([0.6, 0.4]), *random_tables(np.random.default_rng(0), vocab=2, depth=1)[1:]],
         [np.array([0.8, 0.2])],

@@ -28,7 +28,7 @@ def steep(slope):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.25])
-def test_a_record_of_few_tokens_gives_the_law_of_all(temperature):
+def test_a_record_of_few_tokens_gives_the_distribution_of_all(temperature):
     probs_V = steep(2.0)
     exact_V = probs_V ** (1 / temperature) / (probs_V ** (1 / temperature)).sum()
     found = at_temperature(record(probs_V, 8), temperature)
@@ -46,7 +46,7 @@ def test_how_much_the_rest_may_come_to_depends_on_how_many_tokens_share_it():
     assert at_temperature(few, 0.9).p_rest[0, 0] < 3e-4
 
 
-def test_rounding_is_no_tail_where_the_whole_law_is_kept():
+def test_rounding_is_no_tail_where_the_whole_distribution_is_kept():
     probs_V = steep(0.01)
     found = at_temperature(record(probs_V, VOCAB, rest=1e-9), 20.0)
     assert found.p_rest[0, 0] == 0 and found.p.sum() == pytest.approx(1)

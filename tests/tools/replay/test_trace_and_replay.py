@@ -71,7 +71,7 @@ def test_other_verifiers_and_lengths(sampled):
         replay(recording, "token", gamma=4)
 
 
-def accepted_by_a_uniform_law(recording):
+def accepted_by_a_uniform_distribution(recording):
     """Expected accepted tokens of the recorded chains where every token is as likely as any other."""
     total = 0.0
     for r in range(len(recording)):
@@ -89,13 +89,13 @@ def test_another_temperature(sampled):
     assert same == pytest.approx(replay(recording, "token").accepted)
     assert replay(recording, "token", temperature=0.3).accepted != pytest.approx(same)
     hot = replay(recording, "token", temperature=1e6)  # all of the distribution is there
-    assert hot.accepted == pytest.approx(accepted_by_a_uniform_law(recording), rel=1e-3)
+    assert hot.accepted == pytest.approx(accepted_by_a_uniform_distribution(recording), rel=1e-3)
     cut = Recording(**{**vars(recording), "p_rest": recording.p_rest + 0.2})
     with pytest.raises(UserError, match="may lie beyond the recorded tokens"):
         replay(cut, "token", temperature=0.5)
 
 
-def test_a_few_tokens_of_each_law_are_enough_for_chains(model, sampled):
+def test_a_few_tokens_of_each_distribution_are_enough_for_chains(model, sampled):
     whole, _ = sampled
     recorder = Recorder(top=8)
     recorder.start("a")
