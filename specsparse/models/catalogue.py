@@ -24,8 +24,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
 
-import yaml
-
 from specsparse.engine.gguf.shards import shard_names
 from specsparse.errors import UserError
 from specsparse.models import hub
@@ -204,6 +202,8 @@ def _entries(own: Path) -> Mapping[str, Entry]:
 @functools.cache
 def _entry(path: Path) -> Entry:
     """Reads an entry; UserError if it has a bad value, or does not say where the model is from."""
+    import yaml  # a run says in one line which packages are missing, after this module is imported
+
     try:
         with path.open(encoding="utf-8") as file:
             given, wrong = yaml.load(file, getattr(yaml, "CSafeLoader", yaml.SafeLoader)), None
