@@ -217,7 +217,7 @@ def read_shard(path: Path) -> list[Text]:
 
 @dataclass(frozen=True)
 class TextWritten:
-    """How far the text is: answers' tokens in all, and a second while text was written, 0 before that."""
+    """Progress: answers' tokens in all, and tokens a second while text was written, 0 before that."""
 
     tokens: int
     tokens_per_s: float
@@ -372,7 +372,7 @@ class Window(NamedTuple):
     depth: jax.Array
 
     def same_text(self) -> jax.Array:
-        """bool[m, n]: whether a row is of the drafting row's text; none for a drafting row that there is not."""
+        """bool[m, n]: whether a row is of the drafting row's text; False for padding."""
         mine = jnp.where(self.depth >= 0, self.text[self.rows], -2)
         return self.text[None] == mine[:, None]
 

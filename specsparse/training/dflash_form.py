@@ -16,30 +16,11 @@ import numpy as np
 from specsparse.engine.rope import RopeConfig, rope_tables
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import embed_rows
-from specsparse.speculative.drafters.heads.dflash import (
-    BlockKeys,
-    BlockLayer,
-    BlockShape,
-    BlockWeights,
-    block_rows,
-    context_keys,
-    of_arrays,
-    sees_block,
-    sees_context,
-    tensor_shapes,
-    write_dflash_gguf,
-)
+from specsparse.speculative.drafters.heads import dflash
+from specsparse.speculative.drafters.heads.dflash import BlockKeys, BlockLayer, BlockShape, BlockWeights
+from specsparse.training import form
 from specsparse.training.corpus import Features, Text, Window, fill, pack
-from specsparse.training.form import (
-    FeatureForm,
-    Frozen,
-    beginning_with,
-    last_inputs,
-    owned,
-    ridge,
-    tokenizer_keys,
-    unit,
-)
+from specsparse.training.form import FeatureForm, Frozen, ridge, unit
 from specsparse.training.layer import Keys, attention, linear, rms_norm, times
 
 _ROWS, _DRAFTING = 512, 224
@@ -57,8 +38,7 @@ def blocks(
     """Blocks at many places of texts at once: f32[m, K, D] before the output norm, and what attention found by layer.
 
     Args:
-        shape: of the drafter.
-        w: its weights, float32 or halved.
+        shape, w: of the drafter, and its weights, float32 or halved.
         features_nE: f32[n, len(read) D], the target's rows.
         position_n: int32[n], of each in its text.
         embedded_mKD: the embedded blocks.
@@ -68,7 +48,7 @@ def blocks(
     """
     cos, sin = tables
     m, K, D = embedded_mKD.shape
-    context = context_keys(linear, shape, w, features_nE, cos[position_n], sin[position_n])
+    context = dflash.context_keys(linear, shape, w, features_nE, cos[position_n], sin[position_n])
     at_mK = at_m[:, None] + jnp.arange(K, dtype=jnp.int32)[None]
     found = []
 
@@ -79,16 +59,16 @@ def blocks(
         each = [Keys(k[:, j].swapaxes(0, 1), v[:, j].swapaxes(0, 1)) for j in range(K)]
         q_mKHd = q_RHd.reshape(m, K, *q_RHd.shape[1:])
         with jax.ensure_compile_time_eval():
-            block = np.asarray(sees_block(shape.causal[i], window, K))
+            block = np.asarray(dflash.sees_block(shape.causal[i], window, K))
         out = []
         for s in range(K):
-            seen = seen_mn & sees_context(window, at_mK[:, s], position_n)
+            seen = seen_mn & dflash.sees_context(window, at_mK[:, s], position_n)
             out.append(attention(q_mKHd[:, s], base, seen, [key for j, key in enumerate(each) if block[s, j]]))
         found.append(jnp.stack(out, axis=1))
         return found[-1].reshape(m * K, -1)
 
     at_R = at_mK.reshape(-1)
-    y_RD = block_rows(linear, shape, w, embedded_mKD.reshape(m * K, D), cos[at_R], sin[at_R], attend)
+    y_RD = dflash.block_rows(linear, shape, w, embedded_mKD.reshape(m * K, D), cos[at_R], sin[at_R], attend)
     return y_RD.reshape(m, K, D), found
 
 
@@ -131,7 +111,7 @@ class DFlashForm(FeatureForm):
         return max(known.special_ids - others, default=self.model.config.vocab_size - 1)
 
     def zeros(self) -> BlockWeights:
-        sizes = dict(tensor_shapes(self.shape))
+        sizes = dict(dflash.tensor_shapes(self.shape))
         layer = BlockLayer(*(jnp.zeros(sizes[f"blk.0.{name}.weight"]) for name in BlockLayer._fields))
         return BlockWeights(layers=(layer,), **{field: jnp.zeros(sizes[name]) for field, name in _NAMES.items()})
 
@@ -146,9 +126,9 @@ class DFlashForm(FeatureForm):
         with the target's own gate and up of its last layer, adds nothing yet.
         """
         model, zeros = self.model, self.zeros()
-        c, last, own = model.config, model.params.layers[-1], last_inputs(model)
+        c, last, own = model.config, model.params.layers[-1], form.last_inputs(model)
         H, d = c.n_heads, c.head_dim
-        few = Features(model, self.layers).of(beginning_with(texts, _FIRST_ROWS))
+        few = Features(model, self.layers).of(form.beginning_with(texts, _FIRST_ROWS))
         fc, norm = self.fused(texts), np.asarray(last.attn_norm)
         fused_RD = unit(np.concatenate([t.hidden[:, : fc.shape[1]] for t in few]) @ fc.T) * norm
         tokens = np.concatenate([t.tokens for t in few])
@@ -183,7 +163,7 @@ class DFlashForm(FeatureForm):
             ffn_gate=own["ffn_gate"],
             ffn_up=own["ffn_up"],
         )
-        weights = owned(BlockWeights(fc, last.attn_norm, (layer,), model.params.output_norm))
+        weights = form.owned(BlockWeights(fc, last.attn_norm, (layer,), model.params.output_norm))
         return weights._replace(layers=(weights.layers[0]._replace(attn_output=self._output(weights, few)),))
 
     def _output(self, weights: BlockWeights, texts: Sequence[Text]) -> jax.Array:
@@ -225,8 +205,8 @@ class DFlashForm(FeatureForm):
         arrays = {name: np.asarray(getattr(weights, field)) for field, name in _NAMES.items()}
         arrays |= {f"blk.0.{name}.weight": np.asarray(a) for name, a in weights.layers[0]._asdict().items()}
         arrays["output.weight"] = self.output_rows(ids)
-        file = of_arrays(
+        file = dflash.of_arrays(
             arrays, path=path, shape=self.shape, block_size=self.block, mask_token=self.mask_token, rope=self.rope,
             context=self.model.config.context_length, ids=np.asarray(ids), from_anchor=True,
         )  # fmt: skip
-        return write_dflash_gguf(file, path, tokenizer=tokenizer_keys(self.model), quant=quant)
+        return dflash.write_dflash_gguf(file, path, tokenizer=form.tokenizer_keys(self.model), quant=quant)

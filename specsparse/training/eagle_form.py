@@ -23,28 +23,11 @@ from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize, embed_rows
 from specsparse.speculative.drafters.heads import eagle3
-from specsparse.speculative.drafters.heads.eagle3 import (
-    Eagle3Weights,
-    HeadRows,
-    HeadShape,
-    Products,
-    of_arrays,
-    tensor_shapes,
-    write_eagle3_gguf,
-)
+from specsparse.speculative.drafters.heads.eagle3 import Eagle3Weights, HeadRows, HeadShape, Products
 from specsparse.speculative.drafters.heads.head import LAYER_MATRICES, NORMS, HeadFile, HeadParams, write_head
+from specsparse.training import form
 from specsparse.training.corpus import Features, Text, Window
-from specsparse.training.form import (
-    FeatureForm,
-    Form,
-    Frozen,
-    beginning_with,
-    last_inputs,
-    owned,
-    ridge,
-    tokenizer_keys,
-    unit,
-)
+from specsparse.training.form import FeatureForm, Form, Frozen, ridge, unit
 from specsparse.training.layer import (
     Keys,
     LayerWeights,
@@ -62,19 +45,16 @@ def streams(
     frozen: Frozen, window: Window, first: HeadRows, again: Callable[[jax.Array], HeadRows],
     leave: Callable[[jax.Array, jax.Array], jax.Array], count: int, *, head_dim: int, pairing: str,
 ) -> list[jax.Array]:  # fmt: skip
-    """[m, D] for each of `count` streams: the layer's rows, the first stream first.
+    """[m, D] for each of `count` streams, the tokens of a draft: the layer's rows, the first stream first.
 
     Stream s is all rows as the s-th token of a draft. A row of it sees the rows of stream 1 up to where its draft began
     and one row of each stream since. It counts if its depth is at least s - 1.
 
     Args:
-        frozen: the rotation.
-        window: the rows.
+        frozen, window: the rotation, and the rows.
         first: all n rows, made of the target's.
         again: makes the m drafting rows of [m, D], the layer's own rows one token earlier.
         leave: (what attention found [m, H d], residual [m, D]) -> the layer's rows [m, D].
-        count: tokens of a draft.
-        head_dim, pairing: of the attention and its rotation.
     """
     rows = window.rows
     cos, sin = frozen.cos[window.position], frozen.sin[window.position]
@@ -103,7 +83,7 @@ class HeadWeights(NamedTuple):
         hidden_norm: [D], RMS norm of h_i.
         fc_hidden: [D, D], of normalised h_i.
         token_norm, fc_token: likewise, of the token after it.
-        below_norm: [b, D], RMS norms of the rows of b layers below, none for a head that reads h_i alone.
+        below_norm: [b, D], RMS norms of the rows of b layers below; None for a head that reads h_i alone.
         fc_below: [D, b D], of those rows, normalised, side by side.
         own_norm, fc_own: in place of `hidden_norm` and `fc_hidden` when the head reads its own row; None: the same.
         layer: a plain Llama's of the target's sizes.
@@ -131,13 +111,9 @@ class HeadWeights(NamedTuple):
         layer = {name: matrix(getattr(params.layer, name)) for name in LAYER_MATRICES}
         norms = {name: getattr(params.layer, name) for name in ("attn_norm", "ffn_norm")}
         weights = HeadWeights(
-            hidden_norm=params.hidden_norm,
-            fc_hidden=matrix(params.fc_hidden),
-            token_norm=params.token_norm,
-            fc_token=matrix(params.fc_token),
-            layer=LayerWeights(**layer, **norms),
-            output_norm=params.output_norm,
-        )
+            params.hidden_norm, matrix(params.fc_hidden), params.token_norm, matrix(params.fc_token),
+            LayerWeights(**layer, **norms), params.output_norm,
+        )  # fmt: skip
         if params.own is not None:
             weights = weights._replace(
                 below_norm=jnp.stack([x.norm for x in params.below]),
@@ -145,7 +121,7 @@ class HeadWeights(NamedTuple):
                 own_norm=params.own.norm,
                 fc_own=matrix(params.own.matrix),
             )
-        return owned(weights)
+        return form.owned(weights)
 
     def tensors(self) -> dict[str, np.ndarray]:
         """float32 tensors by their names in the file."""
@@ -212,11 +188,11 @@ class HeadForm(Form):
         """The best linear guess, in a layer that passes it on.
 
         `fc_hidden` and `fc_token` are the ridge regression of the target's next row on both inputs. Queries, keys,
-        values, gate and up are `last_inputs`; the two output matrices are 0, so that the layer adds nothing yet.
+        values, gate and up are `form.last_inputs`; the two output matrices are 0, so that the layer adds nothing yet.
         """
         model, params = self.model, self.model.params
         before, after, tokens = [], [], []
-        for text in Features(model, (model.config.n_layers,)).of(beginning_with(texts, rows)):
+        for text in Features(model, (model.config.n_layers,)).of(form.beginning_with(texts, rows)):
             start = max(text.prompt - 2, 0)
             before.append(text.hidden[start:-1])
             after.append(text.hidden[start + 1 :])
@@ -231,10 +207,10 @@ class HeadForm(Form):
             attn_output=jnp.zeros(last.attn_output.shape, jnp.float32),
             ffn_norm=last.ffn_norm,
             ffn_down=jnp.zeros(last.ffn_down.shape, jnp.float32),
-            **last_inputs(model),
+            **form.last_inputs(model),
         )
         ones = jnp.ones((model.config.d_model,), jnp.float32)
-        return owned(HeadWeights(params.output_norm, fc_hidden, ones, fc_token, layer, params.output_norm))
+        return form.owned(HeadWeights(params.output_norm, fc_hidden, ones, fc_token, layer, params.output_norm))
 
     def zeros(self) -> HeadWeights:
         D, b = self.model.config.d_model, len(self.below)
@@ -311,14 +287,14 @@ class Eagle3Form(FeatureForm):
         return HeadShape(c.d_model, c.n_heads, c.n_kv_heads, c.head_dim, c.d_ff, c.norm_eps, len(self.read))
 
     def zeros(self) -> Eagle3Weights:
-        sizes = dict(tensor_shapes(self.shape, self.model.config.d_model))
+        sizes = dict(eagle3.tensor_shapes(self.shape, self.model.config.d_model))
         return Eagle3Weights(**{field: jnp.zeros(sizes[name]) for field, name in EAGLE3_NAMES.items()})
 
     def first(self, texts: Sequence[Text]) -> Eagle3Weights:
         """`fc` is `FeatureForm.fused`. The rest is the target's last layer, which reads the fused rows and not yet the
         token; its two output matrices are 0, so that it adds nothing yet."""
         model, zeros = self.model, self.zeros()
-        c, last, own = model.config, model.params.layers[-1], last_inputs(model)
+        c, last, own = model.config, model.params.layers[-1], form.last_inputs(model)
 
         def beside(name: str) -> jax.Array:
             """[outputs, 2 D]: inputs of the token, which are 0, before those of the hidden row."""
@@ -337,7 +313,7 @@ class Eagle3Form(FeatureForm):
             ffn_up=own["ffn_up"],
             output_norm=model.params.output_norm,
         )
-        return owned(weights)
+        return form.owned(weights)
 
     def logits(
         self, weights: Eagle3Weights, frozen: Frozen, embedding: QTensor, window: Window, count: int
@@ -361,8 +337,8 @@ class Eagle3Form(FeatureForm):
         """A GGUF file for `drafter=eagle3` and for llama.cpp, with the target's output rows of the draft vocabulary."""
         target, arrays = self.model, {name: np.asarray(getattr(weights, f)) for f, name in EAGLE3_NAMES.items()}
         arrays["output.weight"] = self.output_rows(ids)
-        file = of_arrays(
+        file = eagle3.of_arrays(
             arrays, self.shape, target=target.config, layers=self.read, rope_factors=target.rope_factors, ids=ids,
             path=path,
         )  # fmt: skip
-        return write_eagle3_gguf(file, path, tokenizer=tokenizer_keys(target), quant=quant)
+        return eagle3.write_eagle3_gguf(file, path, tokenizer=form.tokenizer_keys(target), quant=quant)

@@ -1,7 +1,7 @@
 """A drafter in training: a start, a function to differentiate, a file; and the plainest one, a small Llama."""
 
 import abc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -113,7 +113,7 @@ class FeatureForm(Form):
 
     Attributes:
         model: the target.
-        below: ids of the layers whose entering rows it reads; none for [2, L / 2, L - 3].
+        below: ids of the layers whose entering rows it reads; () for [2, L / 2, L - 3].
     """
 
     model: Model
@@ -173,7 +173,6 @@ def ridge(gram_II: np.ndarray, cross_IO: np.ndarray, share: float = 3e-3) -> np.
 
 
 def unit(x: np.ndarray) -> np.ndarray:
-    """Rows of mean square 1, float32."""
     x = x.astype(np.float32)
     return x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + np.float32(1e-5))
 
@@ -334,14 +333,10 @@ class SmallForm(Form):
             "llama.rope.dimension_count": c.rope.dim,
         }
         keys |= {k: v for k, v in open_gguf(self.model.path).metadata.items() if k.startswith("tokenizer.")}
+        arrays = {"token_embd": weights.embedding, "output_norm": weights.output_norm}
+        for i, layer in enumerate(weights.layers):
+            arrays |= {f"blk.{i}.{name}": array for name, array in layer._asdict().items()}
+        sources = [(f"{name}.weight", array.shape, partial(np.asarray, array)) for name, array in arrays.items()]
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_model(path, keys, _tensors(weights), kind, output=kind)
+        write_model(path, keys, sources, kind, output=kind)
         return path
-
-
-def _tensors(weights: SmallWeights) -> Iterator[tuple[str, tuple[int, ...], Callable[[], np.ndarray]]]:
-    arrays = {"token_embd": weights.embedding, "output_norm": weights.output_norm}
-    for i, layer in enumerate(weights.layers):
-        arrays |= {f"blk.{i}.{name}": array for name, array in layer._asdict().items()}
-    for name, array in arrays.items():
-        yield f"{name}.weight", array.shape, partial(np.asarray, array)

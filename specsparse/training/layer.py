@@ -26,7 +26,7 @@ _Tree = TypeVar("_Tree")
 
 
 def pays() -> bool:
-    """Whether bfloat16 products are faster than float32 ones here."""
+    """True if bfloat16 products are faster than float32 ones here."""
     return jax.default_backend() != "cpu" or "amx_bf16" in processor.cpu_info()["flags"]
 
 

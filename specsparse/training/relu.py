@@ -39,7 +39,7 @@ from specsparse.support.files import write_tensors
 from specsparse.support.options import Count, Internal, Positive, Range, Share
 from specsparse.training.corpus import Features, Text, fill_up, pack
 from specsparse.training.layer import LayerWeights, Precision, attend, halved, rms_norm, times
-from specsparse.training.training_loop import OnStep, train, trapezoid, updated
+from specsparse.training.training_loop import OnStep, endless, train, trapezoid, updated
 
 _PART = 8
 """Windows of a file of inputs."""
@@ -230,6 +230,22 @@ def layer_inputs(paths: Sequence[Path], layer: int) -> np.ndarray:
     return np.concatenate(found)
 
 
+class ReluState(NamedTuple):
+    """All that a restart needs.
+
+    Attributes:
+        ffn: of one layer, or of all before rounding.
+        optimiser: Adam's.
+        pressure: f32[], the weight of the sparsity term.
+        step: int32[], steps done.
+    """
+
+    ffn: FfnMatrices
+    optimiser: optax.OptState
+    pressure: jax.Array
+    step: jax.Array
+
+
 # Rebuilt, layer by layer.
 
 
@@ -265,13 +281,6 @@ class Judged(NamedTuple):
 
     error: float
     share: float
-
-
-class _RebuildState(NamedTuple):
-    ffn: FfnMatrices
-    optimiser: optax.OptState
-    pressure: jax.Array
-    step: jax.Array
 
 
 @jax.jit
@@ -355,23 +364,21 @@ def _linear_map(z_nD: jax.Array, y_nD: jax.Array, weight_n: jax.Array, rank: int
 
 
 def _error(found, y_nD, weight_n) -> jax.Array:
-    """Weighted relative squared error."""
     size = jnp.sum(y_nD * y_nD, axis=1)
     wrong = jnp.sum(jnp.square(found - y_nD), axis=1)
     return jnp.sum(weight_n * wrong) / jnp.sum(weight_n * size)
 
 
 @jax.jit
-def _judge(ffn: FfnMatrices, z_nD, y_nD) -> tuple[jax.Array, jax.Array]:
-    a_nF = jax.nn.relu(z_nD @ ffn.gate.T)
+def _judge(ffn: FfnMatrices, original: FfnMatrices, z_nD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    y_nD, a_nF = _outputs(original, z_nD), jax.nn.relu(z_nD @ ffn.gate.T)
     found = (a_nF * (z_nD @ ffn.up.T)) @ ffn.down.T
     return _error(found, y_nD, _token_weights(y_nD)), jnp.mean((a_nF > 0).astype(jnp.float32))
 
 
 def judge(ffn: FfnMatrices, original: FfnMatrices, z_nD: np.ndarray) -> Judged:
     """A rebuilt layer against its original."""
-    z = jnp.asarray(z_nD, jnp.float32)
-    return Judged(*map(float, _judge(ffn, z, _outputs(original, z))))
+    return Judged(*map(float, _judge(ffn, original, jnp.asarray(z_nD, jnp.float32))))
 
 
 class Rebuilder:
@@ -389,14 +396,14 @@ class Rebuilder:
         z = jnp.asarray(z_nD, jnp.float32)
         y = _outputs(original, z)
         ffn = _begin(original, z, y, self.options)
-        state = _RebuildState(ffn, self._optimiser.init(ffn), jnp.float32(1e-2), jnp.int32(0))
+        state = ReluState(ffn, self._optimiser.init(ffn), jnp.float32(1e-2), jnp.int32(0))
         rng, n, batch = np.random.default_rng(self.options.seed), len(z), min(self.options.layer_batch, len(z))
         order = np.concatenate([rng.permutation(n) for _ in range(-(-self.steps * batch // n))])
         batches = (jnp.asarray(order[s * batch : (s + 1) * batch]) for s in range(self.steps))
         state = train(state, batches, lambda state, rows: self._step(state, z, y, rows), steps=self.steps)
         return _fitted(state.ffn, z, y)
 
-    def _one_step(self, state: _RebuildState, z_nD, y_nD, rows) -> tuple[_RebuildState, jax.Array]:
+    def _one_step(self, state: ReluState, z_nD, y_nD, rows) -> tuple[ReluState, jax.Array]:
         z, y = z_nD[rows], y_nD[rows]
         weight = _token_weights(y)
 
@@ -410,7 +417,7 @@ class Rebuilder:
         ffn, optimiser = updated(self._optimiser, grads, state.optimiser, state.ffn)
         follow = jnp.exp(self.options.pressure * (share / self.options.share - 1))
         pressure = jnp.clip(state.pressure * follow, 1e-4, 3.0)
-        return _RebuildState(ffn, optimiser, pressure, state.step + 1), share
+        return ReluState(ffn, optimiser, pressure, state.step + 1), share
 
 
 @jax.jit
@@ -423,20 +430,9 @@ def _fitted(ffn: FfnMatrices, z_nD: jax.Array, y_nD: jax.Array) -> FfnMatrices:
 # Distilled, as a whole.
 
 
-class ActiveMeasure(NamedTuple):
-    """Of how many neurons are active.
-
-    Attributes:
-        of: activations [n, F] >= 0 to [n].
-        weights: least and most of its weight in the loss: beyond, it holds the divergence up and the share stays where
-            it is. The first step's is a tenth of the most.
-    """
-
-    of: Callable
-    weights: tuple[float, float]
-
-
-MEASURES = {"hoyer": ActiveMeasure(hoyer, (1e-3, 0.1)), "count": ActiveMeasure(nearly_counted, (1e-3, 1.0))}
+MEASURES = {"hoyer": (hoyer, (1e-3, 0.1)), "count": (nearly_counted, (1e-3, 1.0))}
+"""Measures of how many neurons are active, of activations [n, F] >= 0 to [n], and the least and most of their weight in
+the loss. Beyond these, the weight holds the divergence up and the share stays where it is."""
 
 
 @dataclass(frozen=True)
@@ -479,22 +475,6 @@ class DistillOptions:
     rounded: bool = True
     precision: Precision = "auto"
     seed: Annotated[int, Internal()] = 0
-
-
-class DistillState(NamedTuple):
-    """All that a restart needs.
-
-    Attributes:
-        ffn: of all layers, before rounding.
-        optimiser: Adam's.
-        pressure: f32[], the weight of the sparsity term.
-        step: int32[], steps done.
-    """
-
-    ffn: FfnMatrices
-    optimiser: optax.OptState
-    pressure: jax.Array
-    step: jax.Array
 
 
 class DistillBatch(NamedTuple):
@@ -557,16 +537,16 @@ class Distiller:
         down = max(1, round(options.decay * options.steps))
         rate = trapezoid(options.rate, options.steps, up=options.warmup, down=down)
         self._optimiser = optax.chain(optax.clip_by_global_norm(options.clip), optax.adam(rate, b2=0.98))
-        self._measure = MEASURES[options.measure]
+        self._measure, self._weights = MEASURES[options.measure]
         self._step = jax.jit(self._one_step, donate_argnums=(0,))
         self._judge = jax.jit(self._fidelity)
 
-    def start(self, ffn: FfnMatrices) -> DistillState:
+    def start(self, ffn: FfnMatrices) -> ReluState:
         """The state before the first step; `ffn` has the leading axis L."""
-        pressure = jnp.float32(self._measure.weights[1] / 10)
-        return DistillState(ffn, self._optimiser.init(ffn), pressure, jnp.zeros((), jnp.int32))
+        pressure = jnp.float32(self._weights[1] / 10)
+        return ReluState(ffn, self._optimiser.init(ffn), pressure, jnp.zeros((), jnp.int32))
 
-    def like(self) -> DistillState:
+    def like(self) -> ReluState:
         """A state of the right shapes, to read a checkpoint by."""
         c = self.config
         shapes = ((c.n_layers, c.d_ff, c.d_model),) * 2 + ((c.n_layers, c.d_model, c.d_ff),)
@@ -574,16 +554,12 @@ class Distiller:
 
     def batches(self, texts: Sequence[Text], start: int) -> Iterator[DistillBatch]:
         """Windows and candidate ids from step `start` on without end; the texts come in another order each time."""
-        rows, epoch, done = self.options.rows, 0, 0
+        rows = self.options.rows
         counts = sum(np.bincount(t.tokens, minlength=self.config.vocab_size) for t in texts) + 0.1
-        while True:
-            order = np.random.default_rng([self.options.seed, epoch]).permutation(len(texts))
-            for group in fill_up(texts, order, rows=rows):
-                if done >= start:
-                    packed = pack_texts(self._features.of([texts[i] for i in group]), rows)
-                    yield DistillBatch(packed, self._candidates(packed.tokens, counts, done))
-                done += 1
-            epoch += 1
+        plan = partial(fill_up, texts, rows=rows)
+        for step, group in endless(plan, len(texts), seed=self.options.seed, start=start):
+            packed = pack_texts(self._features.of([texts[i] for i in group]), rows)
+            yield DistillBatch(packed, self._candidates(packed.tokens, counts, step))
 
     def _candidates(self, tokens: np.ndarray, counts: np.ndarray, step: int) -> np.ndarray:
         wanted = np.unique(tokens)
@@ -596,17 +572,17 @@ class Distiller:
             score = np.log(share) + rng.gumbel(size=len(share))
         return np.concatenate([wanted, np.argpartition(-score, more)[:more]]).astype(np.int32)
 
-    def run(self, state: DistillState, texts: Sequence[Text], *, on_step: OnStep | None = None) -> DistillState:
+    def run(self, state: ReluState, texts: Sequence[Text], *, on_step: OnStep | None = None) -> ReluState:
         """The state after the last step; see `training_loop.train`."""
         batches = self.batches(texts, int(state.step))
         return train(state, batches, self.step, steps=self.options.steps, on_step=on_step)
 
-    def step(self, state: DistillState, batch: DistillBatch) -> tuple[DistillState, DistillLosses]:
+    def step(self, state: ReluState, batch: DistillBatch) -> tuple[ReluState, DistillLosses]:
         """One step of the optimiser, and the losses before it."""
         return self._step(state, *jax.tree.map(jnp.asarray, batch))
 
     def judge(self, ffn: FfnMatrices, texts: Sequence[Text]) -> Fidelity:
-        """How near the model is to the original on answers that it has not seen."""
+        """Compares the model with the original on answers that it has not seen."""
         rows = self.options.rows
         groups = pack(texts, range(len(texts)), rows=rows, drafting=rows)
         total = None
@@ -633,7 +609,7 @@ class Distiller:
 
         def watch(z, a):
             active = jnp.mean((a != 0).astype(jnp.float32), axis=1)
-            return jnp.sum(valid * self._measure.of(a)) / count, jnp.sum(valid * active) / count
+            return jnp.sum(valid * self._measure(a)) / count, jnp.sum(valid * active) / count
 
         if self.options.rounded:
             ffn = FfnMatrices(*map(straight_through, ffn))
@@ -646,7 +622,7 @@ class Distiller:
     def _normed(self, y_nD: jax.Array) -> jax.Array:
         return rms_norm(y_nD, self.model.params.output_norm, self.config.norm_eps)
 
-    def _one_step(self, state: DistillState, texts: PackedTexts, ids: jax.Array) -> tuple[DistillState, DistillLosses]:
+    def _one_step(self, state: ReluState, texts: PackedTexts, ids: jax.Array) -> tuple[ReluState, DistillLosses]:
         o = self.options
         valid = jnp.where(texts.text < 0, 0.0, jnp.where(texts.answer, 1.0, jnp.float32(o.prompts)))
         wanted = self._normed(texts.hidden)
@@ -661,13 +637,13 @@ class Distiller:
             feature = jnp.sum(valid[:, None] * jnp.square(found - wanted)) / size
             losses = DistillLosses(kl, feature, share_L.mean())
             now = state.pressure * jnp.exp(o.react * (jax.lax.stop_gradient(losses.share) / o.share - 1))
-            now = jnp.clip(now, *self._measure.weights)
+            now = jnp.clip(now, *self._weights)
             return kl + o.feature * feature + now * dense_L.mean(), losses
 
         grads, losses = jax.grad(loss, has_aux=True)(state.ffn)
         ffn, optimiser = updated(self._optimiser, grads, state.optimiser, state.ffn)
-        pressure = jnp.clip(state.pressure * jnp.exp(o.follow * (losses.share / o.share - 1)), *self._measure.weights)
-        return DistillState(ffn, optimiser, pressure, state.step + 1), losses
+        pressure = jnp.clip(state.pressure * jnp.exp(o.follow * (losses.share / o.share - 1)), *self._weights)
+        return ReluState(ffn, optimiser, pressure, state.step + 1), losses
 
     def _fidelity(self, ffn: FfnMatrices, texts: PackedTexts, counts_n: jax.Array):
         wanted = self._normed(texts.hidden)

@@ -22,7 +22,7 @@ from specsparse.support.options import Count, Internal, Positive, Range, Size
 from specsparse.training.corpus import Features, Text, Window, fill, pack, spans
 from specsparse.training.form import Form, Frozen, id_counts
 from specsparse.training.layer import Precision, halved, rms_norm, times
-from specsparse.training.training_loop import OnStep, train, trapezoid, updated
+from specsparse.training.training_loop import OnStep, endless, train, trapezoid, updated
 
 
 @dataclass(frozen=True)
@@ -92,17 +92,6 @@ class HeadLosses(NamedTuple):
     agreement: jax.Array
 
 
-def optimiser(options: TrainOptions) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) under a trapezoid of rates."""
-    down = max(1, round(options.decay * options.steps))
-    rate = trapezoid(options.learning_rate, options.steps, up=options.warmup, down=down)
-    matrices = partial(jax.tree.map, lambda x: x.ndim > 1)
-    return optax.chain(
-        optax.clip_by_global_norm(options.clip),
-        optax.adamw(rate, b2=0.98, weight_decay=options.weight_decay, mask=matrices),
-    )
-
-
 class Trainer:
     """Trains a drafter of one target; a step depends on state and data alone, so a restart changes nothing.
 
@@ -115,7 +104,12 @@ class Trainer:
     def __init__(self, model: Model, options: TrainOptions, form: Form):
         model.check_packed("training")
         self.model, self.options, self.form, self.config = model, options, form, model.config
-        self._optimiser = optimiser(options)
+        # AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) under a trapezoid of rates.
+        down = max(1, round(options.decay * options.steps))
+        rate = trapezoid(options.learning_rate, options.steps, up=options.warmup, down=down)
+        matrices = partial(jax.tree.map, lambda x: x.ndim > 1)
+        adamw = optax.adamw(rate, b2=0.98, weight_decay=options.weight_decay, mask=matrices)
+        self._optimiser = optax.chain(optax.clip_by_global_norm(options.clip), adamw)
         self._step = jax.jit(self._one_step, donate_argnums=(0, 1))
         self._features = Features(model, form.layers)
 
@@ -139,30 +133,24 @@ class Trainer:
 
     def batches(self, texts: Sequence[Text], ids: np.ndarray, start: int) -> Iterator[HeadBatch]:
         """The batches from step `start` on without end; the texts come in another order each time."""
-        o, epoch, done = self.options, 0, 0
+        o = self.options
         if not any(spans(text)[1] > 0 for text in texts):
             raise UserError("no text to train on has an answer: raise train.tokens")
         share = id_counts(texts, self.config.vocab_size)[ids] + 1.0  # one more than the count, so that each may come
         share /= share.sum()
-        while True:
-            order = np.random.default_rng([o.seed, epoch]).permutation(len(texts))
-            plan = pack(texts, order, rows=o.rows, drafting=o.drafting)
-            plan = (plan * o.windows)[: -(-len(plan) // o.windows) * o.windows]  # the last batch is filled up
-            for at in range(0, len(plan), o.windows):
-                if done >= start:
-                    windows = self._windows([[texts[i] for i in w] for w in plan[at : at + o.windows]])
-                    yield HeadBatch(windows, self._columns(windows, ids, share, done))
-                done += 1
-            epoch += 1
 
-    def _windows(self, groups: Sequence[Sequence[Text]]) -> Window:
-        """Windows of texts [W, ...], with the target's rows."""
-        o, read = self.options, iter(self._features.of([text for group in groups for text in group]))
-        part = [
-            fill([next(read) for _ in group], rows=o.rows, drafting=o.drafting, width=self.config.d_model)
-            for group in groups
-        ]
-        return jax.tree.map(lambda *each: np.stack(each), *part)
+        def plan(order: np.ndarray) -> list[list[list[int]]]:
+            windows = pack(texts, order, rows=o.rows, drafting=o.drafting)
+            whole = -(-len(windows) // o.windows) * o.windows
+            windows = (windows * o.windows)[:whole]  # the last batch is filled up
+            return [windows[at : at + o.windows] for at in range(0, whole, o.windows)]
+
+        for step, groups in endless(plan, len(texts), seed=o.seed, start=start):
+            read = iter(self._features.of([texts[i] for group in groups for i in group]))
+            size = {"rows": o.rows, "drafting": o.drafting, "width": self.config.d_model}
+            filled = [fill([next(read) for _ in group], **size) for group in groups]
+            windows = jax.tree.map(lambda *each: np.stack(each), *filled)
+            yield HeadBatch(windows, self._columns(windows, ids, share, step))
 
     def _columns(self, windows: Window, ids: np.ndarray, share: np.ndarray, step: int) -> np.ndarray:
         """The candidates of a step, the others drawn by `share` float64[N]."""
@@ -237,7 +225,7 @@ class DraftQuality:
 
     Attributes:
         tokens: positions a draft was begun at.
-        agreement: for each place in the draft, how often its token is the answer's where those before it were.
+        agreement: for each place in the draft, how often its token is the answer's if those before it were.
         acceptance: mean acceptance length, bonus token included, if rounds began at every position equally often.
     """
 

@@ -1,13 +1,15 @@
 """The one training loop: an optimiser's steps from wherever a state stands, and the file and curve they leave."""
 
+import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import jax
+import numpy as np
 import optax
 from rich.console import Console
 
@@ -19,13 +21,12 @@ class Stepped(Protocol):
     """A state that counts its steps: a pytree of arrays that holds all that a restart needs."""
 
     @property
-    def step(self) -> jax.Array:
-        """int32[], steps done."""
-        ...
+    def step(self) -> jax.Array: ...
 
 
 State = TypeVar("State", bound=Stepped)
 Weights = TypeVar("Weights")
+Group = TypeVar("Group")
 OnStep = Callable[[int, Any, Any, Any], None]
 """on_step(steps done, state, losses, batch)."""
 
@@ -50,14 +51,22 @@ def updated(
     return optax.apply_updates(weights, updates), state
 
 
+def endless(
+    plan: Callable[[np.ndarray], Iterable[Group]], count: int, *, seed: int, start: int
+) -> Iterator[tuple[int, Group]]:
+    """(step, group) from step `start` on without end: `plan` groups `count` texts, in another order each time."""
+    done = 0
+    for epoch in itertools.count():
+        for group in plan(np.random.default_rng([seed, epoch]).permutation(count)):
+            if done >= start:
+                yield done, group
+            done += 1
+
+
 def train(
-    state: State,
-    batches: Iterator[Any],
-    step: Callable[[State, Any], tuple[State, Any]],
-    *,
-    steps: int,
+    state: State, batches: Iterator[Any], step: Callable[[State, Any], tuple[State, Any]], *, steps: int,
     on_step: OnStep | None = None,
-) -> State:
+) -> State:  # fmt: skip
     """The state after `steps` steps, those that it has done already included; `batches` are of the steps to come, and
     `step` gives the next state and the losses before it."""
     for done in range(int(state.step) + 1, steps + 1):
@@ -74,12 +83,9 @@ class Log:
 
     Attributes:
         path: of the file.
-        steps: of the training.
-        every: steps from one point of the curve to the next; the last step is one.
-        unit: what is counted of a batch, the name of its column.
-        count: of a batch.
-        point: what a point holds beside step, `unit`, seconds and the rate, from the state and the losses since the
-            last point.
+        steps, every: of the training, and from one point of the curve to the next; the last step is one.
+        unit, count: the name of what is counted of a batch, and its count.
+        point: its columns beside step, `unit`, seconds and rate, from the state and the losses since the last point.
         curve: the points.
     """
 
@@ -96,11 +102,7 @@ class Log:
         self._seen, self._before, self._begun = 0, 0, time.perf_counter()
 
     def resume(self, like: State) -> State | None:
-        """The state in the file, of the shapes of `like`, and its curve; None if there is no file.
-
-        Raises:
-            UserError: a damaged file, or that of another training.
-        """
+        """The state in the file, of the shapes of `like`, or None; UserError for a damaged file or another training."""
         if not self.path.exists():
             return None
         state, meta = load_state(self.path, like)
