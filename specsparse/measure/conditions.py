@@ -1,4 +1,4 @@
-"""What the machine was like while something was timed, and which timings may be compared.
+"""Conditions of the machine while something was timed, and which timings may be compared.
 
 Each rule stands here once, for the terminal, the records and the pages:
 
@@ -25,7 +25,7 @@ BUSY_DEVIATION = 0.05
 NOISE = 0.02
 """Share by which a speed-up may exceed its bound: what timer and machine vary by even when nothing else runs."""
 TIED = "=: the 95 % intervals overlap; the order among these is not certain"
-"""What a table or page says of the mark of `Rank`."""
+"""The line under a table or page that explains the mark of `Rank`."""
 DEFINITIONS = {
     "conditions.read_bandwidth": "bytes read per second: median of samples before each repeat and at the end",
     "conditions.read_deviation": "standard deviation of those samples / their mean",
@@ -49,7 +49,6 @@ class Conditions:
     other_load: float | None = None
 
     def to_dict(self) -> dict[str, float | None]:
-        """Plain values for a record."""
         return asdict(self)
 
     @classmethod
@@ -58,20 +57,17 @@ class Conditions:
         return cls(**{f.name: values.get(f.name) for f in fields(cls)})
 
     def parts(self) -> list[str]:
-        """What is known, in words."""
-        parts = []
-        if self.read_bandwidth is not None:
-            parts.append(f"read bandwidth {self.read_bandwidth / 1e9:.1f} GB/s")
-        if self.plain_tokens_per_second is not None:
-            parts.append(f"plain decoding {self.plain_tokens_per_second:.1f} tok/s")
-        if self.other_load is not None:
-            parts.append(f"other processes on {self.other_load:.1f} cores")
-        return parts
+        """The figures that are known, in words."""
+        read, plain, load = self.read_bandwidth, self.plain_tokens_per_second, self.other_load
+        return [
+            *([] if read is None else [f"read bandwidth {read / 1e9:.1f} GB/s"]),
+            *([] if plain is None else [f"plain decoding {plain:.1f} tok/s"]),
+            *([] if load is None else [f"other processes on {load:.1f} cores"]),
+        ]
 
     def line(self) -> str | None:
         """For the terminal; None if nothing is known."""
-        parts = self.parts()
-        return f"taken at: {', '.join(parts)}" if parts else None
+        return f"taken at: {', '.join(self.parts())}" if self.parts() else None
 
 
 UNKNOWN = Conditions()
@@ -93,34 +89,30 @@ def from_record(record: Json) -> ResultConditions:
     if "conditions" not in summary:
         rates = (summary.get("plain") or {}).get("rates") or {}
         found = Conditions(summary.get("read_bandwidth"), plain_tokens_per_second=rates.get("tokens_per_second"))
-    machine = _key(cpu.get("model"), cpu.get("cores"))
-    work = [config.get(key) for key in _WORK]
-    return ResultConditions(found, machine, _key(machine, manifest.get("kernels"), manifest.get("model"), *work))
-
-
-def _key(*parts: object) -> str:
-    return json.dumps(parts, sort_keys=True, default=str)
+    machine = json.dumps([cpu.get("model"), cpu.get("cores")], default=str)
+    work = [machine, manifest.get("kernels"), manifest.get("model"), *map(config.get, _WORK)]
+    return ResultConditions(found, machine, json.dumps(work, sort_keys=True, default=str))
 
 
 def differ(results: Sequence[ResultConditions]) -> str | None:
     """One line if results of the same work on the same machine were taken more than `TOLERANCE` apart, else None."""
-    read = _range([(r.machine, r.conditions.read_bandwidth) for r in results])
-    plain = _range([(r.work, r.conditions.plain_tokens_per_second) for r in results])
+
+    def apart(values: Sequence[tuple[str, float | None]]) -> tuple[float, float] | None:
+        """Least and largest of the key whose values lie furthest apart; None if no key has values too far apart."""
+        by_key: dict[str, list[float]] = {}
+        for key, value in values:
+            if value:
+                by_key.setdefault(key, []).append(value)
+        least, most = max(((min(v), max(v)) for v in by_key.values()), key=lambda r: r[1] / r[0], default=(1.0, 1.0))
+        return (least, most) if most > least * (1 + TOLERANCE) else None
+
+    read = apart([(r.machine, r.conditions.read_bandwidth) for r in results])
+    plain = apart([(r.work, r.conditions.plain_tokens_per_second) for r in results])
     parts = [f"read bandwidth {read[0] / 1e9:.1f} to {read[1] / 1e9:.1f} GB/s"] if read else []
     parts += [f"plain decoding {plain[0]:.1f} to {plain[1]:.1f} tok/s"] if plain else []
     if not parts:
         return None
     return f"taken more than {TOLERANCE:.0%} apart: {', '.join(parts)}; compare no tok/s and no close speed-ups"
-
-
-def _range(values: Sequence[tuple[str, float | None]]) -> tuple[float, float] | None:
-    """Least and largest of the key whose values lie furthest apart; None if no key has values too far apart."""
-    by_key: dict[str, list[float]] = {}
-    for key, value in values:
-        if value:
-            by_key.setdefault(key, []).append(value)
-    least, most = max(((min(v), max(v)) for v in by_key.values()), key=lambda r: r[1] / r[0], default=(1.0, 1.0))
-    return (least, most) if most > least * (1 + TOLERANCE) else None
 
 
 def deviation(values: Sequence[float]) -> float | None:
@@ -152,7 +144,7 @@ def impossible(speedup: float | None, tokens_per_pass: float | None) -> str | No
 
 
 def all_busy(found: Iterable[tuple[str, Conditions]]) -> list[str]:
-    """`busy` of several timings by name; if there is more than one, they share a line."""
+    """`busy` of several timings by name; several busy ones share a line."""
     restless = [(name, taken, line) for name, taken in found if (line := busy(taken))]
     if len(restless) < 2:
         return [f"{name}: {line}" for name, _, line in restless]
@@ -165,7 +157,7 @@ def all_busy(found: Iterable[tuple[str, Conditions]]) -> list[str]:
 
 
 def all_impossible(found: Iterable[tuple[str, float | None, float | None]]) -> list[str]:
-    """`impossible` of names, speed-ups and tokens per pass; if there is more than one, they share a line."""
+    """`impossible` of names, speed-ups and tokens per pass; several impossible ones share a line."""
     beyond = [(*each, line) for each in found if (line := impossible(*each[1:]))]
     if len(beyond) < 2:
         return [f"{name}: {line}" for name, _, _, line in beyond]
@@ -189,10 +181,9 @@ def all_skewed(found: Iterable[tuple[str, Interval | None]]) -> list[str]:
 
 
 def doubts(conditions: Conditions, found: Mapping[str, str | None]) -> tuple[str, ...]:
-    """What makes one timing doubtful, a line each: a busy machine, and what is impossible, by its name."""
+    """The doubts about one timing, a line each: a busy machine, and the lines of `found`, by name."""
     named = [f"{name}: {line}" if name else line for name, line in found.items() if line]
-    restless = busy(conditions)
-    return (restless, *named) if restless else tuple(named)
+    return tuple(filter(None, [busy(conditions), *named]))
 
 
 class Rank(NamedTuple):
@@ -235,7 +226,7 @@ def ranks(found: Sequence[Interval | None]) -> list[Rank | None]:
 
 
 def rank_lines(found: Sequence[Interval | None]) -> list[str]:
-    """What a table or page says of its ranks: what a tie means, and why some have none."""
+    """Lines under a table or page on its ranks: the meaning of a tie, and why some have no rank."""
     ranked = ranks(found)
     timed = [(interval, rank) for interval, rank in zip(found, ranked, strict=True) if interval is not None]
     out = []

@@ -21,7 +21,7 @@ WHISKERS = (
     "Whiskers: 95 % interval over prompts (Student's t, leaving out one prompt at a time); none for fewer than "
     f"{LEAST_PROMPTS} prompts, nor if one prompt holds all that is counted."
 )
-"""What a figure says of them."""
+"""The line under a figure with whiskers."""
 
 
 class Interval(NamedTuple):
@@ -173,12 +173,12 @@ def binomial(count: int, trials: int) -> tuple[float, float]:
 
 
 def unseen(prompts: int) -> float:
-    """How common a kind of prompt may be of which so many have none, 1 time in 20: the s of (1 - s)^prompts = 0.05."""
+    """The most common that a kind of prompt may be if it is not among so many: the s of (1 - s)^prompts = 0.05."""
     return 1 - (1 - LEVEL) ** (1 / prompts)
 
 
 def _skewed(values: np.ndarray) -> bool:
-    """Whether values, one a prompt, are too skewed for the t interval of their mean.
+    """True if values, one a prompt, are too skewed for the t interval of their mean.
 
     Their skewness g is both beyond 2.4 standard errors of that of normal ones, and so large that n < 10 g^2 (Cochran
     1977, section 2.15, asks for n > 25 g^2, which one in three harmless sets of 24 speed-ups fails). Fewer than five

@@ -53,7 +53,7 @@ def _core_seconds() -> tuple[float, float] | None:
 
 
 class Meter:
-    """Samples of the machine between timings: what memory it reads, and how busy others keep it meanwhile."""
+    """Samples of the machine between timings: its read bandwidth, and how busy others keep it meanwhile."""
 
     def __init__(self) -> None:
         self._read: list[float] = []
@@ -64,26 +64,18 @@ class Meter:
         self._read.append(read_bandwidth())
 
     def conditions(self, plain_tokens_per_second: float | None, plain_s: Sequence[float] = ()) -> Conditions:
-        """What was found since the beginning.
-
-        Args:
-            plain_tokens_per_second: of plain decoding, if it was timed.
-            plain_s: its seconds, one entry a repeat of the same work.
-        """
+        """The conditions since the beginning; `plain_s` are plain decoding's seconds, one entry a repeat of the same
+        work."""
+        now, seconds, load = _core_seconds(), time.monotonic() - self._begun, None
+        if now is not None and self._cores is not None and seconds > 0:  # mean cores that others kept busy
+            load = max(0.0, (now[0] - self._cores[0]) - (now[1] - self._cores[1])) / seconds
         return Conditions(
             read_bandwidth=statistics.median(self._read) if self._read else None,
             read_deviation=deviation(self._read),
             plain_tokens_per_second=plain_tokens_per_second,
             plain_deviation=deviation(plain_s),
-            other_load=self._other_load(),
+            other_load=load,
         )
-
-    def _other_load(self) -> float | None:
-        """Mean cores that others kept busy."""
-        now, seconds = _core_seconds(), time.monotonic() - self._begun
-        if now is None or self._cores is None or seconds <= 0:
-            return None
-        return max(0.0, (now[0] - self._cores[0]) - (now[1] - self._cores[1])) / seconds
 
 
 @contextlib.contextmanager
@@ -100,13 +92,19 @@ def timing_lock(announce: Callable[[str], None]) -> Iterator[None]:
     given = os.environ.get("SPECSPARSE_TIMING_LOCK")
     path = Path(given) if given else Path(tempfile.gettempdir()) / "specsparse-timing.lock"
     descriptor = _open(path)
+
+    def holder() -> str:
+        with contextlib.suppress(OSError):
+            return os.pread(descriptor, 300, 0).decode(errors="replace").strip()
+        return ""
+
     try:
-        if (found := _holder(descriptor)) and not found.startswith(_SIGNATURE):
+        if (found := holder()) and not found.startswith(_SIGNATURE):
             raise UserError(f"{path}: is no lock but a file with something in it; set SPECSPARSE_TIMING_LOCK=FILE")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            announce(f"waiting for another timing run on this machine: {_holder(descriptor) or path}")
+            announce(f"waiting for another timing run on this machine: {holder() or path}")
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         with contextlib.suppress(OSError):  # for those who wait
             os.ftruncate(descriptor, 0)
@@ -130,10 +128,3 @@ def _open(path: Path) -> int:
     with contextlib.suppress(OSError):
         os.fchmod(descriptor, 0o666)  # whatever the umask: the next user must be able to lock it
     return descriptor
-
-
-def _holder(descriptor: int) -> str:
-    """What the lock's file says."""
-    with contextlib.suppress(OSError):
-        return os.pread(descriptor, 300, 0).decode(errors="replace").strip()
-    return ""

@@ -73,7 +73,6 @@ class Recording:
         return self.tokens.shape[1]
 
     def save(self, path: Path) -> None:
-        """Writes the file, whole."""
         arrays = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "about"}
         with atomically(path) as file:
             np.savez_compressed(
@@ -87,7 +86,7 @@ class Recording:
         """Reads a file, or the one in a run's directory.
 
         Raises:
-            UserError: there is none, or it is not a recording.
+            UserError: no such file, or it is not a recording.
         """
         file = path / LAWS_FILE if path.is_dir() else path
         if not file.is_file():
@@ -175,7 +174,6 @@ class Recorder:
         self._about: Json = {}
 
     def start(self, prompt_id: str) -> None:
-        """Begins the next prompt."""
         self._prompts.append(prompt_id)
 
     def round(self, view: RoundView) -> None:
@@ -262,7 +260,7 @@ _SHOWN = 48
 
 
 def explain_round(view: RoundView, b: int = 0) -> Json:
-    """What happened to sequence b, as plain values. Placeholders are -1.
+    """The round of sequence b as plain values. Placeholders are -1.
 
     `target_ids` is what the target itself draws at each row with the noise of its position (what plain decoding would
     write there), `target_p` their probabilities; `p` is the target's probability of each proposed token, `q` that of
@@ -306,7 +304,6 @@ class Trace:
         write_atomically(path, "")
 
     def start(self, prompt_id: str) -> None:
-        """Begins the next prompt."""
         self._prompt, self._begun = prompt_id, False
 
     def round(self, view: RoundView) -> None:

@@ -105,8 +105,6 @@ interval would be at most 1 - sqrt(1 - 1/9) = 6 % narrower, so what is left of i
 
 
 class Stop(enum.StrEnum):
-    """Why there was no further repeat."""
-
     GIVEN = "given"
     NARROW = "narrow"
     PROMPTS = "prompts"
@@ -173,7 +171,6 @@ class Repeats:
     width: Width | None = None
 
     def to_dict(self) -> Json:
-        """As plain values for a record."""
         auto = {"wanted": WANTED, "limit": LIMIT} if self.asked == AUTO else {}
         return {"asked": self.asked, "done": self.done, "stopped": str(self.stopped), **auto,
                 "half_width": None if self.width is None else asdict(self.width)}  # fmt: skip
@@ -182,7 +179,8 @@ class Repeats:
         """For the terminal; None if the number was given."""
         if self.width is None:
             return None
-        width, timing = _shown(self.width.decisive), _shown(self.width.timing)
+        widths = self.width.decisive, self.width.timing
+        width, timing = ("an unknown width" if x is None else f"±{x:.1%}" for x in widths)
         why = {
             Stop.NARROW: f"the speed-up was known to ±{WANTED:.0%} {FURTHER} repeats before, now it is to {width}",
             Stop.PROMPTS: f"the speed-up is known to {width}, of these prompts to {timing}; "
@@ -192,20 +190,15 @@ class Repeats:
         return f"repeats=auto stopped after {self.done}: {why}"
 
 
-def _shown(width: float | None) -> str:
-    return "an unknown width" if width is None else f"±{width:.1%}"
-
-
 def most_repeats(asked: int | str) -> int:
     return LIMIT if asked == AUTO else int(asked)
 
 
 def decide_repeats(asked: int | str, done: int, widths: Callable[[int], Sequence[Width]]) -> Repeats | None:
-    """Why `done` repeats are enough, or None if another one is needed.
+    """Why `done` repeats (at least 1) are enough, or None if another one is needed.
 
     Args:
         asked: a positive number, or "auto".
-        done: repeats so far, at least 1.
         widths: n -> the widths of every speed-up that is measured (at least one) after n repeats; only "auto" asks.
     """
     if asked != AUTO:

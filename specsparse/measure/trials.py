@@ -65,7 +65,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class TrialPlan:
-    """What to measure; 0 or () leaves a test out.
+    """The tests to time; 0 or () leaves one out.
 
     Attributes:
         pp: prompt tokens.
@@ -114,14 +114,14 @@ def timings(seconds: Sequence[float], tokens: int) -> Json:
 
 @dataclass
 class MachinePeaks:
-    """What the machine reached in each repeat: bytes read, int8 and float32 multiply-adds, all per second."""
+    """Peaks of the machine in each repeat: bytes read, int8 and float32 multiply-adds, all per second."""
 
     read: list[float] = field(default_factory=list)
     int8: list[float] = field(default_factory=list)
     f32: list[float] = field(default_factory=list)
 
     def measure(self, buffer: processor.ReadBuffer) -> None:
-        """Adds a measurement of each (about 80 ms); none of int8 without the native library."""
+        """Adds a measurement of each (about 80 ms); int8 needs the native library."""
         self.read.append(buffer.rate())
         self.f32.append(processor.f32_rate())
         int8 = processor.int8_rate()
@@ -216,15 +216,12 @@ class Ours:
     name = OURS
 
     def __init__(self, model: Model, *, depth: int = 0, room: int, rows: int | None = None, forwards: int = 8):
-        """Loads nothing, feeds `depth` tokens.
+        """Feeds `depth` tokens, which are in the cache before each test.
 
         Args:
-            model: the model.
-            depth: tokens in the cache before each test.
             room: most tokens of a prompt or verify test.
             rows: rows of the verify program, with n of them valid; None compiles one of n rows for each n, as a loop
                 with drafts of n - 1 tokens does.
-            forwards: see the class.
         """
         self.model, self.depth, self.rows, self.forwards = model, depth, rows, forwards
         self.compiled: list[Compiled] = []

@@ -18,7 +18,7 @@ import os
 import shutil
 import sys
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -46,13 +46,12 @@ _SHIPPED = Path(__file__).resolve().parents[1] / "data" / "models"
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a model that need not be here: what its config.json and the name of its GGUF file say.
+    """The shape of a model that need not be here, as its config.json and the name of its GGUF file say it.
 
     Attributes:
         architecture: a name of `engine.architectures.ARCHITECTURES`.
         layers, width, heads, ff, vocab, context: L, D, H, F, V of docs/notation.md, and positions.
-        kv_heads: G; None: as many as heads.
-        head_dim: d; None: width / heads.
+        kv_heads, head_dim: G and d; None: as many as heads, and width / heads.
         tied: the output matrix is the embedding.
         window: tokens that a layer with a window sees.
         weights: types of the file.
@@ -157,15 +156,13 @@ class Entry:
 
     @property
     def url(self) -> str:
-        """Page of the repository."""
         return f"huggingface.co/{self.repo}"
 
 
 def own_folder() -> Path:
     """The folder of the user's own entries: `SPECSPARSE_CATALOGUE`, or one in the user's configuration."""
-    given = os.environ.get(OWN)
     base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(given or f"{base}/specsparse/models").expanduser()
+    return Path(os.environ.get(OWN) or f"{base}/specsparse/models").expanduser()
 
 
 def entries() -> Mapping[str, Entry]:
@@ -183,7 +180,6 @@ def find(name: str) -> Entry | None:
 
 
 def names() -> list[str]:
-    """Every name and alias."""
     return [name for entry in entries().values() for name in (entry.name, *entry.aliases)]
 
 
@@ -226,14 +222,10 @@ def _entry(path: Path) -> Entry:
 
 
 class NotHere(UserError):
-    """Models of the Hub that are not on this machine.
-
-    Attributes:
-        wanted: which, by the setting that names each.
-    """
+    """Models of the Hub that are not on this machine: `wanted` by the setting that names each, and `why` they are not
+    downloaded."""
 
     def __init__(self, wanted: Mapping[str, Entry], why: str = ""):
-        """`why`: what keeps them from being downloaded."""
         self.wanted = dict(wanted)
         which, given = [], []
         for key, entry in self.wanted.items():
@@ -261,8 +253,7 @@ def resolve(spec: str | Path) -> Path:
 
     Raises:
         NotHere: a model of the Hub that is not on this machine; `obtain` downloads it.
-        UserError: an unknown name (with the nearest), a package that is not installed (with the command), a file that
-            is not there or that the Hub does not give.
+        UserError: an unknown name (with the nearest), a package that is not installed (with the command), or no file.
     """
     text = str(spec)
     if text.startswith(hub.SCHEME):
@@ -289,11 +280,8 @@ def resolve(spec: str | Path) -> Path:
 
 
 def locate(entry: Entry, *, make: bool = False) -> Path | None:
-    """The file of an entry, or None for a model of the Hub that is not on this machine.
-
-    Args:
-        entry: which.
-        make: make the file of an entry that is a difference from another model.
+    """The file of an entry, or None for a model of the Hub that is not here; with `make` the file of a difference
+    from another model is made.
 
     Raises:
         UserError: its package is not installed.
@@ -337,7 +325,7 @@ def _places_of(entry: Entry) -> Iterator[Path]:
 
 
 def _whole(path: Path) -> bool:
-    """Whether the file is there, of a split model all parts."""
+    """True if the file is there, of a split model all parts."""
     return all((path.parent / name).is_file() for name in shard_names(path.name) or [path.name])
 
 
@@ -358,7 +346,6 @@ class DownloadPlan:
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
         return sum(file.size or 0 for file in self.files)
 
     @property
@@ -416,7 +403,20 @@ def obtain(wanted: Mapping[str, Entry], download: Download) -> None:
         plans = [plan(entry) for entry in wanted.values()]
     except hub.UnreachableError as error:
         raise NotHere(wanted, f"{str(error).rstrip('.')}; without a network ") from None
-    _check_room(plans)
+    # Room on the disk, and memory to load what is downloaded.
+    folder = model_folder()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    needed = sum(one.missing + (one.loaded if one.entry.convert else 0) for one in plans)
+    free, needed = shutil.disk_usage(there).free, math.ceil(needed * (1 + _SPARE))
+    if needed > free:
+        raise UserError(
+            f"{size_text(needed)} are needed on the disk of {there}, {size_text(free)} are free: make room, or set "
+            "HF_HOME and SPECSPARSE_CACHE to folders of another disk"
+        )
+    loaded = sum(one.loaded for one in plans if one.entry.role != "head")
+    weights = f"the weights of {' and '.join(one.entry.name for one in plans)}"
+    need_memory(weights, loaded, "take a smaller model or a smaller type of weights")
+
     total = size_text(sum(one.missing for one in plans))
     if download == "ask" and not (sys.stdin.isatty() and sys.stderr.isatty()):
         each = ", ".join(f"{one.entry.name} {size_text(one.missing)}" for one in plans)
@@ -465,22 +465,6 @@ def plan(entry: Entry) -> DownloadPlan:
     _keep(entry, revision=found.commit, licence=found.licence, sha256=files[0].sha256 if len(files) == 1 else None,
           size=None if entry.convert else one.bytes)  # fmt: skip
     return one
-
-
-def _check_room(plans: Sequence[DownloadPlan]) -> None:
-    """UserError if disk or memory lack room, with how much is there and how much is needed."""
-    folder = model_folder()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    needed = sum(one.missing + (one.loaded if one.entry.convert else 0) for one in plans)
-    free, needed = shutil.disk_usage(there).free, math.ceil(needed * (1 + _SPARE))
-    if needed > free:
-        raise UserError(
-            f"{size_text(needed)} are needed on the disk of {there}, {size_text(free)} are free: make room, or set "
-            "HF_HOME and SPECSPARSE_CACHE to folders of another disk"
-        )
-    loaded = sum(one.loaded for one in plans if one.entry.role != "head")
-    what = f"the weights of {' and '.join(one.entry.name for one in plans)}"
-    need_memory(what, loaded, "take a smaller model or a smaller type of weights")
 
 
 def known(entry: Entry) -> Entry:

@@ -47,8 +47,7 @@ class RepoFile:
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository at a revision, as the Hub describes it: "owner/name", commit of the revision, licence of its card,
-    whether it asks for consent, and its files."""
+    """A repository at a revision, as the Hub describes it; `gated` if it asks for consent."""
 
     repo: str
     commit: str
@@ -132,12 +131,8 @@ def look_up(repo: str, revision: str | None = None) -> Repository:
 
 
 def download_checkpoint(text: str) -> Path:
-    """The folder of a repository's safetensors, configuration and tokenizer: `hf://owner/repo[@revision]`, or without
-    `hf://`.
-
-    Raises:
-        UserError: as `download`.
-    """
+    """The folder of a repository's weights, configuration and tokenizer: `hf://owner/repo[@revision]`, or without
+    `hf://`; UserError as in `download`."""
     wanted = Reference.parse(text if text.startswith(SCHEME) else SCHEME + text)
     if wanted.file is not None:
         raise UserError(f"{text}: a repository is needed, hf://owner/repo, not a file of it")
@@ -158,9 +153,6 @@ def download_header(text: str) -> Path:
     A file that is in the Hub's cache is returned as it is. Weights read as zeros: for `engine.gguf.reader.open_gguf`
     and for nothing that decodes.
 
-    Args:
-        text: `hf://owner/repo/file.gguf[@revision]`.
-
     Raises:
         UserError: as `download`, or a file whose header is damaged.
     """
@@ -175,7 +167,7 @@ def download_header(text: str) -> Path:
 
 
 def is_header(path: Path) -> bool:
-    """Whether a file is a header without weights, as `download_header` makes them."""
+    """True for a header without weights, as `download_header` makes it."""
     return cache_dir() / "headers" in path.parents
 
 
@@ -246,7 +238,6 @@ def _cache() -> Path:
 
 
 def _blob(repo: str, sha256: str) -> Path:
-    """The file in which the library keeps the content of another."""
     return _cache() / f"models--{repo.replace('/', '--')}" / "blobs" / sha256
 
 
@@ -306,7 +297,7 @@ def _fetch_large(wanted: Reference, name: str) -> None:
 
 
 def offline() -> bool:
-    """Whether the network is switched off (HF_HUB_OFFLINE)."""
+    """True if the network is switched off (HF_HUB_OFFLINE)."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
@@ -347,16 +338,10 @@ def _explained(wanted: Reference, get: Callable[[], _T]) -> _T:
 
 
 def _choices(wanted: Reference) -> str:
-    """The GGUF files of the repository, or how to name one where they cannot be listed."""
-    from huggingface_hub import HfApi, errors
-
+    """The GGUF files of the repository, or the form of a name if they cannot be listed."""
     try:
-        if offline():
-            return f"the form is {FORM}"
-        asked = HfApi(endpoint=endpoint())  # a listing of its tree would be tried six times, each with a warning
-        found = asked.model_info(wanted.repo, revision=wanted.revision, timeout=_ASK_SECONDS)
-        names = [file.rfilename for file in found.siblings or ()]
-    except (OSError, ValueError, *errors.HfHubHTTPError.__bases__):
+        names = [file.name for file in look_up(wanted.repo, wanted.revision).files]
+    except UserError:
         return f"the form is {FORM}"
     files = sorted(name for name in names if name.lower().endswith(".gguf"))
     if not files:

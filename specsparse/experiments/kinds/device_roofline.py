@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from rich.console import Console
 from rich.text import Text
 
 from specsparse.data import devices
@@ -16,18 +15,17 @@ from specsparse.experiments.settings import DecodingSettings, choice_from_file
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs import acceptance, measuring
 from specsparse.measure.costs.forecast import device_of
-from specsparse.measure.costs.measuring import Bar, measure, silent
+from specsparse.measure.costs.measuring import Bar, silent
 from specsparse.measure.costs.roofline import Traffic, get_device
 from specsparse.measure.costs.roofline_report import roofline_report, tables
 from specsparse.models import catalogue
 from specsparse.report import display
 from specsparse.runtime import timing_cache
 from specsparse.runtime.method import MethodSpec, drafts_trees, resolve
-from specsparse.runtime.timing_cache import FREE, CostTable
+from specsparse.runtime.timing_cache import FREE
 from specsparse.speculative import expected
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.trees import CHAIN
-from specsparse.support import terminal
 from specsparse.support.options import Size
 from specsparse.support.registry import Choice
 
@@ -71,7 +69,9 @@ class RooflineKind(Kind[RooflineSettings]):
         methods: list[dict[str, object]] = []
         if cfg.roofline.device == devices.THIS:
             model = ctx.load(cfg.model)
-            table = _measured(cfg, model, out)
+            table = measuring.load_or_measure(model, refresh=cfg.roofline.refresh, bar=decoding.bar_on(out))
+            kept = f"measured {table.identity.get('date')}, kept in {timing_cache.path_of(model)}"
+            out.print(Text(f"{kept}; roofline.refresh=true measures again", style="dim"))
             device = device_of(table)
             if cfg.roofline.drafters or cfg.roofline.trees:
                 prompts, bar = decoding.calibration(cfg, model), decoding.bar_on(out)
@@ -86,17 +86,6 @@ class RooflineKind(Kind[RooflineSettings]):
         found["conditions"] = taken and taken.to_dict()
         shown = [*tables(found), *display.condition_lines(taken)]
         return RunResult(found, shown=shown, objective=found["devices"][0]["tokens_per_second"])
-
-
-def _measured(cfg: RooflineSettings, model: Model, out: Console) -> CostTable:
-    table = None if cfg.roofline.refresh else timing_cache.load(model)
-    if table is not None:
-        out.print(Text(f"measured {table.identity.get('date')}, kept in {timing_cache.path_of(model)}", style="dim"))
-        return table
-    with terminal.busy(out, "measuring forwards, rounds and this machine"):
-        table = measure(model)
-    out.print(Text(f"kept in {timing_cache.save(model, table)}; roofline.refresh=true measures again", style="dim"))
-    return table
 
 
 def drafting_settings(cfg: RooflineSettings) -> list[RooflineSettings]:

@@ -52,10 +52,10 @@ class Accepted:
     Attributes:
         alpha: chance that a drafted token is accepted once those before it were.
         reach: chance that a draft is accepted up to its 1st, 2nd .. token; () if only alpha is known.
-        share: of the rounds that draft.
+        share: of the rounds, those that draft.
         length: mean tokens of a draft, if drafts are shorter than they may be.
-        weight: tokens that were counted; 1 if none were.
-        ranks: chance that the child of each rank is the accepted one among the children of a node; () if not counted.
+        weight: tokens that were counted; 1 without a count.
+        ranks: chance of each child of a node, by rank, to be the accepted one; () if not counted.
     """
 
     alpha: Rate
@@ -87,12 +87,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class AcceptedRates:
-    """Acceptance of one method on several kinds of text.
-
-    Attributes:
-        source: where it is from, in a line.
-        tasks: by kind of text.
-    """
+    """Acceptance of one method by kind of text; `source` says in a line where it is from."""
 
     source: str
     tasks: Mapping[str, Accepted]
@@ -115,12 +110,11 @@ class AcceptedRates:
 
     @property
     def alpha(self) -> float:
-        """Of all tasks."""
         return self.mean(lambda a: a.alpha)
 
     @property
     def share(self) -> float:
-        """Of the rounds that draft, of all tasks."""
+        """Of the rounds, those that draft."""
         return self.mean(lambda a: a.share)
 
     @property
@@ -139,23 +133,22 @@ def swept(alpha: float) -> AcceptedRates:
 
 
 def from_record(path: Path) -> dict[str, AcceptedRates]:
-    """By drafter, what a run's record.json counted: a run with one method, or one that compared several.
+    """The rates by drafter that a run's record.json counted: a run with one method, or one that compared several.
 
     Raises:
         UserError: no such file, or a record in which no chain was drafted.
     """
-    source = f"{path.parent.name}/{path.name}"
+    source, kept, why = f"{path.parent.name}/{path.name}", {}, "no method of this run drafted chains"
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         made = {str(name): AcceptedRates.from_groups(source, groups) for name, groups in _counted_chains(record)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        unread = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is no record.json of a run"
-        raise UserError(f"{path}: {unread}; a run leaves its record.json in its folder") from None
-    kept = {name: one for name, one in made.items() if one is not None}
+        kept = {name: one for name, one in made.items() if one is not None}
+    except OSError as error:
+        why = f"cannot be read: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
+        why = "is no record.json of a run"
     if not kept:
-        raise UserError(
-            f"{path}: no method of this run drafted chains; +experiment=spec and compare leave such records"
-        )
+        raise UserError(f"{path}: {why}; +experiment=spec and compare leave a record.json in the run's folder")
     for name, one in kept.items():
         for task, rates in one.tasks.items():
             given = {key: value for key, value in asdict(rates).items() if value is not None}
@@ -193,10 +186,9 @@ class KeptRow:
 
 
 @cache
-def kept_rows(path: Path = KEPT) -> tuple[KeptRow, ...]:
-    """The table of kept rates."""
-    rows = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return tuple(read(KeptRow, row, group=f"{path.name}[{i}]") for i, row in enumerate(rows))
+def kept_rows() -> tuple[KeptRow, ...]:
+    rows = yaml.safe_load(KEPT.read_text(encoding="utf-8"))
+    return tuple(read(KeptRow, row, group=f"{KEPT.name}[{i}]") for i, row in enumerate(rows))
 
 
 def kept_rates(target: str, drafter: str) -> AcceptedRates | None:
@@ -237,14 +229,12 @@ class OverSeeds:
 
 @dataclass(frozen=True)
 class SeedAcceptance:
-    """Acceptance over many seeds. Rates are defined in `runtime.metrics.DEFINITIONS`; None if no seed drafted, or none
-    ran a round because the prompt fills the context.
+    """Acceptance over many seeds, one sequence each. `runtime.metrics.DEFINITIONS` has the rates; None if no seed
+    drafted, or no round ran because the prompt fills the context.
 
     Attributes:
-        seeds: one sequence each.
         tokens_per_target_pass, mean_acceptance_length, realised_alpha: over seeds.
-        acceptance_per_position: of all seeds together.
-        counters: of all seeds together.
+        acceptance_per_position, counters: of all seeds together.
         programs: decode loops compiled by the call, 0 or 1.
     """
 
@@ -257,7 +247,6 @@ class SeedAcceptance:
     programs: int
 
     def to_dict(self) -> Json:
-        """As plain values for a record."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -341,29 +330,28 @@ def acceptance_key(
     *,
     options: Mapping[str, object] | None = None,
 ) -> str:
-    """The name under which acceptance is kept: with everything that changes it.
+    """The name under which acceptance is kept, with everything that changes it.
 
     Args:
         drafter: name and options, as `cost_key` gives them.
-        verifier: its name, or None for the default.
+        verifier, options: of the verifier; None for the default.
         params: of the target's distribution; those that are not its defaults count, functions by their names.
         shape: "chain", or how the siblings of a tree are drawn.
-        options: of the verifier.
     """
+
+    def short(value: object) -> str:
+        """A number as it is written, anything longer by a digest."""
+        if isinstance(value, Mapping):
+            value = tuple(sorted(value.items()))
+        elif isinstance(value, tuple):
+            value = tuple(f"{v.__module__}.{v.__qualname__}" if callable(v) else v for v in value)
+        text = repr(value)
+        return text if len(text) <= _LONGEST else f"#{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
     default = SamplingParams()
     given = [k for k in _SAMPLING if k == _SAMPLING[0] or getattr(params, k) != getattr(default, k)]
-    sampling = [f"{k}={_short(getattr(params, k))}" for k in given]
+    sampling = [f"{k}={short(getattr(params, k))}" for k in given]
     return ", ".join([drafter, cost_key(verifier or "default verifier", options, among=RULES), shape, *sampling])
-
-
-def _short(value: object) -> str:
-    """A number as it is written, anything longer by a digest."""
-    if isinstance(value, Mapping):
-        value = tuple(sorted(value.items()))
-    elif isinstance(value, tuple):
-        value = tuple(f"{v.__module__}.{v.__qualname__}" if callable(v) else v for v in value)
-    text = repr(value)
-    return text if len(text) <= _LONGEST else f"#{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def table_with_acceptance(
@@ -378,10 +366,11 @@ def table_with_acceptance(
 ) -> CostTable:
     """The model's table with the acceptance of one method, measured if it is not known yet, and kept.
 
+    A chain has (accepted / tested,), the tree `FAN` its rates `by_rank`, and a tree that is measured as a `whole`
+    (tokens emitted, nodes drafted) a round.
+
     Args:
         key: of `acceptance_key`.
-        method: a chain of drafts, or the tree `FAN`.
-        whole: whether it is another tree, measured as a whole (`tree_rates`).
         prompts: token ids to decode from; the longest part that leaves room in the context is used.
         params: the target's sampling.
     """
@@ -393,8 +382,10 @@ def table_with_acceptance(
             if how.drafter.tree and not whole:
                 rates = by_rank(model, how, prompts, params, done=done)
             else:
-                counted = counters(sessions(model, how, prompts, params), done=done)
-                rates = tree_rates(counted) if how.drafter.tree else chain_rate(counted)
+                c = counters(sessions(model, how, prompts, params), done=done)
+                rates = chain_rate(c)
+                if how.drafter.tree:
+                    rates = tuple(n / max(c.num_rounds, 1) for n in (c.num_emitted_tokens, c.num_draft_tokens))
         table = dataclasses.replace(table, acceptance={**table.acceptance, key: rates})
         timing_cache.save(model, table)
     return table
@@ -403,12 +394,6 @@ def table_with_acceptance(
 def chain_rate(c: Counters) -> tuple[float]:
     """(accepted / tested,) of chains; (0.0,) if nothing was drafted."""
     return (c.num_accepted_tokens / c.num_tested if c.num_tested else 0.0,)
-
-
-def tree_rates(c: Counters) -> tuple[float, float]:
-    """(tokens emitted, nodes drafted) a round of trees."""
-    rounds = max(c.num_rounds, 1)
-    return c.num_emitted_tokens / rounds, c.num_draft_tokens / rounds
 
 
 def by_rank(

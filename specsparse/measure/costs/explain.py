@@ -4,7 +4,7 @@
 what the run would have been with a free draft, a perfect draft, or the best draft length known beforehand.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,7 @@ def oracles(
     """Speed-ups of three oracles, None if the run does not say.
 
     Args:
-        counters: of the speculative side.
-        speedup: measured.
+        counters, speedup: of the speculative side, as measured.
         levels: most levels of the drafted trees, None for chains.
         v, c, c0: times in plain steps for the best length in hindsight, as in `speculative.expected`.
 
@@ -97,7 +96,6 @@ class SpeedupTerms:
     stages: dict[str, dict[str, float]]
 
     def lines(self) -> Iterator[str]:
-        """For the terminal."""
         cost = f"v({self.gamma + 1}) {self.v:.2f} + draft {self.draft:.2f} + round {self.overhead:.2f}"
         shape = f"gamma {self.gamma}" if self.levels is None else f"{self.gamma} nodes on {self.levels} levels"
         tokens = f"{self.expected_tokens:.2f} tokens a round (alpha {self.alpha:.2f}, {shape})"
@@ -127,10 +125,9 @@ def speedup_terms(
 
     Args:
         plain, method: counters of both sides with `times.total`, compilation and prompts excluded.
-        table: measured costs.
+        table, draft: measured costs of the model and of the drafter.
         gamma: tokens a draft has room for.
         levels: of a tree, None for chains; alpha is then of a level, and `draft.token_s` too.
-        draft: cost of the drafter.
         calls: generations of the plain and of the speculative side.
         kv_length: mean tokens in the cache.
     """
@@ -166,6 +163,14 @@ def speedup_terms(
     best: tuple[int | None, float | None] = (None, None)
     if levels is None:
         best = table.best_gamma(alpha, draft=draft, kv_length=kv_length, share=share)
+    t, stages = c.times, {}
+    if t.draft or t.verify:  # seconds a round
+        measured = {"draft": t.draft, "verify": t.verify, "rest": sum(x or 0.0 for x in (t.sample, t.commit, t.host))}
+        predicted = {"draft": real_draft, "verify": verify, "rest": share * overhead}
+        stages = {
+            name: {"measured_s": (seconds or 0.0) / c.num_rounds, "predicted_s": predicted[name] * step}
+            for name, seconds in measured.items()
+        }
     return SpeedupTerms(
         alpha=alpha,
         gamma=gamma,
@@ -180,20 +185,8 @@ def speedup_terms(
         best_gamma=best[0],
         best_predicted=best[1],
         factors=factors,
-        stages=_stages(c, step, {"draft": real_draft, "verify": verify, "rest": share * overhead}),
+        stages=stages,
     )
-
-
-def _stages(c: Counters, step: float, predicted: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Measured and predicted (given in plain steps) seconds a round of each stage; {} if the run did not time them."""
-    t = c.times
-    if not (t.draft or t.verify):
-        return {}
-    rest = sum(getattr(t, name) or 0.0 for name in ("sample", "commit", "host"))
-    measured = {"draft": t.draft or 0.0, "verify": t.verify or 0.0, "rest": rest}
-    return {
-        name: {"measured_s": measured[name] / c.num_rounds, "predicted_s": predicted[name] * step} for name in measured
-    }
 
 
 def explain_record(record: Any, table: CostTable, *, drafter: str | None = None) -> SpeedupTerms | None:
@@ -202,8 +195,8 @@ def explain_record(record: Any, table: CostTable, *, drafter: str | None = None)
     Args:
         record: a `report.record.RunRecord`.
         table: measured costs.
-        drafter: its name in the table; by default the record's. One that was not measured costs what the run's own
-            time split says, or nothing if there is none.
+        drafter: its name in the table; by default the record's. One that was not measured costs as much as the run's
+            own time split says, or nothing without one.
     """
     sides = record.groups["all"].sides
     if not {"plain", "speculative"} <= sides.keys() or not record.method.get("gamma"):

@@ -38,14 +38,13 @@ class Candidate:
 
     Attributes:
         name: in tables; of a draft model the model's.
-        drafter: name of the drafter, as in configs.
-        options: of it.
+        drafter, options: its name and options, as in configs.
         token: what drafting a token reads and computes; None: next to nothing.
         kernels: that an accelerator starts for it.
         nbytes: of weights beside the target's.
         kv_per_token: bytes of a cache of its own.
-        assumed: whether its weights are made up, as those of a head that nobody named.
-        tree: whether it drafts trees; their levels cost what the chain's tokens do.
+        assumed: its weights are made up, as those of a head that nobody named.
+        tree: it drafts trees; their levels cost what the chain's tokens do.
     """
 
     name: str
@@ -67,10 +66,9 @@ class Candidate:
 def candidates(target: ModelOutline, drafts: tuple[ModelOutline, ...], *, kv_dtype: str = "f16") -> Iterator[Candidate]:
     """The drafters that copy, the draft models, the target's own layers, its trained head or one of EAGLE-3's shape.
 
-    Those that score tokens stand there twice: they draft chains, and trees.
+    Those that score tokens come twice: for chains, and for trees.
     """
-    for name in LOOKUPS:
-        yield Candidate(name, name)
+    yield from (Candidate(name, name) for name in LOOKUPS)
     scoring = []
     for draft in drafts:
         load, options = draft.traffic(kv_dtype=kv_dtype), {"model": draft.name}
@@ -129,12 +127,15 @@ DOUBTS = (2.0, -2.0)
 
 
 class Clock(abc.ABC):
-    """Times of one target at one length of its cache and one batch size. Every sequence of a batch has n rows."""
+    """Times of one target at one length of its cache and one batch size. Every sequence of a batch has n rows.
+
+    Attributes:
+        step_s: seconds of a plain step.
+    """
 
     @property
     @abc.abstractmethod
-    def step_s(self) -> float:
-        """Seconds of a plain step."""
+    def step_s(self) -> float: ...
 
     @abc.abstractmethod
     def v(self, n: float) -> float:
@@ -160,8 +161,7 @@ class Paper(Clock):
 
     Attributes:
         device: with all its peaks.
-        load: of the target's forward.
-        kernels: that a forward of it starts.
+        load, kernels: traffic of the target's forward, and the kernels that it starts.
         kv_length, batch: tokens in each cache, sequences.
         reached: shares of bandwidth and of arithmetic.
     """
@@ -202,10 +202,10 @@ class Timed(Clock):
 
     Attributes:
         table: the measured times.
-        keys: of the drafters' costs in the table, by the candidates' names.
+        keys: of the drafters' costs in it, by the candidates' names.
         footprint: bytes of the target, by which a draft that was not timed is weighed.
         kv_length, batch: tokens in each cache, sequences.
-        doubt: standard deviations by which v(n) is moved.
+        doubt: relative deviations of the timings by which v(n) is moved.
     """
 
     table: CostTable
@@ -220,7 +220,6 @@ class Timed(Clock):
         return self.table.step(self.kv_length, self.batch)
 
     def v(self, n: float) -> float:
-        """v(n) of the table, moved by `doubt` times the relative deviation of the timings between repeats."""
         plain = self.table.v(n, self.kv_length, self.batch)
         near = f"near {min(self.table.ns, key=lambda m: abs(m - n))}"
         return plain * (1 + self.doubt * _spread(self.table).get(near, 0.0)) if n > 1 else plain
@@ -247,12 +246,8 @@ def _spread(table: CostTable) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Clocks:
-    """The expected times and both ends of what they may be; drafts pay most at the `fast` end.
-
-    Attributes:
-        source: where the times are from, in words.
-        note: what makes them doubtful, or None.
-    """
+    """The expected times and both ends of what they may be; drafts pay most at the `fast` end. `source` says where the
+    times are from, `note` what makes them doubtful."""
 
     expected: Clock
     slow: Clock
@@ -264,7 +259,6 @@ class Clocks:
     def on_paper(
         cls, device: Device, target: ModelOutline, kv_length: float, batch: int, *, kv_dtype: str = "f16"
     ) -> "Clocks":
-        """By a device's sheet."""
         load, kernels = target.traffic(kv_dtype=kv_dtype), target.kernels()
         made = [Paper(device, load, kernels, kv_length, batch, reached) for reached in (REACHED, *REACHED_AT_MOST)]
         source = "measured peaks" if device.measured else f"sheet: {device.source}"
@@ -274,7 +268,7 @@ class Clocks:
     def from_table(
         cls, table: CostTable, keys: Mapping[str, str], footprint: float, kv_length: float, batch: int = 1
     ) -> "Clocks":
-        """By a measured table; arguments as in `Timed`."""
+        """The arguments are those of `Timed`."""
         made = [Timed(table, keys, footprint, kv_length, batch, doubt) for doubt in (0.0, *DOUBTS)]
         forwards = [value for name, value in _spread(table).items() if name.startswith("near ")]
         usual, note = statistics.median(forwards) if forwards else 0.0, None
@@ -293,19 +287,18 @@ def device_of(table: CostTable) -> Device:
 
 @dataclass(frozen=True)
 class DraftShape:
-    """What a round drafts: a chain of up to `room` tokens, or the same tree of `room` nodes every round."""
+    """The drafts of a round: a chain of up to `room` tokens, or the same tree of `room` nodes every round."""
 
     room: int
     template: TreeTemplate | None = None
 
     @classmethod
     def tree(cls, template: TreeTemplate) -> "DraftShape":
-        """A tree."""
         return cls(template.size, template)
 
     @property
     def levels(self) -> int | None:
-        """Of a tree; None for a chain."""
+        """Levels of a tree; None for a chain."""
         return None if self.template is None else self.template.max_depth
 
     def tokens(self, a: Accepted) -> float:
@@ -313,9 +306,19 @@ class DraftShape:
         t = self.template
         if t is None:
             return a.tokens(self.room)
-        rates = siblings(a)
-        further = [_at_depth(a, rates, depth) for depth in range(1, t.max_depth + 1)]
-        chances = [(rates[r] if r < len(rates) else 0.0) * further[d - 1] for r, d in zip(t.ranks, t.depths)]
+        rates, reach = siblings(a), a.reach
+
+        def further(depth: int) -> float:
+            """Acceptance of a node on that level, once its parent was accepted, over that on the first level."""
+            if depth == 1 or not reach or not reach[0]:
+                return 1.0
+            known = min(depth, len(reach))
+            if known < 2 or not reach[known - 2]:
+                return 0.0
+            rarer = reach[known - 1] / reach[known - 2] / reach[0]
+            return min(rarer, 1 / sum(rates)) if sum(rates) else 0.0
+
+        chances = [(rates[r] if r < len(rates) else 0.0) * further(d) for r, d in zip(t.ranks, t.depths)]
         return expected.mean_tokens(expected.expected_tokens_tree(t.parents, chances), a.share)
 
     def steps(self, clock: Clock, candidate: Candidate, a: Accepted) -> float:
@@ -340,17 +343,6 @@ def siblings(a: Accepted) -> tuple[float, ...]:
     guessed, *others = GUESSED_ACCEPTANCE
     left = (1 - first) * min(first / guessed, 1.0)
     return (first, *(left * rate / (1 - guessed) for rate in others))
-
-
-def _at_depth(a: Accepted, rates: Sequence[float], depth: int) -> float:
-    """How much rarer a node on that level is accepted, once its parent was, than one on the first."""
-    if depth == 1 or not a.reach or not a.reach[0]:
-        return 1.0
-    known = min(depth, len(a.reach))
-    if known < 2 or not a.reach[known - 2]:
-        return 0.0
-    rarer = a.reach[known - 1] / a.reach[known - 2] / a.reach[0]
-    return min(rarer, 1 / sum(rates)) if sum(rates) else 0.0
 
 
 MOST_LEVELS = 8
@@ -401,8 +393,8 @@ class ForecastPoint:
         gamma: tokens that a draft may have, or nodes of the tree.
         tokens: emitted a round.
         round_steps: time of a round in plain steps.
-        speedup: over plain decoding.
-        low, high: its interval: over kinds of text if several were counted, and over what the times may be.
+        speedup, low, high: over plain decoding, and its interval: over kinds of text if several were counted, and over
+            what the times may be.
         levels: of the tree, None for chains.
     """
 
@@ -425,12 +417,10 @@ class Forecast:
     """One method at one acceptance.
 
     Attributes:
-        candidate: the drafter.
-        acceptance: how often it is right.
-        c: a drafted token in plain steps.
-        c0: a round besides, in plain steps, of drafts of one token.
+        candidate, acceptance: the drafter, and how often it is right.
+        c, c0: a drafted token, and a round of drafts of one token besides, in plain steps.
         points: by draft length.
-        break_even: least acceptance at which some length pays; None if none does.
+        break_even: least acceptance at which some length pays, or None.
         v: of the target, by rows, from v(1).
     """
 
@@ -449,7 +439,7 @@ class Forecast:
 
     @property
     def pays(self) -> bool:
-        """Whether some length is faster than plain decoding."""
+        """True if some length is faster than plain decoding."""
         return self.best.speedup > 1
 
     def why_not(self) -> str | None:
@@ -469,7 +459,6 @@ class Forecast:
         return f"{some}, and what all rounds pay besides is more"
 
     def to_dict(self) -> Json:
-        """As plain values."""
         best = asdict(self.best) if self.pays else None
         return {
             "method": self.candidate.name, "drafter": self.candidate.drafter, "assumed_head": self.candidate.assumed,
@@ -483,14 +472,7 @@ class Forecast:
 def forecast(
     clocks: Clocks, candidate: Candidate, acceptance: AcceptedRates, *, lengths: Sequence[int] = LENGTHS
 ) -> Forecast:
-    """The speed-ups of a method.
-
-    Args:
-        clocks: times of the target.
-        candidate: the method.
-        acceptance: how often it is right.
-        lengths: of the drafts that are looked at, none longer than was counted; of trees, most nodes.
-    """
+    """The speed-ups of a method; `lengths` of chains are cut to the longest that was counted, of trees most nodes."""
     clock, longest = clocks.expected, acceptance.longest
     if longest is not None and not candidate.tree:
         lengths = sorted({min(gamma, longest) for gamma in lengths})

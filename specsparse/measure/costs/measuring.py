@@ -36,7 +36,6 @@ Bar = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
 
 
 def silent(what: str, steps: int) -> AbstractContextManager[Callable[[], None]]:
-    """A `Bar` that shows nothing."""
     return contextlib.nullcontext(lambda: None)
 
 
@@ -169,7 +168,7 @@ class Effort:
 def load_or_measure(
     model: Model, *, refresh: bool = False, effort: Effort | None = None, bar: Bar = silent
 ) -> CostTable:
-    """The model's kept table; measured (half a minute for a small model) and kept if there is none yet."""
+    """The model's kept table; without one it is measured (half a minute for a small model) and kept."""
     known = None if refresh else timing_cache.load(model)
     if known is not None:
         return known

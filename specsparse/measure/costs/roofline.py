@@ -100,7 +100,6 @@ class Traffic:
 
     @cached_property
     def weight_bytes(self) -> float:
-        """Bytes of weights a forward reads."""
         return sum(m.nbytes for m in self.matrices)
 
     def by_type(self) -> dict[str, float]:
@@ -175,7 +174,6 @@ class ModelOutline:
 
     @cached_property
     def nbytes(self) -> float:
-        """Bytes of all tensors."""
         return sum(size for _, _, size in self.tensors)
 
     def traffic(self, *, kv_dtype: str = "f16", layers: tuple[int, ...] | None = None) -> Traffic:
@@ -188,7 +186,7 @@ class ModelOutline:
         return replace(whole, kv_bytes_per_token=cache, attention_macs=attention)
 
     def kernels(self, layers: int | None = None) -> int:
-        """How many kernels a forward starts on an accelerator."""
+        """Kernels that a forward starts on an accelerator."""
         return KERNELS_A_LAYER * (self.config.n_layers if layers is None else layers) + 2
 
     def kv_bytes(self, tokens: float, kv_dtype: str = "f16") -> float:
@@ -218,7 +216,7 @@ def outline(spec: str) -> ModelOutline:
 def config_from_shape(name: str, shape: Shape) -> ModelConfig:
     """The config of a shape; what no traffic depends on (epsilon, base of the rotation) is made up."""
     if shape.architecture not in ARCHITECTURES:
-        raise UserError(f"{name}: architecture {shape.architecture} is none of {', '.join(ARCHITECTURES)}")
+        raise UserError(f"{name}: architecture {shape.architecture} is not one of {', '.join(ARCHITECTURES)}")
     family, head_dim = ARCHITECTURES[shape.architecture], shape.head_dim or shape.width // shape.heads
     return ModelConfig(
         architecture=shape.architecture, n_layers=shape.layers, d_model=shape.width, n_heads=shape.heads,

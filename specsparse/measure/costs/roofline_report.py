@@ -1,4 +1,4 @@
-"""What the roofline says of one file beside what was measured, as plain values and as tables for the terminal."""
+"""The roofline of one file beside measured times, as plain values and as tables for the terminal."""
 
 from collections.abc import Iterator, Sequence
 
@@ -23,19 +23,12 @@ _ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 def roofline_report(
     load: Traffic, config: ModelConfig, device: Device, *, table: CostTable | None = None, kv_length: int | None = None
 ) -> Json:
-    """The whole report.
-
-    Args:
-        load: of the file.
-        config: of the model, for cache sizes.
-        device: to predict for.
-        table: what was measured on it, or None.
-        kv_length: tokens in the cache; the table's by default.
-    """
+    """The whole report of a model with that traffic, predicted for a device; `table` has what was measured on it.
+    `kv_length` are tokens in the cache, by default the table's."""
     if kv_length is None:
         kv_length = table.kv_base if table else 128
     roofline = Roofline(device, load)
-    others = [device, *(d for d in sheets().values() if d.name != device.name)]
+    others = [Roofline(d, load) for d in (device, *(d for d in sheets().values() if d.name != device.name))]
     weight_types = []
     for name in WEIGHT_TYPES:
         as_type = load.requantised(name)
@@ -58,7 +51,15 @@ def roofline_report(
         "decode": _decode(roofline, table, config.context_length),
         "weight_types": weight_types,
         "kv_cache": caches,
-        "devices": [_at_best(Roofline(d, load), kv_length) for d in others],
+        "devices": [
+            {
+                **_device(other.device),
+                "tokens_per_second": other.tokens_per_second(kv_length),
+                "v8": other.v(8, kv_length),
+                "rows_until_compute": other.balance(),
+            }
+            for other in others
+        ],
         "speculation": _speculation(roofline, table, kv_length),
         "measured": None if table is None else table.to_dict(),
     }
@@ -71,15 +72,6 @@ def _device(device: Device) -> Json:
         "measured": device.measured,
         "bytes_per_second": device.bandwidth,
         "macs_per_second": {kind: device.peak(kind) for kind in ("int8", "f16", "f32")},
-    }
-
-
-def _at_best(roofline: Roofline, kv_length: int) -> Json:
-    return {
-        **_device(roofline.device),
-        "tokens_per_second": roofline.tokens_per_second(kv_length),
-        "v8": roofline.v(8, kv_length),
-        "rows_until_compute": roofline.balance(),
     }
 
 
@@ -129,10 +121,24 @@ def _speculation(roofline: Roofline, table: CostTable | None, kv_length: int) ->
 def tables(report: Json) -> Iterator[Table | Text]:
     """All tables with a heading each. A report with `measured` times has more columns."""
     yield from map(Text, _device_and_fit(report["device"], report["measured"]))
-    yield from _part(
-        f"\nforward of n rows, {report['kv_length']} tokens in the cache", *_forward_cells(report["forwards"])
-    )
-    yield from _part("plain decoding, tok/s", *_decode_cells(report["decode"]))
+    measured = report["measured"] is not None
+    forwards = []
+    for row in report["forwards"]:
+        cells = [str(row["n"]), f"{1e3 * row['predicted_s']:.3f}", f"{row['predicted_v']:.2f}", row["bound"]]
+        if measured:
+            spread = "-" if row["spread"] is None else f"{row['spread']:.0%}"
+            cells += [f"{1e3 * row['measured_s']:.3f}", f"{row['measured_v']:.2f}", spread]
+            cells += [f"{row['predicted_s'] / row['measured_s']:.0%}"]
+        forwards.append(cells)
+    columns = ("n", "predicted, ms", "v(n)", "bound", *(("measured, ms", "v(n)", "±", "of roofline") * measured))
+    yield from _part(f"\nforward of n rows, {report['kv_length']} tokens in the cache", columns, forwards)
+    decode = [
+        (str(row["kv_length"]), _digits(row["predicted"]),
+         *((_digits(row["measured"]), f"{row['share']:.0%}") if measured else ()))
+        for row in report["decode"]
+    ]  # fmt: skip
+    columns = ("tokens in cache", "predicted", *(("measured", "of roofline") * measured))
+    yield from _part("plain decoding, tok/s", columns, decode)
     types = [
         (row["type"], f"{row['bits_per_weight']:.2f}", f"{row['bytes_read'] / MIB:.1f}",
          _digits(row["tokens_per_second"]), "yes" if row["in_file"] else "")
@@ -151,8 +157,13 @@ def tables(report: Json) -> Iterator[Table | Text]:
     ]  # fmt: skip
     columns = ("device", "GB/s", "tok/s", "v(8)", "rows until compute-bound")
     yield from _part("other devices: what this file could do at best", columns, others)
-    free = "speculation with a draft that costs nothing: best gamma and speed-up"
-    yield from _part(free, *_speculation_cells(report["speculation"]))
+    free = [
+        (f"{row['alpha']:.1f}", str(row["predicted_gamma"]), f"{row['predicted_speedup']:.2f}",
+         *((str(row["measured_gamma"]), f"{row['measured_speedup']:.2f}") if measured else ()))
+        for row in report["speculation"]
+    ]  # fmt: skip
+    columns = ("alpha", "gamma, roofline", "speed-up", *(("gamma, measured v(n)", "speed-up") * measured))
+    yield from _part("speculation with a draft that costs nothing: best gamma and speed-up", columns, free)
     if report.get("drafting"):
         yield Text("drafting, measured on the built-in prompts: cost, acceptance, predicted speed-up", style="bold")
         yield _drafting_table(report["drafting"])
@@ -178,37 +189,6 @@ def _device_and_fit(device: Json, measured: Json | None) -> Iterator[str]:
         spread = residuals.get("spread") or {"": 0.0}
         step, call = 1e3 * measured["plain_s"], f"a call of the loop {1e3 * measured['host_s']:.2f} ms"
         yield f"plain step {step:.2f} ms, {call}; {fit}deviation of timings at most {max(spread.values()):.1%}"
-
-
-Cells = tuple[tuple[str, ...], list[list[str]]]
-"""Columns and rows."""
-
-
-def _forward_cells(rows: list[Json]) -> Cells:
-    measured, out = "measured_s" in rows[0], []
-    for row in rows:
-        out.append([str(row["n"]), f"{1e3 * row['predicted_s']:.3f}", f"{row['predicted_v']:.2f}", row["bound"]])
-        if measured:
-            spread = "-" if row["spread"] is None else f"{row['spread']:.0%}"
-            out[-1] += [f"{1e3 * row['measured_s']:.3f}", f"{row['measured_v']:.2f}", spread]
-            out[-1] += [f"{row['predicted_s'] / row['measured_s']:.0%}"]
-    return ("n", "predicted, ms", "v(n)", "bound", *(("measured, ms", "v(n)", "±", "of roofline") * measured)), out
-
-
-def _decode_cells(rows: list[Json]) -> Cells:
-    measured, out = bool(rows) and "measured" in rows[0], []
-    for row in rows:
-        more = [_digits(row["measured"]), f"{row['share']:.0%}"] if measured else []
-        out.append([str(row["kv_length"]), _digits(row["predicted"]), *more])
-    return ("tokens in cache", "predicted", *(("measured", "of roofline") * measured)), out
-
-
-def _speculation_cells(rows: list[Json]) -> Cells:
-    measured, out = "measured_gamma" in rows[0], []
-    for row in rows:
-        more = [str(row["measured_gamma"]), f"{row['measured_speedup']:.2f}"] if measured else []
-        out.append([f"{row['alpha']:.1f}", str(row["predicted_gamma"]), f"{row['predicted_speedup']:.2f}", *more])
-    return ("alpha", "gamma, roofline", "speed-up", *(("gamma, measured v(n)", "speed-up") * measured)), out
 
 
 def _drafting_table(rows: list[Json]) -> Table:

@@ -628,7 +628,16 @@ def head_facts(file: HeadFile) -> dict[str, str]:
             "block": f"{file.block_size} rows, {file.drafts} tokens drafted, mask token {file.mask_token}",
             "scores": "all ids of the target" if rows is None else f"{rows} ids",
         }
-        options = _dflash_options(file)
+        shape, windows = file.shape, [window for window in file.shape.windows if window is not None]
+        holds = {
+            f"a window of {' and '.join(map(str, sorted({*windows})))} on {len(windows)} of {shape.layers}": windows,
+            f"causal inside the block on {sum(shape.causal)} of {shape.layers}": any(shape.causal),
+            "sample_from_anchor": file.from_anchor,
+            f"embedding_scale={file.embedding_scale:g}": file.embedding_scale != 1.0,
+            f"logit_scale={file.logit_scale:g}": file.logit_scale != 1.0,
+            f"softcap={file.softcap:g}": file.softcap > 0,
+        }
+        options = [text for text, there in holds.items() if there]
     own = [what for name, what in ((EMBEDDING, "embedding"), (OUTPUT, "output matrix")) if name in file.tensors]
     facts["of its own"] = " and ".join(own) or "neither embedding nor output matrix: the target's"
     facts["options"] = ", ".join(options) or "none"
@@ -636,16 +645,3 @@ def head_facts(file: HeadFile) -> dict[str, str]:
         lossy = f"verifier_accept_k={file.accept_k}: lossy where it is honoured; here drafts are verified without loss"
         facts["verifier"] = lossy
     return facts
-
-
-def _dflash_options(file: DFlashFile) -> list[str]:
-    s, windows = file.shape, [window for window in file.shape.windows if window is not None]
-    options = {
-        f"a window of {' and '.join(map(str, sorted({*windows})))} on {len(windows)} of {s.layers}": windows,
-        f"causal inside the block on {sum(s.causal)} of {s.layers}": any(s.causal),
-        "sample_from_anchor": file.from_anchor,
-        f"embedding_scale={file.embedding_scale:g}": file.embedding_scale != 1.0,
-        f"logit_scale={file.logit_scale:g}": file.logit_scale != 1.0,
-        f"softcap={file.softcap:g}": file.softcap > 0,
-    }
-    return [text for text, holds in options.items() if holds]

@@ -313,7 +313,7 @@ def _sources(checkpoint: Checkpoint, config: HfConfig) -> Iterator[Source]:
             named[f"blk.{int(number)}.{layer[rest]}.{kind}"] = name
         elif not name.endswith(_IGNORED):
             raise UserError(
-                f"{checkpoint.folder}: tensor {name} is none of a {config.architecture}; this model cannot be converted"
+                f"{checkpoint.folder}: a {config.architecture} has no tensor {name}; this model cannot be converted"
             )
 
     # An output matrix that is not the embedding is kept, whatever the config says of tied weights.

@@ -65,7 +65,7 @@ class TextPart:
     Attributes:
         hf_class: its name in `CLASSES`.
         model_type: of a config.json without `architectures`.
-        defaults: values that its `text_config` may leave out, those of transformers.
+        defaults: transformers' own values, which `text_config` may leave out.
         left_out: the beginnings of the names of other parts' tensors.
     """
 
@@ -221,28 +221,24 @@ class HfConfig:
 
     @property
     def architecture(self) -> str:
-        """The architecture's name in GGUF."""
         return self.hf_class.architecture
 
     @property
     def n_heads(self) -> int:
-        """Query heads."""
         return self.get("num_attention_heads", int)
 
     @property
     def n_kv_heads(self) -> int:
-        """Key and value heads."""
         return self.get("num_key_value_heads", int, self.n_heads)
 
     @property
     def head_dim(self) -> int:
-        """Elements of a head."""
         width = self.size("hidden_size")
         return self.size("head_dim", width // self.n_heads if self.n_heads > 0 else 0)
 
     @property
     def tied(self) -> bool:
-        """Whether the output matrix is the embedding."""
+        """True if the output matrix is the embedding."""
         return self.get("tie_word_embeddings", bool, self.hf_class.tied)
 
     @property

@@ -40,18 +40,15 @@ def write_model(
     output: GGML | None = None,
     progress: Progress = lambda done, total: None,
 ) -> ModelConfig:
-    """Writes a model; one tensor at a time is in memory, and the file appears when it is whole.
+    """Writes a model and returns its config; one tensor at a time is in memory, and the file appears when it is whole.
 
     Args:
         path: of the new file; replaced if it is there.
         metadata: keys of the model and its tokenizer.
-        sources: name, shape and float32 values of each tensor.
+        sources: the tensors.
         kind: of the matrices, by the rules of `engine.gguf.requantise.type_for`; vectors are float32.
         output: of the output matrix, if it is not to go by those rules.
         progress: called with (bytes written, bytes in all).
-
-    Returns:
-        The config of the model that was written.
 
     Raises:
         UserError: tensors and metadata do not make a model that runs here, or the file cannot be written.
@@ -75,9 +72,7 @@ def write_model(
             to = output
         tensors.append(NewTensor(name, to, shape, lambda load=load, to=to: coded(load, to)))
     total = sum(t.nbytes for t in tensors)
-    keys = {
-        key: float(np.float32(v)) if isinstance(v, float) else v for key, v in metadata.items()
-    }  # as files have them
+    keys = {k: float(np.float32(v)) if isinstance(v, float) else v for k, v in metadata.items()}  # as files have them
     keys |= {"general.file_type": file_type(kind), "general.quantization_version": 2}
     infos = {t.name: TensorInfo(t.name, t.type, t.shape, nothing, str(path)) for t in tensors}  # without its data
     config = ModelConfig.from_gguf(GGUFFile(Path(path), MAGIC, VERSION, DEFAULT_ALIGNMENT, keys, infos))

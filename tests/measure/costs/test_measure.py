@@ -12,7 +12,6 @@ from specsparse import kernels
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.experiments import configured, runner
-from specsparse.experiments.kinds import device_roofline
 from specsparse.experiments.settings import from_omegaconf
 from specsparse.measure.costs import acceptance, measuring
 from specsparse.measure.costs.acceptance import acceptance_over_seeds
@@ -144,7 +143,7 @@ def config(path, **given):
 
 
 def test_the_roofline_experiment(path, table, kept, monkeypatch, tmp_path):
-    monkeypatch.setattr(device_roofline, "measure", lambda model: table)
+    monkeypatch.setattr(measuring, "measure", lambda *_, **__: table)
     cfg = config(path)
     found, text, written = play(cfg, tmp_path / "run", width=120)
     assert found.as_promised and found.objective > 0
@@ -153,12 +152,12 @@ def test_the_roofline_experiment(path, table, kept, monkeypatch, tmp_path):
     assert (taken["read_bandwidth"], taken["plain_tokens_per_second"]) == (table.bandwidth, 1 / table.plain_s)
     for heading in ("v(n)", "KV cache", "weights by quantisation", "a100", "rpi4", "best gamma"):
         assert heading in text
-    monkeypatch.setattr(device_roofline, "measure", pytest.fail)  # kept
+    monkeypatch.setattr(measuring, "measure", pytest.fail)  # kept
     play(cfg, tmp_path / "again")
 
 
 def test_the_roofline_of_another_device_measures_nothing(path, monkeypatch, tmp_path):
-    monkeypatch.setattr(device_roofline, "measure", pytest.fail)
+    monkeypatch.setattr(measuring, "measure", pytest.fail)
     cfg = config(path, device="a100", kv_length=64)
     record = play(cfg, tmp_path).found
     assert record.summary["measured"] is None
@@ -170,7 +169,6 @@ def test_the_roofline_of_another_device_measures_nothing(path, monkeypatch, tmp_
 @pytest.mark.slow  # test_ranks.py measures the acceptance of both, above a drafter's time is measured
 def test_the_roofline_measures_drafters_and_trees(path, table, kept, monkeypatch, tmp_path):
     monkeypatch.setattr(measuring, "measure", lambda *_, **__: table)
-    monkeypatch.setattr(device_roofline, "measure", lambda model: table)
     monkeypatch.setattr(acceptance, "ROUNDS", 2)
     cfg = config(path, drafters="[prompt_lookup]", trees="[static]")
     record, text, _ = play(cfg, tmp_path / "run", width=120)
