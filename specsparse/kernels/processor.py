@@ -3,7 +3,6 @@
 Rates are measured with the kernels' own threads and instruction set, or by numpy if the native library is missing.
 """
 
-import ctypes
 import functools
 import os
 import platform
@@ -49,19 +48,6 @@ def cpu_info() -> CpuInfo:
     }
 
 
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    """The library with the functions of peaks.cc typed, or None. Raises UserError for an older build."""
-    if (library := cpu.library()) is None:
-        return None
-    seconds = [ctypes.c_double]
-    of = {"read_rate": [ctypes.c_void_p, ctypes.c_int64], "int8_rate": seconds, "f32_rate": seconds}
-    for name, arguments in of.items():
-        function = cpu.symbol(library, f"specsparse_{name}")
-        function.argtypes, function.restype = arguments, ctypes.c_double
-    return library
-
-
 class ReadBuffer:
     """Memory to measure read bandwidth with, by default larger than any cache. It is kept between measurements."""
 
@@ -70,7 +56,7 @@ class ReadBuffer:
 
     def rate(self, passes: int = 3) -> float:
         """Bytes per second, the best of `passes` (256 MiB each, about 10 ms)."""
-        library = _library()
+        library = cpu.library()
         if library is not None:
             return max(library.specsparse_read_rate(self._data.ctypes.data, self._data.nbytes) for _ in range(passes))
         rates = []
@@ -83,13 +69,13 @@ class ReadBuffer:
 
 def int8_rate(seconds: float = 0.02) -> float | None:
     """int8 multiply-adds per second on all threads; None without the native library (numpy has no such product)."""
-    library = _library()
+    library = cpu.library()
     return None if library is None else library.specsparse_int8_rate(seconds)
 
 
 def f32_rate(seconds: float = 0.02) -> float:
     """float32 multiply-adds per second on all threads."""
-    library = _library()
+    library = cpu.library()
     if library is not None:
         return library.specsparse_f32_rate(seconds)
     a = np.ones((768, 768), np.float32)

@@ -1,7 +1,9 @@
 """All layers in one call equal their composition from `linear` and `attend`, bit for bit."""
 
 import dataclasses
+import re
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,7 +13,7 @@ from specsparse import kernels
 from specsparse.engine import llama
 from specsparse.engine.llama import Want
 from specsparse.errors import UserError
-from specsparse.kernels.native import cpu
+from specsparse.kernels.native import cpu, descriptor
 from tests.cells import cells
 from tests.contracts.rigs import WIDTH, Rig, random_tree, tiny_rig
 
@@ -129,3 +131,18 @@ def test_features_of_layers(pair, layers):
 def test_features_of_a_layer_that_does_not_run(pair):
     with pytest.raises(UserError, match="features of layer 1 are wanted; the layers that run are"):
         pair[0].forward(pair[0].params, np.array([[3]], np.int32), pair[0].cache(), want=Want(layers=(0,), hidden=(1,)))
+
+
+@pytest.mark.parametrize(("struct", "record"), [("Matrix", descriptor.MATRIX), ("Layer", descriptor.LAYER)])
+def test_records_have_the_fields_of_the_structs(struct, record):
+    text = (Path(kernels.__file__).parent / "csrc/dense/descriptor.h").read_text(encoding="utf-8")
+    body = re.search(rf"struct {struct}Descriptor {{(.*?)}};", text, re.DOTALL)[1]
+    fields = [name for line in re.findall(r"int64_t ([^;]*);", body) for name in re.findall(r"[a-z_]+", line)]
+    assert tuple(fields) == record.names
+    assert f"kDescriptorVersion = {descriptor.VERSION};" in text
+
+
+def test_a_library_of_another_version_is_one_line(monkeypatch):
+    monkeypatch.setattr(cpu, "VERSION", descriptor.VERSION + 1)
+    with pytest.raises(UserError, match="make native"):
+        cpu.library.__wrapped__()

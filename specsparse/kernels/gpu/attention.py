@@ -234,10 +234,9 @@ class _Heads:
             for j in range(8):
                 at = i * 8 + j
                 column = ops.read(self.ins.keys.at[self.sequence, self.group, self.part, :, :, at], slots_of)
-                queries = ops.read(self.own.queries.at[at], per_head)
-                scores = scores + ops.spread(queries, shape, (0, 1), by_slot) * ops.spread(
-                    column.astype(jnp.float32), shape, (2, 3, 4), by_slot
-                )
+                column = column.astype(jnp.float32)
+                queries = ops.spread(ops.read(self.own.queries.at[at], per_head), shape, (0, 1), by_slot)
+                scores = scores + queries * ops.spread(column, shape, (2, 3, 4), by_slot)
             return scores
 
         scores = jax.lax.fori_loop(0, self.d // 8, add, ops.cast(jnp.zeros(shape, jnp.float32), by_slot))

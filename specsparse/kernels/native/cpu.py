@@ -3,7 +3,7 @@
 import ctypes
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse.errors import UserError
+from specsparse.kernels.native.descriptor import MATRIX, VERSION
 from specsparse.kernels.qtensor import Packed
 from specsparse.kernels.reference import dense
 from specsparse.kernels.reference.q8_cache import head_size
@@ -18,8 +19,8 @@ from specsparse.support.options import shown
 
 LIBRARY = Path(__file__).parents[1] / "libspecsparse_kernels.so"
 OPERATIONS = (
-    "linear", "add_normed", "embed", "attend", "layers", "argmax", "check", "law", "draw_token", "sample", "propose",
-    "judge", "sparse_ffn", "signbit_keep",
+    "linear", "add_normed", "embed", "attend", "layers", "argmax", "check", "probs", "draw_token", "sample", "propose",
+    "judge", "sparse_ffn", "signbit_keep", "lut_linear",
 )  # fmt: skip
 
 ISAS = ("portable", "avx2", "avxvnni", "avx512", "amx")
@@ -50,16 +51,23 @@ def library() -> ctypes.CDLL | None:
     """The compiled kernels, set up as the environment asks, or None.
 
     Raises:
-        UserError: an older build, or a bad SPECSPARSE_ISA, SPECSPARSE_THREADS or SPECSPARSE_SPIN_US.
+        UserError: a build of another version, or a bad SPECSPARSE_ISA, SPECSPARSE_THREADS or SPECSPARSE_SPIN_US.
     """
     opened = _opened()
     if isinstance(opened, str):
         return None
+    if not hasattr(opened, "specsparse_version") or opened.specsparse_version() != VERSION:
+        raise UserError(f"{LIBRARY.name} is of another version than this checkout: build it again with `make native`")
     for operation in OPERATIONS:
-        _register(opened, f"specsparse_{operation}")
+        handler = getattr(opened, f"specsparse_{operation}")
+        jax.ffi.register_ffi_target(f"specsparse_{operation}", jax.ffi.pycapsule(handler), platform="cpu")
     opened.specsparse_isa.restype = opened.specsparse_why_no_amx.restype = ctypes.c_char_p
     opened.specsparse_set_isa.argtypes = [ctypes.c_char_p]
     opened.specsparse_pack.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 7
+    opened.specsparse_read_rate.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    opened.specsparse_int8_rate.argtypes = opened.specsparse_f32_rate.argtypes = [ctypes.c_double]
+    for rate in (opened.specsparse_read_rate, opened.specsparse_int8_rate, opened.specsparse_f32_rate):
+        rate.restype = ctypes.c_double
     wanted = os.environ.get("SPECSPARSE_ISA")
     if wanted and not opened.specsparse_set_isa(wanted.encode()):
         raise UserError(f"SPECSPARSE_ISA={wanted}: this processor or build has no such kernels; {_USE}")
@@ -69,27 +77,6 @@ def library() -> ctypes.CDLL | None:
     if spin and not (spin.isascii() and spin.isdecimal() and len(spin) <= _DIGITS):
         raise UserError(f"SPECSPARSE_SPIN_US={shown(spin)}: microseconds from 0 to 999999999 are needed")
     return opened
-
-
-def symbol(library: ctypes.CDLL, name: str) -> Callable[..., object]:
-    """A function of the library. Raises UserError for an older build, which does not have it."""
-    if not hasattr(library, name):
-        raise UserError(f"{LIBRARY.name} is older than this checkout: build it again with `make native`")
-    return getattr(library, name)
-
-
-def _register(library: ctypes.CDLL, target: str) -> None:
-    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(symbol(library, target)), platform="cpu")
-
-
-@functools.cache
-def register(target: str) -> None:
-    """Makes a call known to JAX that is not among the `OPERATIONS` of a forward pass.
-
-    Raises:
-        UserError: no native kernels, or a library without it.
-    """
-    _register(needed(), target)
 
 
 def available() -> bool:
@@ -167,14 +154,29 @@ def pack(out: np.ndarray, raw: np.ndarray, *, item: int = 0, scales: int = 0, wo
     return bool(found.specsparse_pack(out.ctypes.data, raw.ctypes.data, *raw.shape, *kind, out.shape[1]))
 
 
-def describe(*matrices: Packed) -> np.ndarray:
-    """int64[23 * len(matrices)]: what `Description::read` (dense/linear.cc) reads of each matrix."""
-    rows = []
-    for w in matrices:
+def describe(*matrices: Packed, places: Sequence[tuple[int, int]] = ()) -> np.ndarray:
+    """`MATRIX` records as int64; `places` are those of data and bias of each, if they are further operands."""
+    records = np.zeros(len(matrices), MATRIX)
+    for record, w in zip(records, matrices, strict=True):
         layout = w.layout
-        head = [_CODES.index(layout.codes), _SCALES.index(layout.scales), layout.sub, layout.zero]
-        rows += [*head, *w.shape, w.data.shape[1], *(layout.lut or (0,) * 16)]
-    return np.array(rows, np.int64)
+        record["codes"], record["scales"] = _CODES.index(layout.codes), _SCALES.index(layout.scales)
+        record["sub"], record["zero"], record["lut"] = layout.sub, layout.zero, layout.lut or 0
+        record["rows"], record["cols"] = w.shape
+        record["bytes"] = w.data.shape[1]
+    if places:
+        records["data"], records["bias"] = np.array(places, np.int64).T
+    return records.view(np.int64)
+
+
+class Operands(list):
+    """The further operands of a call."""
+
+    def place(self, array: jax.Array | None) -> int:
+        """Adds an operand and returns its place; -1 for None."""
+        if array is None:
+            return -1
+        self.append(array)
+        return len(self) - 1
 
 
 def given(array, dtype=jnp.float32):
@@ -193,8 +195,9 @@ def call(target: str, results, *operands, aliases=None, **attributes):
 
 def linear(x, weights, *, n_valid, norm=None, eps=0.0, biases=None, residual=None, act=None, zeros=True):
     """`reference.dense.linear` by the C++ kernels."""
-    outs = weights[:1] if act else weights
-    pairs = [a for w, b in zip(weights, biases or [None] * len(weights), strict=True) for a in (w.data, given(b))]
+    outs, operands = weights[:1] if act else weights, Operands()
+    biases = biases or [None] * len(weights)
+    places = [(operands.place(w.data), operands.place(bias)) for w, bias in zip(weights, biases, strict=True)]
     return tuple(
         call(
             "linear",
@@ -203,8 +206,8 @@ def linear(x, weights, *, n_valid, norm=None, eps=0.0, biases=None, residual=Non
             given(norm),
             given(residual),
             n_valid,
-            *pairs,
-            description=describe(*weights),
+            *operands,
+            matrices=describe(*weights, places=places),
             act=np.int64(ACTS[act]),
             eps=np.float32(eps),
             zeros=np.int64(zeros),
@@ -219,7 +222,7 @@ def add_normed(x, y, norm, *, n_valid, eps):
 
 def embed(w, ids):
     """`reference.dense.embed` by the C++ kernels."""
-    return call("embed", ((ids.shape[0], w.shape[1]), jnp.float32), w.data, ids, description=describe(w))
+    return call("embed", ((ids.shape[0], w.shape[1]), jnp.float32), w.data, ids, matrices=describe(w))
 
 
 def attend(
@@ -256,7 +259,7 @@ def check(logits_RV):
 
 def probs(logits_RV, rows, **_):
     """`engine.sampling.probs.reference_probs` by the C++ kernels; `rows` are its Truncation."""
-    return call("law", (logits_RV.shape, jnp.float32), logits_RV, *rows)
+    return call("probs", (logits_RV.shape, jnp.float32), logits_RV, *rows)
 
 
 def draw(p_RV, u_RU):

@@ -5,6 +5,7 @@ import numpy as np
 
 from specsparse.kernels.native import cpu
 from specsparse.kernels.native.cpu import given
+from specsparse.kernels.native.descriptor import FFN, LAYER, NORMS, PROJECTIONS
 from specsparse.kernels.neurons import SparseStats
 from specsparse.kernels.reference import sparse
 
@@ -12,9 +13,6 @@ MOST_CHOSEN_ROWS = 64
 """Rows of a call whose neurons are chosen: bits of a mask in the kernels."""
 _RULES = ("all", "scores", "signs")
 _ACTS = {None: 0, "silu": 1, "relu": 2, "relu2": 3, "fatrelu": 4}
-_NORMS = ("attn_norm", "ffn_norm", "attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm")
-_ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_output")
-_MATRICES = (*_ATTENTION, "ffn_gate", "ffn_up", "ffn_down")
 
 
 def _act(act) -> tuple[np.int64, np.float32]:
@@ -43,7 +41,7 @@ def sparse_ffn(
         given(residual),
         n_valid,
         jnp.zeros((), jnp.float32) if least is None else least,
-        description=cpu.describe(*(w for w in (up, down_t, gate) if w is not None)),
+        matrices=cpu.describe(*(w for w in (up, down_t, gate) if w is not None)),
         act=kind,
         threshold=threshold,
         up_act=up_kind,
@@ -65,21 +63,21 @@ def layers(
     cos, sin, length, n_valid, parents=None, pairing="norm", eps=0.0, act="silu", skip=None, features=(),
     kinds=None, chosen=None, up_act=None,
 ):  # fmt: skip
-    """All of `weights` applied to rows f32[R, D] in one call: what `linear` and `attend` compute, bit for bit.
+    """All of `weights` applied to rows f32[R, D] in one call, with the bits of `linear` and `attend`.
 
     Args:
         x: rows of all sequences, as `linear` takes them.
         weights: the layers in order, objects with the fields of `engine.weights.Layer`; head size a multiple of 16.
-        cache_k, cache_v: of each of these layers; updated in place where the caller donates them.
+        cache_k, cache_v: of each of these layers; updated in place if the caller donates them.
         cos, sin, length, n_valid, parents, pairing: as `attend` takes them.
         eps: of all norms.
         act: of the gate.
-        skip: of each of the layers a `stripes.SkipWeights`: the same bits, and where one row counts, neurons that the
-            gate closes are not read. `act` is "relu" or "relu2".
+        skip: `SkipWeights` of each of the layers: the same bits, and if a single row counts, neurons that the gate
+            closes are not read. `act` is "relu" or "relu2".
         features: places in `weights` of layers whose incoming rows are kept; `len(weights)` for the rows that come out.
         kinds: (window, table) of each of the layers, as `attend` takes them; None: (0, 0).
-        chosen: of each of the layers a `ChosenFfn`, in place of its dense matrices: what `sparse_ffn` gives for those
-            neurons, bit for bit, with `act` and `up_act` as it takes them; at most `MOST_CHOSEN_ROWS` rows.
+        chosen: `ChosenFfn` of each of the layers, in place of its dense matrices: the bits of `sparse_ffn` for those
+            neurons, with `act` and `up_act` as it takes them; at most `MOST_CHOSEN_ROWS` rows.
 
     Returns:
         Rows f32[R, D], the caches' keys, their values; with `chosen` also the four arrays of `SparseStats`, stacked
@@ -87,42 +85,51 @@ def layers(
         in any row; with `features` also f32[R, len(features) * D], those rows side by side, 0 where a row does not
         count.
     """
-    operands, matrices, results, aliases = [], [], [(x.shape, jnp.float32)], {}
-    none = [None] * len(weights)
-    for layer, k, v, more, ffn in zip(weights, cache_k, cache_v, skip or none, chosen or none, strict=True):
-        names = _MATRICES if ffn is None else _ATTENTION
-        own, biases = [getattr(layer, name) for name in names], [layer.biases.get(name) for name in names]
-        if ffn is not None and ffn.choice.rule == "scores":
-            own, biases = [*own, ffn.choice.first, ffn.choice.second], [*biases, None, None]
-        matrices += own
-        norms = [getattr(layer, name) for name in _NORMS]
-        operands += [*map(given, norms), *(w.data for w in own), *map(given, biases), k, v]
-        for back, cache in ((2, k), (1, v)):
-            aliases[6 + len(operands) - back] = len(results)
+    operands, matrices, places = cpu.Operands(), [], []
+
+    def matrix(w, bias=None) -> int:
+        """Adds a matrix and returns its place; -1 for None."""
+        if w is None:
+            return -1
+        matrices.append(w)
+        places.append((operands.place(w.data), operands.place(bias)))
+        return len(matrices) - 1
+
+    described = np.full(len(weights), -1, LAYER)
+    for i, (d, layer) in enumerate(zip(described, weights, strict=True)):
+        for name in NORMS:
+            d[name] = operands.place(getattr(layer, name))
+        for name in PROJECTIONS if chosen else (*PROJECTIONS, *FFN):
+            d[name] = matrix(getattr(layer, name), layer.biases.get(name))
+        d["keys"], d["values"] = operands.place(cache_k[i]), operands.place(cache_v[i])
+        d["window"], d["table"] = kinds[i] if kinds else (0, 0)
+        if skip is not None:
+            d["up_rows"], d["down_stripes"] = operands.place(skip[i].up.data), operands.place(skip[i].down)
+        if chosen:
+            ffn, choice = chosen[i], chosen[i].choice
+            d["ffn_gate"], d["ffn_up"], d["ffn_down"] = matrix(ffn.gate), matrix(ffn.up), matrix(ffn.down_t)
+            if choice.rule == "scores":
+                d["first"], d["second"] = matrix(choice.first), matrix(choice.second)
+            d["signs"] = operands.place(None if choice.signs is None else choice.signs.data)
+            d["threshold"], d["least"] = operands.place(choice.threshold), operands.place(choice.least)
+            d["predictor_norm"] = operands.place(choice.norm)
+    rows, width, aliases = *x.shape, {}
+    results = [(x.shape, jnp.float32)]
+    for d in described:
+        for field in ("keys", "values"):
+            cache = operands[d[field]]
+            aliases[6 + int(d[field])] = len(results)
             results.append((cache.shape, cache.dtype))
-        if more is not None:
-            operands += [more.up.data, more.down]
-        if ffn is not None:  # in the order in which ffi.cc reads them
-            c = ffn.choice
-            packed = [None if w is None else w.data for w in (ffn.gate, ffn.up, ffn.down_t, c.signs)]
-            operands += [given(a, jnp.uint8) for a in packed] + [given(a) for a in (c.threshold, c.least, c.norm)]
     if skip is not None:
-        results += [((len(skip), x.shape[0]), jnp.int32), ((len(skip),), jnp.int32)]
-    if chosen is not None:
-        results += [((len(chosen), *s), jnp.int32) for s in ((x.shape[0],), ()) * 2]
-    if features:
-        results.append(((x.shape[0], len(features) * x.shape[1]), jnp.float32))
+        results += [((len(skip), rows), jnp.int32), ((len(skip),), jnp.int32)]
     if chosen:
-        cpu.register("specsparse_predicted_layers")
-        first, ((kind, least), (up_kind, up_least)) = chosen[0], (_act(act), _act(up_act))
-        head = [_RULES.index(first.choice.rule), first.choice.relu, kind, up_kind, first.gate is not None]
-        rows = [cpu.describe(f.up, f.down_t, f.gate or f.up) for f in chosen]
-        target, thresholds = "predicted_layers", np.array([least, up_least], np.float32)
-        own = {"neurons": np.concatenate([np.array(head, np.int64), *rows]), "thresholds": thresholds}
-    else:
-        target, own = "layers", {"act": np.int64(cpu.ACTS[act]), "skip": np.int64(skip is not None)}
+        results += [((len(chosen), rows), jnp.int32), ((len(chosen),), jnp.int32)] * 2
+    if features:
+        results.append(((rows, len(features) * width), jnp.float32))
+    kind, threshold = _act(act) if chosen else (np.int64(cpu.ACTS[act]), np.float32(0))
+    up_kind, up_threshold = _act(up_act)
     out, *rest = cpu.call(
-        target,
+        "layers",
         results,
         x,
         cos,
@@ -132,16 +139,23 @@ def layers(
         given(parents, jnp.int32),
         *operands,
         aliases=aliases,
-        description=np.append(cpu.describe(*matrices), np.array(features, np.int64)),  # the layers kept follow
-        kinds=np.array(kinds or [(0, 0)] * len(weights), np.int64).reshape(-1),
+        matrices=cpu.describe(*matrices, places=places),
+        layers=described.view(np.int64),
+        features=np.array(features, np.int64),
+        ffns=np.int64(2 if chosen else skip is not None),
+        act=kind,
+        threshold=threshold,
+        up_act=up_kind,
+        up_threshold=up_threshold,
+        choice=np.int64(_RULES.index(chosen[0].choice.rule) if chosen else 0),
+        relu=np.int64(chosen[0].choice.relu if chosen else 0),
         eps=np.float32(eps),
         neox=np.int64(pairing == "neox"),
-        **own,
     )
     n = 2 * len(cache_k)
     found = (out, rest[:n:2], rest[1:n:2])
     if skip is not None:
         found = (*found, tuple(rest[n : n + 2]))
-    if chosen is not None:
+    if chosen:
         found = (*found, tuple(rest[n : n + 4]))
     return (*found, rest[-1]) if features else found

@@ -20,7 +20,6 @@ Sums = Literal["int16", "int8", "int6"]
 SUMS: tuple[str, ...] = ("int16", "int8", "int6")
 """The entries of a table: exact sums of int8 activations; sums of float activations in 127 steps; in 31, so that four
 of them can be added as bytes."""
-_TARGET = "specsparse_lut_linear"
 _STEPS = {"int8": 127.0, "int6": 31.0}
 _BITS = np.arange(16)[:, None] >> np.arange(4) & 1  # [entry, activation]
 
@@ -104,13 +103,14 @@ def lut_linear(x_RD: jax.Array, w: BitPlanes, *, sums: Sums = "int16", residual:
         UserError: the kernels were not built.
     """
     _check(x_RD, w, sums, residual)
-    cpu.register(_TARGET)
-    call = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct((x_RD.shape[0], w.shape[0]), jnp.float32))
-    return call(
+    shape = (x_RD.shape[0], w.shape[0])
+    return cpu.call(
+        "lut_linear",
+        (shape, jnp.float32),
         x_RD,
         w.data,
-        jnp.zeros((0,), jnp.float32) if residual is None else residual,
-        description=cpu.describe(w),
+        cpu.given(residual),
+        matrices=cpu.describe(w),
         sums=np.int64(SUMS.index(sums)),
     )
 

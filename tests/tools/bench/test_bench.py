@@ -323,7 +323,7 @@ def test_peaks_are_positive_with_and_without_the_library(monkeypatch):
     assert processor.f32_rate(0.001) > 0
     if processor.int8_rate(0.001) is not None:
         assert processor.int8_rate(0.001) > 0
-    monkeypatch.setattr(processor, "_library", lambda: None)
+    monkeypatch.setattr(processor.cpu, "library", lambda: None)
     assert buffer.rate(1) > 0
     assert processor.f32_rate() > 0
     assert processor.int8_rate() is None

@@ -38,11 +38,11 @@ int64_t groups_per_item(int64_t groups, int64_t group_bytes) {
   return std::clamp<int64_t>(kItemBytes / std::max<int64_t>(group_bytes, 1), 1, even);
 }
 
-bool Description::read(const int64_t* d, const void* data, int64_t bytes) {
-  matrix = {static_cast<const uint8_t*>(data), d[4], d[5], d[6], Codes(d[0]), Scales(d[1]), d[2],
-            static_cast<int32_t>(d[3]), nullptr};
+bool Description::read(const MatrixDescriptor& d, const void* data, int64_t bytes) {
+  matrix = {static_cast<const uint8_t*>(data), d.rows, d.cols, d.bytes, Codes(d.codes), Scales(d.scales), d.sub,
+            static_cast<int32_t>(d.zero), nullptr};
   bool has_lut = false;
-  for (int i = 0; i < 16; ++i) lut[i] = static_cast<int8_t>(d[7 + i]), has_lut |= d[7 + i] != 0;
+  for (int i = 0; i < 16; ++i) lut[i] = static_cast<int8_t>(d.lut[i]), has_lut |= d.lut[i] != 0;
   if (has_lut) matrix.lut = lut;
   return has_kernels(matrix) && bytes >= matrix.groups() * matrix.group_bytes;
 }

@@ -4,11 +4,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "dense/descriptor.h"
 #include "simd/ops.h"
 
 namespace specsparse {
-
-constexpr int64_t kDescription = 23;  // integers that describe a matrix, its table of 16 included
 
 // A matrix as the caller describes it. Not copyable: the matrix points to the table.
 struct Description {
@@ -20,8 +19,8 @@ struct Description {
   Description(const Description&) = delete;
   Description& operator=(const Description&) = delete;
 
-  // Reads kDescription integers; false if there are no kernels for it or the `bytes` of data do not hold the matrix.
-  bool read(const int64_t* description, const void* data, int64_t bytes);
+  // False if there are no kernels for it or the `bytes` of data do not hold the matrix.
+  bool read(const MatrixDescriptor& d, const void* data, int64_t bytes);
 };
 
 // Rows of activations: memory that grows, and is kept from call to call.

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "dense/descriptor.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace specsparse {
@@ -15,6 +16,24 @@ using Ints32 = xla::ffi::Buffer<xla::ffi::S32>;
 using Bytes8 = xla::ffi::Buffer<xla::ffi::U8>;
 using AnyBuffer = xla::ffi::AnyBuffer;
 using Ints = xla::ffi::Span<const int64_t>;
+
+// The records that a call's integers hold.
+template <class Record>
+xla::ffi::Span<const Record> records(Ints all) {
+  return {reinterpret_cast<const Record*>(all.begin()), all.size() * sizeof(int64_t) / sizeof(Record)};
+}
+
+// Reads the matrix at a place of a list, with its bytes; false if they do not fit.
+template <class Matrix>
+bool read_matrix(Ints matrices, size_t place, const AnyBuffer& data, Matrix* out) {
+  const auto all = records<MatrixDescriptor>(matrices);
+  return place < all.size() && out->read(all[place], data.untyped_data(), data.size_bytes());
+}
+
+// The numbers of an operand, null if it is empty.
+inline const float* floats(const AnyBuffer& x) {
+  return x.element_count() ? static_cast<const float*>(x.untyped_data()) : nullptr;
+}
 
 // The rows that count: i < n_valid[b] of each sequence.
 inline std::vector<int32_t> valid_rows(const Ints32& n_valid, int64_t rows) {

@@ -1,6 +1,7 @@
 // The XLA FFI handlers: they read buffers and attributes, share the work out and call the kernels.
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,24 +19,42 @@ namespace ffi = xla::ffi;
 namespace specsparse {
 namespace {
 
-using ffi::Span;
+// Further operands of a call, by their places; -1 is one that is not there.
+struct Operands {
+  ffi::RemainingArgs args;
+  Ints matrices;
 
-bool read(Description* out, Ints all, int64_t index, const ffi::AnyBuffer& data) {
-  if (static_cast<int64_t>(all.size()) < (index + 1) * kDescription) return false;
-  return out->read(all.begin() + index * kDescription, data.untyped_data(), data.size_bytes());
-}
-
-const float* floats(const ffi::AnyBuffer& x) {
-  return x.element_count() ? static_cast<const float*>(x.untyped_data()) : nullptr;
-}
+  std::optional<AnyBuffer> at(int64_t place) const {
+    if (place < 0 || static_cast<size_t>(place) >= args.size()) return std::nullopt;
+    return *args.get<AnyBuffer>(place);
+  }
+  const float* floats_at(int64_t place) const {
+    const auto operand = at(place);
+    return operand ? floats(*operand) : nullptr;
+  }
+  int64_t count() const { return records<MatrixDescriptor>(matrices).size(); }
+  // The matrix at a place of the list, and its bias; false if it does not fit.
+  template <class Out>
+  bool read(int64_t place, Out* out) const {
+    if (place < 0 || place >= count()) return false;
+    const auto data = at(records<MatrixDescriptor>(matrices)[place].data);
+    return data && read_matrix(matrices, place, *data, out);
+  }
+  bool read_biased(int64_t place, Description* out) const {
+    if (!read(place, out)) return false;
+    out->bias = floats_at(records<MatrixDescriptor>(matrices)[place].bias);
+    return true;
+  }
+};
 
 ffi::Error linear(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> norm, ffi::Buffer<ffi::F32> residual,
-                  ffi::Buffer<ffi::S32> n_valid, ffi::RemainingArgs args, ffi::RemainingRets rets, Ints description,
+                  ffi::Buffer<ffi::S32> n_valid, ffi::RemainingArgs args, ffi::RemainingRets rets, Ints matrices,
                   int64_t act, float eps, int64_t zeros) {
   const int64_t cols = x.dimensions().back(), total = x.element_count() / std::max<int64_t>(cols, 1);
   const bool glu = act != 0;
   constexpr size_t kMost = 3;
-  const size_t count = args.size() / 2;
+  const Operands operands{args, matrices};
+  const size_t count = operands.count();
   if (count > kMost || (glu && count != 2) || rets.size() != (glu ? 1 : count))
     return ffi::Error::InvalidArgument("specsparse linear: one to three matrices, or two with an activation");
   Description weights[kMost];
@@ -43,12 +62,9 @@ ffi::Error linear(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> norm, ffi::Buff
   Output outs[kMost];
   bool quantise = false;
   for (size_t m = 0; m < count; ++m) {
-    auto data = args.get<ffi::AnyBuffer>(2 * m);
-    auto bias = args.get<ffi::AnyBuffer>(2 * m + 1);
-    if (!data || !bias || !read(&weights[m], description, m, *data) || weights[m].matrix.cols != cols)
+    if (!operands.read_biased(m, &weights[m]) || weights[m].matrix.cols != cols)
       return ffi::Error::InvalidArgument("specsparse linear: matrix " + std::to_string(m) + " does not fit");
     pointers[m] = &weights[m];
-    weights[m].bias = floats(*bias);
     quantise |= !weights[m].matrix.is_float();
     if (glu && m) continue;
     auto out = rets.get<ffi::AnyBuffer>(m);
@@ -82,9 +98,9 @@ ffi::Error add_normed(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> y, ffi::Buf
   return ffi::Error::Success();
 }
 
-ffi::Error embed(ffi::AnyBuffer data, ffi::Buffer<ffi::S32> ids, ffi::ResultBuffer<ffi::F32> out, Ints description) {
+ffi::Error embed(ffi::AnyBuffer data, ffi::Buffer<ffi::S32> ids, ffi::ResultBuffer<ffi::F32> out, Ints matrices) {
   Description w;
-  if (!read(&w, description, 0, data)) return ffi::Error::InvalidArgument("specsparse embed: matrix does not fit");
+  if (!read_matrix(matrices, 0, data, &w)) return ffi::Error::InvalidArgument("specsparse embed: matrix does not fit");
   for (size_t i = 0; i < ids.element_count(); ++i) {
     const int64_t row = std::clamp<int64_t>(ids.typed_data()[i], 0, w.matrix.rows - 1);
     unpack_row(w.matrix, row, out->typed_data() + i * w.matrix.cols);
@@ -143,11 +159,11 @@ AttendShape attend_shape(const ffi::AnyBuffer& values, int64_t rows, int64_t wid
 }
 
 // Norms of queries and keys, empty for none, and which table turns them; false if something does not fit.
-bool attend_kind(const AttendShape& s, const ffi::AnyBuffer& q_norm, const ffi::AnyBuffer& k_norm, int64_t window,
-                 int64_t table, float eps, AttendKind* out) {
+bool attend_kind(const AttendShape& s, const std::optional<AnyBuffer>& q_norm, const std::optional<AnyBuffer>& k_norm,
+                 int64_t window, int64_t table, float eps, AttendKind* out) {
   for (const auto* norm : {&q_norm, &k_norm})
-    if (norm->element_count() && static_cast<int64_t>(norm->element_count()) != s.d) return false;
-  *out = {window, table, floats(q_norm), floats(k_norm), eps};
+    if (*norm && (*norm)->element_count() && static_cast<int64_t>((*norm)->element_count()) != s.d) return false;
+  *out = {window, table, q_norm ? floats(*q_norm) : nullptr, k_norm ? floats(*k_norm) : nullptr, eps};
   return window >= 0 && table >= 0 && table < s.tables;
 }
 
@@ -177,52 +193,24 @@ ffi::Error attend(ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<
 // How the FFNs of a call of `layers` are computed.
 enum class Ffns : int64_t { kDense, kSkipping, kPredicted };
 
-// Operands of one layer: norms, matrices, their biases, the cache, and what its kind of FFN reads.
-enum { kAttnNorm, kFfnNorm, kQNorm, kKNorm, kPostAttention, kPostFfn, kFirstMatrix };
-enum { kUpRows, kDownStripes, kPerSkipping };
-enum { kPredictedGate, kPredictedUp, kPredictedDown, kSigns, kThreshold, kLeast, kScoreNorm, kPerPredicted };
-
-struct Operands {
-  Ffns ffns;
-  int64_t matrices;
-  size_t bias() const { return kFirstMatrix + matrices; }
-  size_t keys() const { return bias() + matrices; }
-  size_t values() const { return keys() + 1; }
-  size_t more() const { return values() + 1; }
-  size_t each() const { return more() + (ffns == Ffns::kSkipping ? kPerSkipping : ffns == Ffns::kPredicted ? kPerPredicted : 0); }
-};
-
-// What all predicted layers of a call share, and the descriptions of their neurons: up, down and gate of each layer.
-enum { kChoice, kRelu, kPredictedAct, kPredictedUpAct, kGated, kNeurons };
-
-// What a predictor and a sparse FFN read of a layer; false if the data do not hold it. `rows` are of the layer's neurons.
-template <class Operand>
-bool read_predicted(LayerWeights& l, Ints neurons, size_t layer, Span<const float> thresholds, float eps, Operand more,
-                    NeuronDescription* rows, PredictedWeights* out) {
-  const bool gated = neurons[kGated] != 0;
-  for (int m = 0; m < (gated ? 3 : 2); ++m) {
-    static constexpr int kOperand[] = {kPredictedUp, kPredictedDown, kPredictedGate};
-    const auto data = more(kOperand[m]);
-    const size_t at = kNeurons + (layer * 3 + m) * kDescription;
-    if (neurons.size() < at + kDescription || !rows[m].read(neurons.begin() + at, data.untyped_data(), data.size_bytes())) return false;
-  }
+// What a predictor and a sparse FFN read of a layer, beside what all layers share; false if the data do not hold it. `rows` are
+// of the layer's neurons.
+bool read_predicted(const LayerWeights& l, const LayerDescriptor& d, const Operands& operands, NeuronDescription* rows,
+                    PredictedWeights* out) {
+  const bool gated = d.ffn_gate >= 0;
+  if (!operands.read(d.ffn_up, &rows[0]) || !operands.read(d.ffn_down, &rows[1]) ||
+      (gated && !operands.read(d.ffn_gate, &rows[2])))
+    return false;
   const NeuronRows &up = rows[0].rows, &down = rows[1].rows;
-  out->choice = Choice(neurons[kChoice]), out->relu = neurons[kRelu] != 0;
-  const auto signs = more(kSigns), threshold = more(kThreshold), least = more(kLeast);
+  const auto signs = operands.at(d.signs);
+  const auto number = [&](int64_t place) { return place < 0 ? 0.0f : *operands.floats_at(place); };
   if (out->choice == Choice::kScores) out->first = &l.matrices[kFirst], out->second = &l.matrices[kSecond];
-  if (out->choice == Choice::kSigns) out->signs = static_cast<const uint64_t*>(signs.untyped_data());
-  out->norm = floats(more(kScoreNorm));
-  out->threshold = threshold.element_count() ? *floats(threshold) : 0.0f;
-  out->ffn = {gated ? &rows[2].rows : nullptr,
-              up,
-              down,
-              l.ffn_norm,
-              eps,
-              {Activation::Kind(neurons[kPredictedAct]), thresholds[0]},
-              {Activation::Kind(neurons[kPredictedUpAct]), thresholds[1]},
-              least.element_count() ? *floats(least) : 0.0f};
+  if (out->choice == Choice::kSigns) out->signs = static_cast<const uint64_t*>(signs ? signs->untyped_data() : nullptr);
+  out->norm = operands.floats_at(d.predictor_norm), out->threshold = number(d.threshold);
+  out->ffn.gate = gated ? &rows[2].rows : nullptr, out->ffn.up = up, out->ffn.down = down;
+  out->ffn.norm = l.ffn_norm, out->ffn.least = number(d.least);
   const int64_t words = (up.cols + 63) / 64;
-  const bool signs_fit = !out->signs || static_cast<int64_t>(signs.size_bytes()) == up.rows * words * 8;
+  const bool signs_fit = out->choice != Choice::kSigns || (signs && static_cast<int64_t>(signs->size_bytes()) == up.rows * words * 8);
   const bool scores_fit = !out->first || (out->first->matrix.cols == up.cols && out->second->matrix.cols == out->first->matrix.rows &&
                                           out->second->matrix.rows == up.rows);
   const bool gate_fits = !gated || (rows[2].rows.rows == up.rows && rows[2].rows.cols == up.cols);
@@ -230,64 +218,64 @@ bool read_predicted(LayerWeights& l, Ints neurons, size_t layer, Span<const floa
 }
 
 // What zero skipping reads of a layer whose matrices are Q4_0; false if the data do not hold it.
-bool read_skip(const LayerWeights& l, const ffi::AnyBuffer& up, const ffi::AnyBuffer& down, SkipWeights* out) {
+bool read_skip(const LayerWeights& l, const std::optional<AnyBuffer>& up, const std::optional<AnyBuffer>& down, SkipWeights* out) {
+  if (!up || !down) return false;
   const Matrix &gate = l.matrices[kGate].matrix, &last = l.matrices[kDown].matrix;
   for (int m : {kGate, kUp, kDown}) {
     const Matrix& w = l.matrices[m].matrix;
     if (w.codes != Codes::kNibble || w.scales != Scales::kD || w.zero != kNibbleZero || w.lut || l.matrices[m].bias) return false;
   }
-  out->up = {static_cast<const uint8_t*>(up.untyped_data()), gate.rows, gate.cols, up.dimensions().back(), gate.codes,
+  out->up = {static_cast<const uint8_t*>(up->untyped_data()), gate.rows, gate.cols, up->dimensions().back(), gate.codes,
              gate.scales, gate.sub, gate.zero, nullptr};
-  out->down = static_cast<const uint8_t*>(down.untyped_data());
+  out->down = static_cast<const uint8_t*>(down->untyped_data());
   const Matrix& middle = l.matrices[kUp].matrix;
   const int64_t stripes = (last.rows + kStripe - 1) / kStripe, blocks = last.cols / kBlock, inputs = gate.cols / kBlock;
   const int64_t row = out->up.chunks() * (kChunk / 2) + (inputs + 15) / 16 * 32;  // scales are read by sixteen
   return gate.rows == last.cols && middle.rows == gate.rows && middle.cols == gate.cols && last.rows == gate.cols &&
-         out->up.row_bytes >= row && static_cast<int64_t>(up.size_bytes()) >= gate.rows * out->up.row_bytes &&
-         static_cast<int64_t>(down.size_bytes()) >= stripes * blocks * kStripeBytes;
+         out->up.row_bytes >= row && static_cast<int64_t>(up->size_bytes()) >= gate.rows * out->up.row_bytes &&
+         static_cast<int64_t>(down->size_bytes()) >= stripes * blocks * kStripeBytes;
 }
 
-ffi::Error call_layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
-                       ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::S32> n_valid, ffi::Buffer<ffi::S32> parents,
-                       ffi::RemainingArgs args, ffi::ResultBuffer<ffi::F32> out, ffi::RemainingRets rets, Ints description,
-                       Ints kinds, int64_t act, float eps, int64_t neox, Ffns ffns, Ints neurons, Span<const float> thresholds) {
-  const bool skip = ffns == Ffns::kSkipping, predicted = ffns == Ffns::kPredicted;
-  if (predicted && (neurons.size() < kNeurons || thresholds.size() != 2))
-    return ffi::Error::InvalidArgument("specsparse layers: the predictors are not described");
-  const int64_t own = !predicted ? kMatrices : Choice(neurons[kChoice]) == Choice::kScores ? kSecond + 1 : kO + 1;
-  const Operands at{ffns, own};
-  const size_t each = at.each(), count = args.size() / each;
+ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
+                  ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::S32> n_valid, ffi::Buffer<ffi::S32> parents,
+                  ffi::RemainingArgs args, ffi::ResultBuffer<ffi::F32> out, ffi::RemainingRets rets, Ints matrices,
+                  Ints descriptors, Ints features_of, int64_t ffns, int64_t act, int64_t up_act, float threshold,
+                  float up_threshold, int64_t choice, int64_t relu, float eps, int64_t neox) {
+  const bool skip = Ffns(ffns) == Ffns::kSkipping, predicted = Ffns(ffns) == Ffns::kPredicted;
+  const Operands operands{args, matrices};
+  const auto described = records<LayerDescriptor>(descriptors);
+  const size_t count = described.size(), kept = features_of.size();
   if (skip && Act(act) != Act::kRelu && Act(act) != Act::kRelu2)
     return ffi::Error::InvalidArgument("specsparse layers: only ReLU and its square have zeros to skip");
-  const size_t matrices = count * own * kDescription, kept = description.size() - std::min(matrices, description.size());
-  if (!count || args.size() % each || rets.size() != 2 * count + (skip ? 2 : predicted ? 4 : 0) + (kept ? 1 : 0) || kinds.size() != 2 * count)
-    return ffi::Error::InvalidArgument("specsparse layers: operands do not make up whole layers");
+  if (!count || rets.size() != 2 * count + (skip ? 2 : predicted ? 4 : 0) + (kept ? 1 : 0))
+    return ffi::Error::InvalidArgument("specsparse layers: results do not make up whole layers");
   std::vector<LayerWeights> all(count);
   std::vector<NeuronDescription> rows_of(predicted ? 3 * count : 0);
   for (size_t i = 0; i < count; ++i) {
-    auto operand = [&](size_t which) { return *args.get<ffi::AnyBuffer>(i * each + which); };
+    const LayerDescriptor& d = described[i];
     LayerWeights& l = all[i];
-    l.attn_norm = floats(operand(kAttnNorm)), l.ffn_norm = floats(operand(kFfnNorm));
-    for (int64_t m = 0; m < own; ++m) {
-      if (!read(&l.matrices[m], description, i * own + m, operand(kFirstMatrix + m)))
+    l.attn_norm = operands.floats_at(d.attn_norm), l.ffn_norm = operands.floats_at(d.ffn_norm);
+    l.post_attention = operands.floats_at(d.post_attention_norm), l.post_ffn = operands.floats_at(d.post_ffw_norm);
+    const int64_t own[kMatrices] = {d.attn_q, d.attn_k, d.attn_v, d.attn_output, predicted ? d.first : d.ffn_gate,
+                                    predicted ? d.second : d.ffn_up, predicted ? -1 : d.ffn_down};
+    for (int64_t m = 0; m < kMatrices; ++m)
+      if (own[m] >= 0 ? !operands.read_biased(own[m], &l.matrices[m]) : m <= kO || !predicted)
         return ffi::Error::InvalidArgument("specsparse layers: a matrix of layer " + std::to_string(i) + " does not fit");
-      l.matrices[m].bias = floats(operand(at.bias() + m));
-    }
     auto keys = *rets.get<ffi::AnyBuffer>(2 * i), values = *rets.get<ffi::AnyBuffer>(2 * i + 1);
-    l.keys = updated(operand(at.keys()), keys), l.values = updated(operand(at.values()), values);
-    l.post_attention = floats(operand(kPostAttention)), l.post_ffn = floats(operand(kPostFfn));
-    auto more = [&](size_t which) { return operand(at.more() + which); };
-    if ((skip && (l.post_ffn || !read_skip(l, more(kUpRows), more(kDownStripes), &l.skip))) ||
-        (predicted && (l.post_ffn || !read_predicted(l, neurons, i, thresholds, eps, more, &rows_of[3 * i], &l.predicted))))
+    l.keys = updated(*operands.at(d.keys), keys), l.values = updated(*operands.at(d.values), values);
+    l.predicted.choice = Choice(choice), l.predicted.relu = relu != 0, l.predicted.ffn.eps = eps;
+    l.predicted.ffn.act = {Activation::Kind(act), threshold}, l.predicted.ffn.up_act = {Activation::Kind(up_act), up_threshold};
+    if ((skip && (l.post_ffn || !read_skip(l, operands.at(d.up_rows), operands.at(d.down_stripes), &l.skip))) ||
+        (predicted && (l.post_ffn || !read_predicted(l, d, operands, &rows_of[3 * i], &l.predicted))))
       return ffi::Error::InvalidArgument("specsparse layers: the neurons of layer " + std::to_string(i) + " do not fit");
   }
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
-  const AttendShape shape = attend_shape(*args.get<ffi::AnyBuffer>(at.values()), rows, all[0].matrices[kQ].matrix.rows, cos,
-                                         sin, length, n_valid, parents, neox != 0);
+  const AttendShape shape = attend_shape(*operands.at(described[0].values), rows, all[0].matrices[kQ].matrix.rows, cos, sin, length,
+                                         n_valid, parents, neox != 0);
   if (!shape.fits()) return ffi::Error::InvalidArgument("specsparse layers: head size and capacity must be multiples of 16");
   for (size_t i = 0; i < count; ++i) {
-    auto norm = [&](size_t which) { return *args.get<ffi::AnyBuffer>(i * each + which); };
-    if (!attend_kind(shape, norm(kQNorm), norm(kKNorm), kinds[2 * i], kinds[2 * i + 1], eps, &all[i].kind))
+    const LayerDescriptor& d = described[i];
+    if (!attend_kind(shape, operands.at(d.attn_q_norm), operands.at(d.attn_k_norm), d.window, d.table, eps, &all[i].kind))
       return ffi::Error::InvalidArgument("specsparse layers: norms or table of layer " + std::to_string(i) + " do not fit");
   }
   thread_local Workspace work;
@@ -318,10 +306,10 @@ ffi::Error call_layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::
     auto to = *rets.get<ffi::BufferR2<ffi::F32>>(rets.size() - 1);
     if (to->dimensions()[0] != rows || to->dimensions()[1] != static_cast<int64_t>(kept) * width)
       return ffi::Error::InvalidArgument("specsparse layers: the rows that are kept do not fit");
-    features = {to->typed_data(), valid.data(), width, {description.begin() + matrices, description.end()}};
+    features = {to->typed_data(), valid.data(), width, {features_of.begin(), features_of.end()}};
     if (static_cast<int64_t>(valid.size()) < rows) std::fill_n(features.data, to->element_count(), 0.0f);
   }
-  run_layers(all, work, Act(act), eps, counts, predicted ? &kept_counts : nullptr, features);
+  run_layers(all, work, predicted ? Act::kNone : Act(act), eps, counts, predicted ? &kept_counts : nullptr, features);
   // int32[count, rows] of result `which` after the caches: `of(layer)` of the rows that count, 0 of the others.
   auto spread = [&](size_t which, auto of) {
     int32_t* to = (*rets.get<ffi::BufferR2<ffi::S32>>(2 * count + which))->typed_data();
@@ -341,36 +329,20 @@ ffi::Error call_layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::
   return ffi::Error::Success();
 }
 
-ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
-                  ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::S32> n_valid, ffi::Buffer<ffi::S32> parents,
-                  ffi::RemainingArgs args, ffi::ResultBuffer<ffi::F32> out, ffi::RemainingRets rets, Ints description,
-                  Ints kinds, int64_t act, float eps, int64_t neox, int64_t skip) {
-  return call_layers(x, cos, sin, length, n_valid, parents, args, out, rets, description, kinds, act, eps, neox,
-                     skip ? Ffns::kSkipping : Ffns::kDense, {}, {});
-}
-
-ffi::Error predicted_layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
-                            ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::S32> n_valid, ffi::Buffer<ffi::S32> parents,
-                            ffi::RemainingArgs args, ffi::ResultBuffer<ffi::F32> out, ffi::RemainingRets rets,
-                            Ints description, Ints kinds, float eps, int64_t neox, Ints neurons, Span<const float> thresholds) {
-  return call_layers(x, cos, sin, length, n_valid, parents, args, out, rets, description, kinds, 0, eps, neox,
-                     Ffns::kPredicted, neurons, thresholds);
-}
-
 }  // namespace
 
 #pragma GCC visibility push(default)
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_linear, linear,
                               (args<Floats, Floats, Floats, Ints32>().RemainingArgs().RemainingRets()
-                                   .Attr<Ints>("description").Attr<int64_t>("act").Attr<float>("eps")
+                                   .Attr<Ints>("matrices").Attr<int64_t>("act").Attr<float>("eps")
                                    .Attr<int64_t>("zeros")));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_add_normed, add_normed,
                               (results<Floats>(args<Floats, Floats, Floats, Ints32>()).Attr<float>("eps")));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_embed, embed,
-                              (results<Floats>(args<AnyBuffer, Ints32>()).Attr<Ints>("description")));
+                              (results<Floats>(args<AnyBuffer, Ints32>()).Attr<Ints>("matrices")));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_argmax, argmax, (results<Ints32>(args<Floats>())));
 
@@ -384,15 +356,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_attend, attend,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_layers, layers,
                               (results<Floats>(args<Floats, Floats, Floats, Ints32, Ints32, Ints32>().RemainingArgs())
                                    .RemainingRets()
-                                   .Attr<Ints>("description").Attr<Ints>("kinds").Attr<int64_t>("act")
-                                   .Attr<float>("eps").Attr<int64_t>("neox").Attr<int64_t>("skip")));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_predicted_layers, predicted_layers,
-                              (results<Floats>(args<Floats, Floats, Floats, Ints32, Ints32, Ints32>().RemainingArgs())
-                                   .RemainingRets()
-                                   .Attr<Ints>("description").Attr<Ints>("kinds").Attr<float>("eps")
-                                   .Attr<int64_t>("neox").Attr<Ints>("neurons")
-                                   .Attr<Span<const float>>("thresholds")));
+                                   .Attr<Ints>("matrices").Attr<Ints>("layers").Attr<Ints>("features")
+                                   .Attr<int64_t>("ffns").Attr<int64_t>("act").Attr<int64_t>("up_act")
+                                   .Attr<float>("threshold").Attr<float>("up_threshold").Attr<int64_t>("choice")
+                                   .Attr<int64_t>("relu").Attr<float>("eps").Attr<int64_t>("neox")));
 
 #pragma GCC visibility pop
 
@@ -400,6 +367,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_predicted_layers, predicted_layers,
 
 #define SPECSPARSE_EXPORT extern "C" __attribute__((visibility("default")))
 
+SPECSPARSE_EXPORT int specsparse_version() { return specsparse::kDescriptorVersion; }
 SPECSPARSE_EXPORT void specsparse_set_threads(int count) { specsparse::set_threads(count); }
 SPECSPARSE_EXPORT int specsparse_threads() { return specsparse::threads(); }
 SPECSPARSE_EXPORT int specsparse_set_isa(const char* name) { return specsparse::set_ops(name); }

@@ -80,11 +80,11 @@ class LutProduct final : public Phases {
 };
 
 ffi::Error lut_linear(ffi::Buffer<ffi::F32> x, ffi::AnyBuffer data, ffi::Buffer<ffi::F32> residual,
-                      ffi::ResultBuffer<ffi::F32> y, Ints description, int64_t sums) {
+                      ffi::ResultBuffer<ffi::F32> y, Ints matrices, int64_t sums) {
   Description d;
   const Matrix& w = d.matrix;
-  if (description.size() != kDescription || !d.read(description.begin(), data.untyped_data(), data.size_bytes()) ||
-      w.codes != Codes::kNibble || w.lut || (w.scales != Scales::kD && w.scales != Scales::kDm) ||
+  if (!read_matrix(matrices, 0, data, &d) || w.codes != Codes::kNibble || w.lut ||
+      (w.scales != Scales::kD && w.scales != Scales::kDm) ||
       w.cols != x.dimensions().back() || sums < 0 || sums > static_cast<int64_t>(Sums::kInt6))
     return ffi::Error::InvalidArgument("specsparse lut_linear: the matrix does not fit");
   thread_local Buffer buffer;
@@ -100,7 +100,7 @@ ffi::Error lut_linear(ffi::Buffer<ffi::F32> x, ffi::AnyBuffer data, ffi::Buffer<
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_lut_linear, lut_linear,
                               (results<Floats>(args<Floats, AnyBuffer, Floats>())
-                                   .Attr<Ints>("description").Attr<int64_t>("sums")));
+                                   .Attr<Ints>("matrices").Attr<int64_t>("sums")));
 
 #pragma GCC visibility pop
 

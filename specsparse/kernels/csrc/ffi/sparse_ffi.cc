@@ -11,24 +11,19 @@ namespace ffi = xla::ffi;
 namespace specsparse {
 namespace {
 
-bool describe(Ints all, int64_t index, const ffi::AnyBuffer& data, NeuronDescription* out) {
-  if (static_cast<int64_t>(all.size()) < (index + 1) * kDescription) return false;
-  return out->read(all.begin() + index * kDescription, data.untyped_data(), data.size_bytes());
-}
-
 const float* optional(const ffi::Buffer<ffi::F32>& b) { return b.element_count() ? b.typed_data() : nullptr; }
 
 ffi::Error sparse_ffn_call(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> keep, ffi::AnyBuffer gate, ffi::AnyBuffer up,
                            ffi::AnyBuffer down, ffi::Buffer<ffi::F32> norm, ffi::Buffer<ffi::F32> residual,
                            ffi::Buffer<ffi::S32> n_valid, ffi::Buffer<ffi::F32> least, ffi::ResultBuffer<ffi::F32> y,
                            ffi::ResultBuffer<ffi::S32> kept, ffi::ResultBuffer<ffi::S32> read,
-                           ffi::ResultBuffer<ffi::S32> nonzero, ffi::ResultBuffer<ffi::S32> active, Ints description,
+                           ffi::ResultBuffer<ffi::S32> nonzero, ffi::ResultBuffer<ffi::S32> active, Ints matrices,
                            int64_t act, float threshold, int64_t up_act, float up_threshold, float eps) {
   NeuronDescription u, d, g;
   const bool gated = gate.element_count() != 0;
   const int64_t rows = x.dimensions()[0];
-  if (!describe(description, 0, up, &u) || !describe(description, 1, down, &d) ||
-      (gated && !describe(description, 2, gate, &g)) || u.rows.cols != x.dimensions()[1] || d.rows.rows != u.rows.rows ||
+  if (!read_matrix(matrices, 0, up, &u) || !read_matrix(matrices, 1, down, &d) ||
+      (gated && !read_matrix(matrices, 2, gate, &g)) || u.rows.cols != x.dimensions()[1] || d.rows.rows != u.rows.rows ||
       static_cast<int64_t>(keep.element_count()) != rows * u.rows.rows)
     return ffi::Error::InvalidArgument("specsparse sparse_ffn: the matrices do not fit");
   const SparseFfn ffn{gated ? &g.rows : nullptr,
@@ -87,7 +82,7 @@ ffi::Error signbit_keep(ffi::Buffer<ffi::F32> x, ffi::AnyBuffer signs, ffi::Buff
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_sparse_ffn, sparse_ffn_call,
                               (results<Floats, Ints32, Ints32, Ints32, Ints32>(
                                    args<Floats, Bytes8, AnyBuffer, AnyBuffer, AnyBuffer, Floats, Floats, Ints32, Floats>())
-                                   .Attr<Ints>("description").Attr<int64_t>("act").Attr<float>("threshold")
+                                   .Attr<Ints>("matrices").Attr<int64_t>("act").Attr<float>("threshold")
                                    .Attr<int64_t>("up_act").Attr<float>("up_threshold").Attr<float>("eps")));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_signbit_keep, signbit_keep,

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "dense/descriptor.h"
 #include "simd/ops.h"
 
 namespace specsparse {
@@ -51,8 +52,8 @@ struct NeuronDescription {
   NeuronDescription(const NeuronDescription&) = delete;
   NeuronDescription& operator=(const NeuronDescription&) = delete;
 
-  // Reads as many integers as a `Description`; false if there are no kernels for it or the `bytes` of data do not hold it.
-  bool read(const int64_t* description, const void* data, int64_t bytes);
+  // False if there are no kernels for it or the `bytes` of data do not hold it.
+  bool read(const MatrixDescriptor& d, const void* data, int64_t bytes);
 };
 
 // A chunk of a row of activations in blocks of 32, as int8; and -kNibbleZero times the sum of the codes of each four columns.

@@ -1,7 +1,152 @@
+// Sixty-four codes as two AVX2 registers: what the neuron kernels need beyond simd_avx2.h.
 #define SPECSPARSE_ISA avx2
-#include "sparse/sparse_simd_avx2.h"
+#include "simd/simd_avx2.h"
+
+namespace specsparse {
+inline namespace SPECSPARSE_ISA {
+
+constexpr int kFloatTokens = 2;  // rows of activations whose sums of floats fit the registers
+constexpr int kBlockGroups = 1;  // groups of a matrix of blocks that are multiplied side by side
+constexpr bool kGroups = false;  // SparseOps::groups
+
+// Lane i of sixteen holds columns 4i .. 4i + 3.
+struct Bytes {
+  __m256i a, b;
+};
+
+inline Bytes load_bytes(const void* p) { return {load256(p), load256(static_cast<const char*>(p) + 32)}; }
+inline Bytes load_nibbles(const void* p) {
+  const __m256i both = load256(p), mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(both, mask), _mm256_and_si256(_mm256_srli_epi16(both, 4), mask)};
+}
+inline Bytes lookup(Bytes x, const int8_t* lut) {
+  const __m256i table = _mm256_broadcastsi128_si256(load128(lut));
+  return {_mm256_shuffle_epi8(table, x.a), _mm256_shuffle_epi8(table, x.b)};
+}
+inline Bytes magnitude(Bytes x) { return {_mm256_abs_epi8(x.a), _mm256_abs_epi8(x.b)}; }
+// Sums of four products each; m = magnitude(w).
+inline I dot4(Bytes m, Bytes w, const int8_t* x) {
+  return {dot4_signed(m.a, w.a, load256(x)), dot4_signed(m.b, w.b, load256(x + 32))};
+}
+// The same for codes that have no sign, added to sixteen sums or, where there are none, to 0.
+inline I dot4_unsigned(const int32_t* sums, Bytes w, const int8_t* x) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  const I found = {_mm256_madd_epi16(_mm256_maddubs_epi16(w.a, load256(x)), ones),
+                   _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, load256(x + 32)), ones)};
+  if (!sums) return found;
+  return {_mm256_add_epi32(found.a, load256(sums)), _mm256_add_epi32(found.b, load256(sums + 8))};
+}
+// Codes of four bits as floats. The upper halves of the floats, which suffice for whole numbers up to 256, are looked up byte
+// by byte; a lane of 128 bits has sixteen columns, and vector K its columns K % 2 + 0, 2, 4, 6 from column 8 * (K / 2) on.
+constexpr int kNibbleChunks = 1;  // made floats together
+struct NibbleTable {
+  __m256i low, high;
+  explicit NibbleTable(const uint16_t* halves) {
+    const __m256i order = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5,
+                                           7, 9, 11, 13, 15);
+    const __m256i first = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load128(halves)), order);
+    const __m256i second = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load128(halves + 8)), order);
+    low = _mm256_unpacklo_epi64(first, second), high = _mm256_unpackhi_epi64(first, second);
+  }
+};
+struct Halves {
+  __m256i a[2], b[2];
+};
+inline Halves to_halves(Bytes x, const NibbleTable& t) {
+  const __m256i al = _mm256_shuffle_epi8(t.low, x.a), ah = _mm256_shuffle_epi8(t.high, x.a);
+  const __m256i bl = _mm256_shuffle_epi8(t.low, x.b), bh = _mm256_shuffle_epi8(t.high, x.b);
+  return {{_mm256_unpacklo_epi8(al, ah), _mm256_unpackhi_epi8(al, ah)}, {_mm256_unpacklo_epi8(bl, bh), _mm256_unpackhi_epi8(bl, bh)}};
+}
+inline __m256 widened(__m256i halves, bool odd) {
+  return _mm256_castsi256_ps(odd ? _mm256_and_si256(halves, _mm256_set1_epi32(-65536)) : _mm256_slli_epi32(halves, 16));
+}
+struct NibbleColumns {
+  Bytes codes;
+  template <int K>
+  F column(const NibbleTable& t) const {
+    const Halves x = to_halves(codes, t);  // once for all K
+    return {widened(x.a[K / 2], K % 2), widened(x.b[K / 2], K % 2)};
+  }
+};
+inline NibbleColumns load_columns(const uint8_t* p) { return {load_nibbles(p)}; }
+inline NibbleColumns load_last_columns(const uint8_t* p) { return load_columns(p); }
+constexpr int nibble_lane(int c) { return (c % 16 / 8 * 2 + c % 2) * 16 + c / 16 * 4 + c % 8 / 2; }
+struct NibbleScales {
+  F v;
+  F of(int) const { return v; }
+};
+inline NibbleScales nibble_scales(const float* s) { return {{_mm256_broadcast_ss(s), _mm256_broadcast_ss(s + 1)}}; }
+// reduce_add of four at once: the same sums.
+inline void reduce_add_four(const F* x, float* out) {
+  const auto quarter = [](F v) {
+    const __m256 t = _mm256_add_ps(v.a, v.b);
+    return _mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1));
+  };
+  sum_quarters(quarter(x[0]), quarter(x[1]), quarter(x[2]), quarter(x[3]), out);
+}
+// The scales of a chunk's 2 * SUBS sub-blocks, each in the lanes of its columns.
+template <int SUBS>
+inline F spread_scales(const float* s) {
+  if (SUBS == 1) return {_mm256_broadcast_ss(s), _mm256_broadcast_ss(s + 1)};
+  return {_mm256_set_m128(_mm_broadcast_ss(s + 1), _mm_broadcast_ss(s)),
+          _mm256_set_m128(_mm_broadcast_ss(s + 3), _mm_broadcast_ss(s + 2))};
+}
+
+// Lane i: the codes of row i, without sign, at `offset`, times a in the low half of the bytes and times b in the high half.
+// Rows from 4 * quads on are not read.
+inline void chunk_sums(const uint8_t* const* rows, int64_t offset, const int8_t* a, const int8_t* b, int quads, I* sum_a,
+                       I* sum_b) {
+  const __m256i xa = load256(a), xb = load256(b), ones = _mm256_set1_epi16(1);
+  __m256i fours[2][4];
+  each<4>([&](auto g) SPECSPARSE_EACH {
+    fours[0][g] = fours[1][g] = _mm256_setzero_si256();
+    if (g >= quads) return;
+    __m256i va[4], vb[4];
+    each<4>([&](auto i) SPECSPARSE_EACH {
+      const Bytes w = load_nibbles(rows[4 * g + i] + offset);
+      va[i] = _mm256_madd_epi16(_mm256_maddubs_epi16(w.a, xa), ones);
+      vb[i] = _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, xb), ones);
+    });
+    fours[0][g] = _mm256_hadd_epi32(_mm256_hadd_epi32(va[0], va[1]), _mm256_hadd_epi32(va[2], va[3]));
+    fours[1][g] = _mm256_hadd_epi32(_mm256_hadd_epi32(vb[0], vb[1]), _mm256_hadd_epi32(vb[2], vb[3]));
+  });
+  const auto pair = [](__m256i p, __m256i q) {
+    return _mm256_add_epi32(_mm256_permute2x128_si256(p, q, 0x20), _mm256_permute2x128_si256(p, q, 0x31));
+  };
+  *sum_a = {pair(fours[0][0], fours[0][1]), pair(fours[0][2], fours[0][3])};
+  *sum_b = {pair(fours[1][0], fours[1][1]), pair(fours[1][2], fours[1][3])};
+}
+
+// Thirty-two sums of 16 bits.
+struct Shorts {
+  __m256i a, b;
+};
+inline Shorts zero_shorts() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+// What a code is multiplied with.
+struct Multiples {
+  __m256i v;
+};
+inline Multiples multiples(int8_t q) { return {_mm256_set1_epi16(q)}; }
+// Adds q times (nibble k of each lane of 16 bits - 8) to sums[k].
+template <int PARTS>
+inline void add_multiples(const uint8_t* codes, Multiples q, Shorts* sums) {
+  const __m256i a = load256(codes), b = load256(codes + 32), mask = _mm256_set1_epi16(15), eight = _mm256_set1_epi16(8);
+  const auto times = [&](__m256i nibbles) { return _mm256_mullo_epi16(_mm256_sub_epi16(_mm256_and_si256(nibbles, mask), eight), q.v); };
+  each<PARTS>([&](auto k) SPECSPARSE_EACH {
+    sums[k].a = _mm256_add_epi16(sums[k].a, times(_mm256_srli_epi16(a, 4 * k)));
+    sums[k].b = _mm256_add_epi16(sums[k].b, times(_mm256_srli_epi16(b, 4 * k)));
+  });
+}
+inline I widen(__m256i x) {
+  return {_mm256_cvtepi16_epi32(_mm256_castsi256_si128(x)), _mm256_cvtepi16_epi32(_mm256_extracti128_si256(x, 1))};
+}
+inline I low_half(Shorts x) { return widen(x.a); }
+inline I high_half(Shorts x) { return widen(x.b); }
+
+}  // namespace SPECSPARSE_ISA
+}  // namespace specsparse
+
 #include "sparse/sparse.inl"
-#include "sparse/zero_skip.inl"
 
 namespace specsparse {
 const SparseOps kAvx2SparseOps = SPECSPARSE_SPARSE_TABLE;

@@ -1,13 +1,185 @@
-// What the steps of one call of a sparse FFN share, however many rows it has.
+// What the steps of one call of a sparse FFN share: rows of activations, the neurons that rows keep, and the two ways to compute
+// them, for a single row on a few threads and for several rows.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstring>
+#include <new>
+#include <vector>
 
-#include "sparse/sparse_inputs.h"
+#include "pool/pool.h"
+#include "sparse/sparse_ffn.h"
 
 namespace specsparse {
+// Begins with a cache line, so that no vector of 64 bytes lies in two.
+template <class T>
+struct WholeLines {
+  using value_type = T;
+  static constexpr std::align_val_t kLine{64};
+  WholeLines() = default;
+  template <class U>
+  WholeLines(const WholeLines<U>&) {}
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), kLine)); }
+  void deallocate(T* p, size_t) { ::operator delete(p, kLine); }
+  template <class U>
+  bool operator==(const WholeLines<U>&) const {
+    return true;
+  }
+  template <class U>
+  bool operator!=(const WholeLines<U>&) const {
+    return false;
+  }
+};
+template <class T>
+using Lines = std::vector<T, WholeLines<T>>;
+
+// Memory that a calling thread keeps from call to call.
+template <class T, class A>
+T* reserve(std::vector<T, A>& v, int64_t count) {
+  if (static_cast<int64_t>(v.size()) < count) v.resize(count);
+  return v.data();
+}
+
+// Rows of activations as `Input`s.
+class Inputs {
+ public:
+  // Room for `count` rows.
+  void make(const SparseFfn& ffn, int64_t count) {
+    cols_ = ffn.up.cols, padded_ = ffn.up.chunks() * kChunk, blocks_ = (padded_ / kBlock + 15) / 16 * 16;
+    quantise_ = !ffn.up.is_float() || (ffn.gate && !ffn.gate->is_float());
+    // prepare() of the dense kernels wants whole blocks: columns are filled up before, not after.
+    reserve(x_, count * padded_), reserve(q_, padded_ / kBlock * count), reserve(chunks_, count * padded_ / kChunk);
+    reserve(scales_, 6 * count * blocks_), reserve(inputs_, count);
+    pointers_.clear();
+    for (int64_t i = 0; i < count; ++i) pointers_.push_back(&inputs_[i]);
+  }
+
+  // Row i.
+  void prepare(const float* x, const SparseFfn& ffn, int64_t i) {
+    float* to = x_.data() + i * padded_;
+    const Activations one{cols_, 0, to, nullptr};
+    ops().prepare(x, ffn.norm, ffn.eps, one, 0, false);
+    std::fill(to + cols_, to + padded_, 0.0f);
+    inputs_[i].x = to;
+    if (quantise_)
+      quantise(i, to, q_.data() + i * (padded_ / kBlock), chunks_.data() + i * (padded_ / kChunk), scales_.data() + 6 * i * blocks_);
+  }
+
+  const Input* operator[](int64_t i) const { return pointers_[i]; }
+
+ private:
+  // The dense kernels' blocks, their fields one after the other.
+  void quantise(int64_t i, float* x, QBlock* q, InputChunk* chunks, float* at) {
+    const int64_t blocks = padded_ / kBlock;
+    thread_local Lines<float> copy;
+    float* same = reserve(copy, padded_);
+    ops().prepare(x, nullptr, 0.0f, Activations{padded_, blocks, same, q}, 0, true);
+    std::fill(at, at + 6 * blocks_, 0.0f);
+    float *one = at, *two = at + blocks_, *sum = at + 3 * blocks_, *sums = at + 4 * blocks_;
+    for (int64_t b = 0; b < blocks; ++b) {
+      std::memcpy(chunks[b / 2].codes + b % 2 * kBlock, q[b].q, kBlock);
+      one[b] = two[2 * b] = two[2 * b + 1] = q[b].scale;
+      sum[b] = q[b].shift, sums[2 * b] = q[b].shifts[0], sums[2 * b + 1] = q[b].shifts[1];
+    }
+    for (int64_t c = 0; c < padded_ / kChunk; ++c)
+      for (int64_t k = 0; k < kChunk; k += 4) {
+        const int8_t* codes = chunks[c].codes + k;
+        chunks[c].lows[k / 4] = -kNibbleZero * (codes[0] + codes[1] + codes[2] + codes[3]);
+      }
+    inputs_[i].chunks = chunks;
+    inputs_[i].scales[0] = one, inputs_[i].scales[1] = two;
+    inputs_[i].sums[0] = sum, inputs_[i].sums[1] = sums;
+  }
+
+  int64_t cols_, padded_, blocks_;
+  bool quantise_;
+  Lines<float> x_, scales_;
+  std::vector<QBlock> q_;
+  std::vector<InputChunk> chunks_;
+  std::vector<Input> inputs_;
+  std::vector<const Input*> pointers_;
+};
+
+// Bit k is set where byte k of eight is not 0.
+inline uint64_t set_bytes_of_eight(const uint8_t* bytes) {
+  constexpr uint64_t kLow = 0x7f7f7f7f7f7f7f7f, kGather = 0x0102040810204080;
+  uint64_t v;
+  std::memcpy(&v, bytes, 8);
+  v = (((v & kLow) + kLow) | v) & ~kLow;  // the highest bit of each byte that is not 0
+  return (v >> 7) * kGather >> 56;
+}
+
+// The same of 64.
+inline uint64_t set_bytes(const uint8_t* bytes) {
+  uint64_t found = 0;
+  for (int i = 0; i < 8; ++i) found |= set_bytes_of_eight(bytes + 8 * i) << (8 * i);
+  return found;
+}
+
+// Which bits of a byte are set, ascending.
+struct Places {
+  uint8_t of[256][8] = {};
+  constexpr Places() {
+    for (int byte = 0; byte < 256; ++byte)
+      for (int bit = 0, found = 0; bit < 8; ++bit)
+        if (byte >> bit & 1) of[byte][found++] = static_cast<uint8_t>(bit);
+  }
+};
+inline constexpr Places kPlaces;
+
+// The neurons that any of some rows keeps, ascending, and which of the rows do.
+struct Union {
+  int64_t count = 0;
+  std::vector<int32_t> neurons;
+  std::vector<uint64_t> rows;  // of each neuron
+
+  void make(int64_t width) { reserve(neurons, width), reserve(rows, width); }
+
+  // Lists neurons [first, last) that a single row keeps, from `at` <= first on, and says how many there are. Without a branch:
+  // which neurons are kept cannot be guessed.
+  int64_t list(const uint8_t* keep, int64_t first, int64_t last, int64_t at) {
+    int32_t* to = neurons.data() + at;
+    int64_t j = first;
+    for (; j + 8 <= last; j += 8) {
+      const uint64_t set = set_bytes_of_eight(keep + j);
+      const uint8_t* places = kPlaces.of[set];
+      for (int k = 0; k < 8; ++k) to[k] = static_cast<int32_t>(j) + places[k];
+      to += __builtin_popcountll(set);
+    }
+    for (; j < last; ++j) *to = static_cast<int32_t>(j), to += keep[j] != 0;
+    return to - neurons.data() - at;
+  }
+
+  // By `keep` [., width] of rows `ids`, of which there are up to kSparseRows; kept[id] is how many the row keeps.
+  void collect(const uint8_t* keep, int64_t width, const int32_t* ids, int64_t total, int32_t* kept) {
+    make(width);
+    count = 0;
+    if (total == 1) {
+      kept[ids[0]] = static_cast<int32_t>(count = list(keep + ids[0] * width, 0, width, 0));
+      std::fill_n(rows.begin(), count, 1);
+      return;
+    }
+    for (int64_t t = 0; t < total; ++t) kept[ids[t]] = 0;
+    for (int64_t first = 0; first < width; first += 64) {
+      uint64_t words[kSparseRows], any = 0;
+      for (int64_t t = 0; t < total; ++t) {
+        const uint8_t* from = keep + ids[t] * width + first;
+        uint8_t last[64] = {};
+        if (first + 64 > width) from = std::copy_n(from, width - first, last) - (width - first);
+        any |= words[t] = set_bytes(from);
+        kept[ids[t]] += __builtin_popcountll(words[t]);
+      }
+      for (; any; any &= any - 1, ++count) {
+        const int place = __builtin_ctzll(any);
+        uint64_t mask = 0;
+        for (int64_t t = 0; t < total; ++t) mask |= (words[t] >> place & 1) << t;
+        neurons[count] = static_cast<int32_t>(first + place), rows[count] = mask;
+      }
+    }
+  }
+};
 
 // Neurons that have something to add to a row, ascending, and what they are multiplied with.
 struct Added {
@@ -67,5 +239,84 @@ inline void activate(float* x, int64_t count, Activation act) {
     for (int64_t i = 0; i < whole; i += kOnes.size()) ops().glu(x + i, kOnes.data(), std::min<int64_t>(whole - i, kOnes.size()), Act::kSilu);
   }
 }
+
+// The neurons that a single row keeps, on a few threads.
+//
+// Items are ranges of whole segments, from the gate to the output: all gates, then up of those that are open, then down. Each of
+// the three goes through its rows at an even pace, some of them being fetched while as many before are multiplied; the last
+// fetch the first of the matrix that follows.
+class OneRow {
+ public:
+  static constexpr int64_t kMostThreads = 8;  // to which segments are shared out evenly enough
+
+  // `call` has its neurons, or will have about `expected` of them.
+  void begin(SparseCall& call, int64_t expected);
+  int64_t items() const { return items_; }
+  // The first segment of an item.
+  int64_t segment(int64_t item) const { return share_begin(SparseCall::kSegments, item, items_); }
+  void run(int64_t item) { run(item, call_->begin_of(segment(item)), call_->begin_of(segment(item + 1))); }
+  // The same, of neurons [first, last) of the union.
+  void run(int64_t item, int64_t first, int64_t last);
+
+ private:
+  static constexpr int64_t kItemNeurons = 48;       // of an item at least: its first and last rows have nothing beside them
+  static constexpr int64_t kAhead = 8;              // rows that are on their way, at most
+  static constexpr int64_t kAheadBytes = 36 << 10;  // of them, at most
+  static constexpr int64_t kBatch = 16;             // products whose activations are taken together
+
+  // Neurons whose gates are open: which, where they stand in the union, and their gates.
+  struct Opened {
+    int64_t count;
+    int32_t *neurons, *places;
+    float* gates;
+  };
+
+  void open(int64_t first, int64_t last, Opened* to, float* products, float* scratch) const;
+  void multiply(const Opened& from, Added* list, float* products, float* scratch) const;
+  void add(const Added& list, int64_t segment, float* scratch) const;
+
+  SparseCall* call_;
+  int64_t items_, ahead_;
+};
+
+// The neurons that several rows keep between them.
+//
+// Gate and up by items of neurons, for the rows that keep them; then what each row's neurons add as one list, row by row; then
+// down by segments.
+class SeveralRows {
+ public:
+  // `call` has its neurons.
+  void begin(SparseCall& call);
+  int64_t items() const { return items_; }
+  void hidden(int64_t item);
+  void join(int64_t t);
+  void project(int64_t segment);
+
+ private:
+  static constexpr int64_t kLeastNeurons = 32, kItemNeurons = 64;  // of one item
+  static constexpr int64_t kTileBytes = 256 << 10;  // of down rows that the rows of activations read in turn: half a core's L2
+  static constexpr int64_t kSumBytes = 128 << 10;   // of the sums that they are added to
+  static constexpr int64_t kAheadBytes = 8 << 10;   // of the rows that are fetched ahead of a product
+
+  // Neurons to be fetched, of which `at` were.
+  struct Ahead {
+    const int32_t* neurons;
+    int64_t count, at = 0;
+  };
+
+  int64_t products(const NeuronRows& w, int64_t first, int64_t last, const uint64_t* masks, float* out, float* scratch,
+                   const NeuronRows& next, Ahead ahead) const;
+  int64_t products_by_neuron(const NeuronRows& w, int64_t first, int64_t last, const uint64_t* masks, float* out,
+                             float* scratch) const;
+  const int32_t* shared_ahead(const Added& list, int64_t some, int64_t stop, int64_t t, int64_t begin, int64_t step,
+                              bool first) const;
+
+  SparseCall* call_;
+  int64_t per_item_, items_;
+  std::vector<Added> tiles_;  // by item, then row
+  std::vector<Added> lists_;  // by row: its tiles one after the other
+  std::vector<int32_t> neurons_;
+  std::vector<float> values_;
+};
 
 }  // namespace specsparse

@@ -2,9 +2,8 @@
 
 #include <numeric>
 
-#include "pool/pool.h"
-#include "sparse/one_row.h"
-#include "sparse/several_rows.h"
+#include "simd/kinds.h"
+#include "sparse/sparse_call.h"
 
 namespace specsparse {
 namespace {
@@ -142,6 +141,25 @@ void sparse_ffn(const SparseFfn& ffn, const float* x, const uint8_t* keep, const
       counts->read += !(before & 1), counts->active += call.active(i) && !(before & 2);
     }
   }
+}
+
+const SparseOps& sparse_ops() {
+#if defined(__x86_64__)
+  if (ops().registers == Registers::kAvx512) return kAvx512SparseOps;
+  if (ops().registers == Registers::kAvx2) return kAvx2SparseOps;
+#endif
+  return kPortableSparseOps;
+}
+
+bool NeuronDescription::read(const MatrixDescriptor& d, const void* data, int64_t bytes) {
+  rows = {static_cast<const uint8_t*>(data), d.rows, d.cols, d.bytes, Codes(d.codes), Scales(d.scales), d.sub,
+          static_cast<int32_t>(d.zero), nullptr};
+  bool has_lut = false;
+  for (int i = 0; i < 16; ++i) lut[i] = static_cast<int8_t>(d.lut[i]), has_lut |= d.lut[i] != 0;
+  if (has_lut) rows.lut = lut;
+  const bool from_zero = rows.codes == Codes::kNibble && rows.scales == Scales::kD && !has_lut;  // the kernels know Q4_0 by that
+  if (rows.zero != (from_zero ? kNibbleZero : 0)) return false;
+  return has_kernels(rows) && bytes >= rows.rows * rows.row_bytes;
 }
 
 }  // namespace specsparse

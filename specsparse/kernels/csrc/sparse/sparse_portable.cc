@@ -1,7 +1,150 @@
+// Sixty-four codes in plain C++: what the neuron kernels need beyond simd_portable.h.
 #define SPECSPARSE_ISA portable
-#include "sparse/sparse_simd_portable.h"
+#include "simd/simd_portable.h"
+
+namespace specsparse {
+inline namespace SPECSPARSE_ISA {
+
+constexpr int kFloatTokens = 2;  // rows of activations whose sums of floats fit the registers
+constexpr int kBlockGroups = 1;  // groups of a matrix of blocks that are multiplied side by side
+constexpr bool kGroups = false;  // SparseOps::groups
+
+// Lane i of sixteen holds columns 4i .. 4i + 3.
+struct Bytes {
+  int8_t v[64];
+};
+
+inline Bytes load_bytes(const void* p) {
+  Bytes r;
+  std::memcpy(r.v, p, 64);
+  return r;
+}
+SPECSPARSE_SHARED Bytes load_nibbles(const void* p) {
+  const uint8_t* b = static_cast<const uint8_t*>(p);
+  Bytes r;
+  for (int i = 0; i < 32; ++i) r.v[i] = b[i] & 15, r.v[32 + i] = b[i] >> 4;
+  return r;
+}
+SPECSPARSE_SHARED Bytes lookup(Bytes x, const int8_t* lut) {
+  for (int8_t& v : x.v) v = lut[v];
+  return x;
+}
+inline const Bytes& magnitude(const Bytes& x) { return x; }  // only the others want it
+// Sums of four products each.
+SPECSPARSE_SHARED I dot4(const Bytes&, const Bytes& w, const int8_t* x) {
+  I r{};
+  for (int i = 0; i < 64; ++i) r.v[i / 4] += w.v[i] * x[i];
+  return r;
+}
+// The same added to sixteen sums or, where there are none, to 0.
+SPECSPARSE_SHARED I dot4_unsigned(const int32_t* sums, const Bytes& w, const int8_t* x) {
+  I found = dot4(w, w, x);
+  for (int i = 0; sums && i < 16; ++i) found.v[i] += sums[i];
+  return found;
+}
+// Codes of four bits as floats, whose upper halves `halves` are; vector K of sixteen columns has K % 2 + 0, 2, 4, 6 from
+// column 8 * (K / 2) on.
+constexpr int kNibbleChunks = 1;  // made floats together
+struct NibbleTable {
+  const uint16_t* halves;
+  explicit NibbleTable(const uint16_t* halves) : halves(halves) {}
+};
+SPECSPARSE_SHARED F lookup_floats(const int8_t* codes, int k, const uint16_t* halves) {
+  F r;
+  for (int i = 0; i < 16; ++i) {
+    const uint32_t bits = static_cast<uint32_t>(halves[codes[i / 4 * 16 + k / 2 * 8 + i % 4 * 2 + k % 2]]) << 16;
+    std::memcpy(&r.v[i], &bits, 4);
+  }
+  return r;
+}
+struct NibbleColumns {
+  Bytes codes;
+  template <int K>
+  F column(const NibbleTable& t) const {
+    return lookup_floats(codes.v, K, t.halves);
+  }
+};
+inline NibbleColumns load_columns(const uint8_t* p) { return {load_nibbles(p)}; }
+inline NibbleColumns load_last_columns(const uint8_t* p) { return load_columns(p); }
+constexpr int nibble_lane(int c) { return (c % 16 / 8 * 2 + c % 2) * 16 + c / 16 * 4 + c % 8 / 2; }
+// reduce_add of four.
+inline void reduce_add_four(const F* x, float* out) {
+  for (int i = 0; i < 4; ++i) out[i] = reduce_add(x[i]);
+}
+// The scales of a chunk's 2 * SUBS sub-blocks, each in the lanes of its columns.
+template <int SUBS>
+SPECSPARSE_SHARED F spread_scales(const float* s) {
+  F r;
+  for (int i = 0; i < 16; ++i) r.v[i] = s[i * SUBS / 8];
+  return r;
+}
+
+struct NibbleScales {
+  F v;
+  const F& of(int) const { return v; }
+};
+inline NibbleScales nibble_scales(const float* s) { return {spread_scales<1>(s)}; }
+
+// Bits of kWordsAtOnce words that differ.
+constexpr int64_t kWordsAtOnce = 1;
+inline int64_t count_differing(const uint64_t* a, const uint64_t* b) { return __builtin_popcountll(*a ^ *b); }
+
+// Lane i: the codes of row i, without sign, at `offset`, times a in the low half of the bytes and times b in the high half.
+// Rows from 4 * quads on are not read.
+SPECSPARSE_SHARED void chunk_sums(const uint8_t* const* rows, int64_t offset, const int8_t* a, const int8_t* b, int quads, I* sum_a,
+                       I* sum_b) {
+  I one{}, two{};
+  for (int i = 0; i < 4 * quads; ++i)
+    for (int k = 0; k < 32; ++k) {
+      const uint8_t both = rows[i][offset + k];
+      one.v[i] += (both & 15) * a[k], two.v[i] += (both >> 4) * b[k];
+    }
+  *sum_a = one, *sum_b = two;
+}
+
+// Sixteen halves of each of sixteen rows at `offset`, turned: out[16 b + i] is half b of row i.
+SPECSPARSE_SHARED void turn_halves(const uint8_t* const* rows, int64_t offset, float* out) {
+  for (int b = 0; b < 16; ++b) {
+    uint16_t column[16];
+    for (int i = 0; i < 16; ++i) std::memcpy(column + i, rows[i] + offset + 2 * b, 2);
+    store(out + 16 * b, load_f16(column));
+  }
+}
+
+// Thirty-two sums of 16 bits.
+struct Shorts {
+  int16_t v[32];
+};
+inline Shorts zero_shorts() { return Shorts{}; }
+// What a code is multiplied with.
+using Multiples = int8_t;
+inline Multiples multiples(int8_t q) { return q; }
+// Adds q times (nibble k of each lane of 16 bits - 8) to sums[k].
+template <int PARTS>
+inline void add_multiples(const uint8_t* codes, Multiples q, Shorts* sums) {
+  for (int i = 0; i < 32; ++i) {
+    const int both = codes[2 * i] | codes[2 * i + 1] << 8;
+    for (int k = 0; k < PARTS; ++k) sums[k].v[i] = static_cast<int16_t>(sums[k].v[i] + ((both >> 4 * k & 15) - 8) * q);
+  }
+}
+inline I widen(const int16_t* x) {
+  I r;
+  for (int i = 0; i < 16; ++i) r.v[i] = x[i];
+  return r;
+}
+inline I low_half(const Shorts& x) { return widen(x.v); }
+inline I high_half(const Shorts& x) { return widen(x.v + 16); }
+// Bit i: byte i of 32 is not 0.
+inline uint32_t nonzero_bytes(const int8_t* p) {
+  uint32_t bits = 0;
+  for (int i = 0; i < 32; ++i) bits |= static_cast<uint32_t>(p[i] != 0) << i;
+  return bits;
+}
+
+}  // namespace SPECSPARSE_ISA
+}  // namespace specsparse
+
 #include "sparse/sparse.inl"
-#include "sparse/zero_skip.inl"
 
 namespace specsparse {
 const SparseOps kPortableSparseOps = SPECSPARSE_SPARSE_TABLE;

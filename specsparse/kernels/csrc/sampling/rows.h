@@ -1,4 +1,4 @@
-// A row of logits and its law, with the definitions of engine/sampling/row_laws.py.
+// A row of logits and its distribution, with the definitions of engine/sampling/probs.py.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ struct Row {
   }
 };
 
-// The numbers of a law.
+// Sampling parameters of a row.
 struct Shape {
   float temperature, log_min_p, top_p;
   int64_t top_k;
@@ -48,7 +48,7 @@ struct Shapes {
   }
 };
 
-// The weights of a row's law, in row->e, and their mass; or the one token of a greedy row, or of one without any token.
+// The weights of a row's tokens, in row->e, and their mass; or the one token of a greedy row, or of one without any token.
 struct Weighed {
   int64_t only = -1;
   float total = 1.0f;
@@ -56,10 +56,10 @@ struct Weighed {
 
 Weighed weigh_row(const float* logits, int64_t count, const Shape& shape, float top, Row* into);
 
-// The law itself, p[i] of each token; false where the logits are no law (NaN, +inf or nothing above -inf).
-bool law_row(const float* logits, int64_t count, const Shape& shape, float* p);
+// p[i] of each token; false if the logits have no distribution (NaN, +inf or nothing above -inf).
+bool probs_row(const float* logits, int64_t count, const Shape& shape, float* p);
 
-// Sum of row->e, in the order of `row_laws.mass`.
+// Sum of row->e, in the order of `probs.mass`.
 float mass(Row* row);
 
 // The token that the kUniforms numbers u draw, by row->e, none of it below 0 and 0 beyond the vocabulary.

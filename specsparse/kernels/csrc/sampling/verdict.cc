@@ -1,10 +1,10 @@
-// Verdicts on chains by rejection and by block verification, with the definitions of speculative/verifiers: p is the law of
-// a row, q what a token was drawn from. No law is written down.
+// Verdicts on chains by rejection and by block verification, with the definitions of speculative/verifiers: p is the target's
+// distribution at a row, q the one that its token was drawn from.
 #include <algorithm>
 #include <vector>
 
-#include "laws/rows.h"
 #include "pool/pool.h"
+#include "sampling/rows.h"
 #include "simd/ops.h"
 
 namespace ffi = xla::ffi;
@@ -12,7 +12,7 @@ namespace ffi = xla::ffi;
 namespace specsparse {
 namespace {
 
-// The draft of one sequence, the laws of its rows, and its uniforms.
+// The draft of one sequence, the distributions of its rows, and its uniforms.
 struct Chain {
   const float* p;         // [count + 1, width]
   const float* q;         // [count, width], or null: 1 at the token
@@ -31,7 +31,7 @@ struct Chain {
   }
 };
 
-// The law of the token after `accepted` ones.
+// The end of an accepted path.
 struct End {
   int64_t accepted = 0;
   float weight = 1.0f;
@@ -44,8 +44,8 @@ void gap(const Chain& c, int64_t i, float weight, Row* row) {
   row->make_room(c.width);
   const float *p = c.p + i * c.width, *q = c.q ? c.q + i * c.width : nullptr;
   float* e = row->e.data();
-  const auto over = [&](float law, float below) {  // NaN stays NaN
-    const float part = weight * law, g = (part < 0.0f ? 0.0f : part) - below;
+  const auto over = [&](float above, float below) {  // NaN stays NaN
+    const float part = weight * above, g = (part < 0.0f ? 0.0f : part) - below;
     return g < 0.0f ? 0.0f : g;
   };
   if (q) {
@@ -81,8 +81,8 @@ End block(const Chain& c, Row* row) {
   return end;
 }
 
-// The token after the accepted ones, of p if they are all, or of norm(max(0, weight * p - q)), or of weight * p where that
-// has no mass or may not be used; -1 where it is no law.
+// The token after the accepted ones: from p if they are all, else from norm(max(0, weight * p - q)), or from weight * p if that
+// has no mass or may not be used; -1 if there is no distribution.
 int32_t last(const Chain& c, const End& end, bool usable, Row* row) {
   const int64_t i = end.accepted;
   const float* p = c.p + i * c.width;
@@ -120,7 +120,7 @@ float alpha(const float* p, const float* q, int32_t token, int64_t width) {
 }
 
 // Of the rows i < n_valid[b] of each sequence; the others are not looked at. `temperature` and the like may be empty: the
-// rows are laws then, and otherwise logits. With `whole` by `Block`, without by `Rejection`, which has alphas.
+// rows are probabilities then, and otherwise logits. With `whole` by `Block`, without by `Rejection`, which has alphas.
 ffi::Error judge(Floats rows, Floats temperature, Floats log_min_p, Ints32 top_k, Floats top_p, Ints32 n_valid, Ints32 tokens,
                  Floats q, Floats coins, Floats u, int64_t whole, ffi::ResultBuffer<ffi::S32> accepted,
                  ffi::ResultBuffer<ffi::S32> token, ffi::ResultBuffer<ffi::PRED> failed, ffi::ResultBuffer<ffi::F32> alphas) {
@@ -132,11 +132,11 @@ ffi::Error judge(Floats rows, Floats temperature, Floats log_min_p, Ints32 top_k
   if (batch * n != count || (shapes.count() && shapes.count() != batch) || !is(tokens, batch * nodes) ||
       !is(coins, batch * nodes) || !is(u, batch * kUniforms) || (q.element_count() && !is(q, batch * nodes * width)))
     return ffi::Error::InvalidArgument("specsparse judge: rows, drafts and uniforms do not go together");
-  thread_local std::vector<float> laws;
+  thread_local std::vector<float> probs;
   thread_local std::vector<int64_t> wanted;
-  if (shapes.count()) laws.resize(count * width);
-  const float* p = shapes.count() ? laws.data() : rows.typed_data();
-  // The row after a whole draft is rarely reached, so its law waits until it is.
+  if (shapes.count()) probs.resize(count * width);
+  const float* p = shapes.count() ? probs.data() : rows.typed_data();
+  // The row after a whole draft is rarely reached, so its probabilities wait until it is.
   const auto drafted = [&](int64_t b) { return std::min<int64_t>(n_valid.typed_data()[b], n) - 1; };
   wanted.clear();
   for (int64_t r = 0; r < count; ++r)
@@ -145,13 +145,13 @@ ffi::Error judge(Floats rows, Floats temperature, Floats log_min_p, Ints32 top_k
   const auto q_of = [&](int64_t b, int64_t i) -> const float* {
     return q.element_count() ? q.typed_data() + (b * nodes + i) * width : nullptr;
   };
-  const auto write_law = [&, own = laws.data()](int64_t r) {
-    if (shapes.count() && !law_row(rows.typed_data() + r * width, width, shapes.of(r / n), own + r * width))
+  const auto write_probs = [&, own = probs.data()](int64_t r) {
+    if (shapes.count() && !probs_row(rows.typed_data() + r * width, width, shapes.of(r / n), own + r * width))
       std::fill_n(own + r * width, width, 0.0f);
   };
   const auto weigh = [&, at = wanted.data()](int64_t item) {
     const int64_t r = at[item], b = r / n, i = r % n;
-    write_law(r);
+    write_probs(r);
     if (!whole)
       alphas->typed_data()[b * nodes + i] = alpha(p + r * width, q_of(b, i), tokens.typed_data()[b * nodes + i], width);
   };
@@ -162,8 +162,8 @@ ffi::Error judge(Floats rows, Floats temperature, Floats log_min_p, Ints32 top_k
     const Chain c{p + b * n * width, q_of(b, 0), tokens.typed_data() + b * nodes, coins.typed_data() + b * nodes,
                   drafted(b), width, u.typed_data() + b * kUniforms};
     const End end = whole ? block(c, &row) : reject(c);
-    if (end.accepted == c.count) write_law(b * n + end.accepted);
-    // A token that its own law could not have drawn leaves p owed in full.
+    if (end.accepted == c.count) write_probs(b * n + end.accepted);
+    // A token that q could not have drawn leaves p owed in full.
     const bool usable = whole || end.accepted == c.count || c.q_at(end.accepted) > 0.0f;
     const int32_t found = last(c, end, usable, &row);
     accepted->typed_data()[b] = static_cast<int32_t>(end.accepted);

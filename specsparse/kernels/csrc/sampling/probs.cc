@@ -1,5 +1,5 @@
-// Laws of single rows and draws from them, with the definitions of engine/sampling/row_laws.py.
-#include "laws/rows.h"
+// Distributions of single rows and draws from them, with the definitions of engine/sampling/probs.py.
+#include "sampling/rows.h"
 
 #include <algorithm>
 #include <cmath>
@@ -90,7 +90,7 @@ float select(Row* row, float from, F counts, double wanted) {
 float mass_threshold(Row* row, double wanted, double total, float top, float temperature, float floor) {
   constexpr int kRanges = 512;
   double weight[kRanges];
-  // Most laws are over after the first few nats; what is left below the second depth is surely too little to matter.
+  // Most distributions end within the first few nats; the rest below the second depth is surely too little to matter.
   const float second = std::log(row->width / std::max(total - wanted, 1e-30));
   for (float depth = 4.0f;; depth = depth < second ? second : 2.0f * depth) {
     const float from = std::max(floor, top - depth * temperature), scale = kRanges / (depth * temperature);
@@ -154,17 +154,17 @@ Weighed weigh_row(const float* logits, int64_t count, const Shape& shape, float 
   return {-1, total};
 }
 
-bool law_row(const float* logits, int64_t count, const Shape& shape, float* p) {
+bool probs_row(const float* logits, int64_t count, const Shape& shape, float* p) {
   thread_local Row row;
   bool wild;
   const float top = ops().peak(logits, count, &wild);
-  const Weighed law = weigh_row(logits, count, shape, top, &row);
-  if (law.only >= 0) {
+  const Weighed weighed = weigh_row(logits, count, shape, top, &row);
+  if (weighed.only >= 0) {
     std::fill_n(p, count, 0.0f);
-    p[law.only] = 1.0f;
+    p[weighed.only] = 1.0f;
   } else {
     const float* e = row.e.data();
-    for (int64_t i = 0; i < count; ++i) p[i] = e[i] / law.total;
+    for (int64_t i = 0; i < count; ++i) p[i] = e[i] / weighed.total;
   }
   return !wild && top > kLowest;
 }
@@ -213,7 +213,7 @@ int32_t draw_row(const float* p, int64_t count, const float* u) {
   return draw_from(&row, u);
 }
 
-// What `draw_row` draws from what `law_row` writes, the law's share of `token`, and whether it is a law at all.
+// The draw of `draw_row` from the output of `probs_row`, the probability of `token`, and whether the row has a distribution.
 struct Drawn {
   int32_t drawn;
   float share;
@@ -225,17 +225,17 @@ Drawn sample_row(const float* logits, int64_t count, const Shape& shape, const f
   bool wild;
   const float top = ops().peak(logits, count, &wild);
   const bool ok = !wild && top > kLowest;
-  const Weighed law = weigh_row(logits, count, shape, top, &row);
-  if (law.only >= 0) return {static_cast<int32_t>(law.only), law.only == token ? 1.0f : 0.0f, ok};
-  const float share = token >= 0 && token < count ? row.e[token] / law.total : 0.0f;
+  const Weighed weighed = weigh_row(logits, count, shape, top, &row);
+  if (weighed.only >= 0) return {static_cast<int32_t>(weighed.only), weighed.only == token ? 1.0f : 0.0f, ok};
+  const float share = token >= 0 && token < count ? row.e[token] / weighed.total : 0.0f;
   for (int64_t i = 0; i < row.width; ++i) {
-    const float p = row.e[i] / law.total;
+    const float p = row.e[i] / weighed.total;
     row.e[i] = p > 0.0f ? p : 0.0f;
   }
   return {draw_from(&row, u), share, ok};
 }
 
-// Whether each row can be a law: no NaN, no +inf, and something above -inf.
+// Whether each row has a distribution: no NaN, no +inf, and something above -inf.
 ffi::Error check(ffi::Buffer<ffi::F32> logits, ffi::ResultBuffer<ffi::PRED> out) {
   const int64_t rows = logits.dimensions()[0], width = logits.dimensions()[1];
   parallel(rows, [&](int64_t r) {
@@ -246,12 +246,12 @@ ffi::Error check(ffi::Buffer<ffi::F32> logits, ffi::ResultBuffer<ffi::PRED> out)
   return ffi::Error::Success();
 }
 
-ffi::Error law(Floats logits, Floats temperature, Floats log_min_p, Ints32 top_k, Floats top_p,
+ffi::Error probs(Floats logits, Floats temperature, Floats log_min_p, Ints32 top_k, Floats top_p,
                ffi::ResultBuffer<ffi::F32> out) {
   const int64_t rows = logits.dimensions()[0], width = logits.dimensions()[1];
   const Shapes shapes{temperature, log_min_p, top_k, top_p};
   parallel(rows, [&](int64_t r) {
-    law_row(logits.typed_data() + r * width, width, shapes.of(r), out->typed_data() + r * width);
+    probs_row(logits.typed_data() + r * width, width, shapes.of(r), out->typed_data() + r * width);
   });
   return ffi::Error::Success();
 }
@@ -266,9 +266,9 @@ ffi::Error draw(ffi::Buffer<ffi::F32> p, ffi::Buffer<ffi::F32> u, ffi::ResultBuf
   return ffi::Error::Success();
 }
 
-// check, law and draw in one pass, without writing the laws down, of rows i < n_valid[b] of each sequence; the other rows
-// are 0, true, 0. The numbers of a law are its sequence's. `u` may be empty where all are greedy, and `tokens` where no
-// share is asked for.
+// check, probs and draw in one pass, without writing probabilities down, of rows i < n_valid[b] of each sequence; the other
+// rows are 0, true, 0. Parameters are those of the sequence. `u` may be empty if all are greedy, and `tokens` if no share is
+// asked for.
 ffi::Error sample(Floats logits, Floats temperature, Floats log_min_p, Ints32 top_k, Floats top_p, Floats u, Ints32 tokens,
                   Ints32 n_valid, ffi::ResultBuffer<ffi::S32> drawn, ffi::ResultBuffer<ffi::PRED> ok,
                   ffi::ResultBuffer<ffi::F32> share) {
@@ -296,9 +296,9 @@ ffi::Error sample(Floats logits, Floats temperature, Floats log_min_p, Ints32 to
   return ffi::Error::Success();
 }
 
-// What a draft needs of its rows of logits: a token drawn from each law, whether it is one, and the law written down over a
-// larger vocabulary, where column i is the token ids[i], or i where there are no ids. The numbers of a law are the first
-// row's where there are no others.
+// The outputs that a draft needs: a token drawn from each row, whether the row has a distribution, and its probabilities over a
+// larger vocabulary, where column i is the token ids[i], or i if there are no ids. Parameters are the first row's if there are
+// no others.
 ffi::Error propose(Floats logits, Floats temperature, Floats log_min_p, Ints32 top_k, Floats top_p, Floats u, Ints32 ids,
                    ffi::ResultBuffer<ffi::S32> drawn, ffi::ResultBuffer<ffi::PRED> ok, ffi::ResultBuffer<ffi::F32> q) {
   const int64_t rows = logits.dimensions()[0], width = logits.dimensions()[1], wide = q->dimensions()[1];
@@ -311,7 +311,7 @@ ffi::Error propose(Floats logits, Floats temperature, Floats log_min_p, Ints32 t
     thread_local Row row;
     row.make_room(width);
     float* p = row.e.data();
-    ok->typed_data()[r] = law_row(logits.typed_data() + r * width, width, shapes.of(shapes.count() == 1 ? 0 : r), p);
+    ok->typed_data()[r] = probs_row(logits.typed_data() + r * width, width, shapes.of(shapes.count() == 1 ? 0 : r), p);
     float* out = q->typed_data() + r * wide;
     if (known) {
       std::fill_n(out, wide, 0.0f);
@@ -335,7 +335,7 @@ ffi::Error propose(Floats logits, Floats temperature, Floats log_min_p, Ints32 t
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_check, check, (results<ffi::Buffer<ffi::PRED>>(args<Floats>())));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_law, law,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_probs, probs,
                               (results<Floats>(args<Floats, Floats, Floats, Ints32, Floats>())));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_draw_token, draw, (results<Ints32>(args<Floats, Floats>())));
