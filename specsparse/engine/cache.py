@@ -53,7 +53,6 @@ def commit(cache: KVCache, count_B: jax.Array) -> KVCache:
 
 
 def rollback(cache: KVCache, length_B: jax.Array) -> KVCache:
-    """Shortens each sequence to `length_B` tokens."""
     return cache._replace(length=jnp.minimum(cache.length, length_B))
 
 

@@ -199,11 +199,7 @@ class ModelConfig:
 
     @staticmethod
     def from_gguf(f: GGUFFile, *, overrides: Mapping[str, object] | None = None) -> "ModelConfig":
-        """The config of an open file, its tensors checked.
-
-        Args:
-            f: the file.
-            overrides: fields of `Overrides`.
+        """The config of an open file with the fields of `Overrides`, its tensors checked.
 
         Raises:
             UserError: an unknown architecture; a key missing, of the wrong type or out of range; a tensor missing,

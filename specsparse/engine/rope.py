@@ -74,13 +74,7 @@ def rope_tables(
 ) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin of every position and pair, float32 [capacity, dim/2], computed in float64.
 
-    Args:
-        cfg: the rotary embedding.
-        capacity: positions 0..capacity-1.
-        freq_factors: [dim/2], divisors of the pairs' angles (`rope_freqs.weight`), or None.
-
-    Raises:
-        UserError: factors of the wrong length, or not positive and finite.
+    `freq_factors` [dim/2] are divisors of the pairs' angles (`rope_freqs.weight`); UserError if they are not positive.
     """
     if freq_factors is not None:
         freq_factors, wanted = np.asarray(freq_factors, np.float64), (cfg.dim // 2,)

@@ -118,7 +118,6 @@ def load_params(
 
     Args:
         f: an open file whose tensors `config` was checked against.
-        config: the model.
         floats: dequantise to float32 at load, for kernels without a quantised product.
         float_types: GGUF types that are dequantised in any case.
         progress: called with the bytes done after each tensor, or None.

@@ -3,6 +3,7 @@
 `check_drafter(Mine())` and its siblings, and `assert_lossless`, are one line in anybody's test.
 """
 
+from specsparse.engine.text.bpe import byte_characters
 from specsparse.kernels.packing.random_blocks import random_quantised
 from specsparse.speculative.drafters.synthetic import Scripted
 from specsparse.testing.contract import check_drafter, check_policy, check_tree
@@ -13,7 +14,6 @@ from specsparse.testing.tiny import (
     CHATML,
     DummyTokenizer,
     bpe_vocabulary,
-    byte_characters,
     spm_vocabulary,
     tiny_config,
     write_tiny_gguf,

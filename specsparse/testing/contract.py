@@ -53,10 +53,10 @@ def check_drafter(drafter: AnyDrafter, *, weights: Any = None) -> "Checked":
 
     Args:
         drafter: yours.
-        weights: what its methods take as `params`.
+        weights: the `params` of its methods.
 
     Returns:
-        What was checked, a line each: shown by a notebook and by `print`.
+        The checks, a line each: shown by a notebook and by `print`.
 
     Raises:
         AssertionError: says what is broken.
@@ -140,7 +140,7 @@ def check_policy(policy: Policy) -> None:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Checked:
-    """What was checked of a part that passed.
+    """The checks of a part that passed.
 
     Attributes:
         name: of its class.
@@ -215,7 +215,7 @@ class DrafterCase:
             return self.drafter.commit(weights, drafted.state, after, Feedback(drafted.draft, verdict, hidden))
 
     def _features(self, ctx: DraftContext) -> jax.Array | None:
-        """Some rows for each text, a function of its ids alone; None for drafters that want none."""
+        """Some rows for each text, a function of its ids alone; None for drafters that read no rows."""
         if not self.drafter.wants_hidden:
             return None
         held = jnp.arange(CAPACITY)[None] < ctx.length[:, None]
@@ -275,7 +275,7 @@ _POISON = (-7, 0, 1, 2**31 - 1)
 
 
 def rows_are_independent(case: DrafterCase) -> None:
-    """What is drafted for a text does not depend on the batch around it."""
+    """The draft for a text does not depend on the batch around it."""
     for seed in SEEDS:
         ctx = draft_context(texts(seed), capacity=CAPACITY, budget=[GAMMA, 2, 4], round=1)
         together = case.draft(ctx)
@@ -334,7 +334,7 @@ def tokens_are_drawn_from_q(case: DrafterCase) -> str:
         mass_BK = made.q.sum(axis=2)
         real_BK = (np.arange(K) < made.count[:, None]) & (mass_BK != 0)  # a row without mass is never accepted
         assert (made.q[real_BK] >= 0).all() and np.allclose(mass_BK[real_BK], 1, atol=1e-3), (
-            f"q is no distribution: its rows have the mass {np.unique(mass_BK[real_BK])}"
+            f"q is not a distribution: its rows have the mass {np.unique(mass_BK[real_BK])}"
         )
         q_BKV = np.append(made.q[..., :VOCAB], made.q[..., VOCAB:].sum(axis=2, keepdims=True), axis=2)
         tokens_BK = np.where(real_BK, made.tokens, 0)
@@ -379,7 +379,7 @@ def _row(tree: Any, b: int) -> Any:
 
 
 def _check_same(a: Draft, b: Draft, what: str) -> None:
-    """Equal as far as a draft says something: what stands at nodes that do not exist may be anything."""
+    """Equal at the nodes that exist; the others may hold anything."""
     exists = np.arange(a.max_nodes)[None] < np.asarray(a.count)[:, None]
     same = np.array_equal(a.count, b.count) and all(
         np.array_equal(np.asarray(x)[exists], np.asarray(y)[exists])

@@ -1,4 +1,4 @@
-"""Damaged GGUF files, and what a file is for once it loads: tokenizer, weights and a few tokens.
+"""Damaged GGUF files, and the use of a file that loads: tokenizer, weights and a few tokens.
 
 A correct loader answers a damaged file with a clear error or a correct result, never a crash or a hang.
 """
@@ -72,7 +72,7 @@ def load_everything(path: str | Path, *, then: Callable[[GGUFFile, ModelConfig],
 
     Args:
         path: the file.
-        then: what more to do with it, such as running the model.
+        then: a further step, such as running the model.
 
     Raises:
         UserError: the file is damaged. Any other exception is a bug.
@@ -106,7 +106,7 @@ class Runner:
         """Encodes a text and generates after it; a file without a tokenizer gives the logits of a few ids.
 
         Raises:
-            UserError: tokenizer or weights are damaged, or the model's numbers are none.
+            UserError: tokenizer or weights are damaged, or the model's logits are not numbers.
         """
         has_tokenizer = any(key.startswith("tokenizer.") for key in f.metadata)
         tokenizer = Tokenizer.from_metadata(f.metadata, where=str(f.path)) if has_tokenizer else None

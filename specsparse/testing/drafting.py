@@ -28,7 +28,7 @@ from specsparse.speculative.drafters.heads.head import matrix_shapes, vector_nam
 from specsparse.testing.tiny import DummyTokenizer, write_tiny_gguf
 
 Case = tuple[Drafter, Any, Callable[[DraftContext], DraftContext]]
-"""A drafter, its weights, and what puts the target into a context."""
+"""A drafter, its weights, and the function that puts the target into a context."""
 
 
 def draft_context(
@@ -148,10 +148,9 @@ def random_dflash(
     target: Model, *, seed: int = 0, block_size: int = 6, layers: int = 2, ids: Sequence[int] | None = None,
     windows: Sequence[int | None] = (), causal: Sequence[bool] = (), from_anchor: bool = False,
 ) -> DFlashFile:  # fmt: skip
-    """A block drafter of `target` with random weights, of what goes into its second layer and comes out of the last.
+    """A block drafter of `target` with random weights, which reads the rows that enter layer 1 and leave the last.
 
-    With `ids` it has an output matrix of its own for them. Windows and causality are those of the layers, by default
-    none.
+    With `ids` it has an output matrix of its own for them. Windows and causality are those of the layers.
     """
     rng, c = np.random.default_rng(seed), target.config
     shape = BlockShape(
@@ -175,7 +174,7 @@ def random_dflash(
 
 
 def model_case(folder: Path, source: str, *, vocab: int, capacity: int, **options: Any) -> Case:
-    """A drafter on tiny models, its weights, and what puts the target into a context.
+    """A drafter on tiny models, its weights, and the function that puts the target into a context.
 
     Args:
         folder: for the files.

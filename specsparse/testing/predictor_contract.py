@@ -13,11 +13,11 @@ from specsparse.predictors import FFN, Needs, Predictor, get_predictor
 from specsparse.predictors.scored import as_mlp, factorise, mlp_weights, normed_gate
 
 D, F, RANK, EPS = 64, 192, 6, 1e-5
-"""Width, neurons, rank of the gate, and what is added to the norm's square."""
+"""Width, neurons, rank of the gate, and epsilon of the norm."""
 
 
 class Planted(NamedTuple):
-    """A layer, what to predict for, and residuals f32[N, D] of two texts."""
+    """A layer, its FFN, and residuals f32[N, D] of two texts."""
 
     ffn: FFN
     layer: Layer
@@ -40,7 +40,7 @@ def plant(
         seed: of the random numbers.
         act, up_act: as in `FFN`.
         rows: of both texts together.
-        noise: of the gate, beside what has low rank.
+        noise: of the gate, beside its part of low rank.
         kernel: name of the kernels; None for those of this machine.
     """
     rng = np.random.default_rng(seed)
@@ -84,7 +84,7 @@ class PredictorCase(NamedTuple):
 
     @classmethod
     def fitted(cls, planted: Planted, name: str, **options: Any) -> "PredictorCase":
-        """Fitted to the first text of the layer; what is to be trained has the gate's own largest singular values."""
+        """Fitted to the first text of the layer; a trained predictor has the gate's own largest singular values."""
         predictor = get_predictor(name, planted.ffn, **options)
         if predictor.needs is Needs.TRAINING:
             weights: Any = mlp_weights(*as_mlp(*factorise(normed_gate(planted.layer), 8)))
@@ -93,7 +93,7 @@ class PredictorCase(NamedTuple):
         return cls(predictor, weights, jax.jit(predictor.keep), planted)
 
     def mask(self, rows_ND: np.ndarray, n_valid: list[int]) -> np.ndarray:
-        """What it keeps of each row."""
+        """The neurons that it keeps of each row."""
         given = (jnp.asarray(rows_ND), jnp.asarray(n_valid, jnp.int32))
         return np.asarray(self.keep(self.weights, self.planted.layer, *given))
 

@@ -14,6 +14,7 @@ from specsparse.engine.architectures import ARCHITECTURES
 from specsparse.engine.config import PROJECTIONS, ModelConfig
 from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.engine.rope import RopeConfig, Scaling
+from specsparse.engine.text.bpe import byte_characters
 from specsparse.kernels.packing.random_blocks import random_quantised
 
 CHATML = (
@@ -49,7 +50,7 @@ def tiny_config(
     window: int = 0,
     full_every: int | None = None,
 ) -> ModelConfig:
-    """The config of a tiny model; what `ModelConfig.from_gguf` reads from `write_tiny_gguf` of the same keywords.
+    """The config of a tiny model, as `ModelConfig.from_gguf` reads it from `write_tiny_gguf` of the same keywords.
 
     Args:
         architecture: a name of `ARCHITECTURES`.
@@ -129,7 +130,7 @@ def write_tiny_gguf(
         **config: keywords of `tiny_config`.
 
     Raises:
-        ValueError: a width given that is no multiple of the type's block, or a vocabulary too small for its tokenizer.
+        ValueError: a width that is not a multiple of the type's block, or a vocabulary too small for its tokenizer.
     """
     kind, kind_embedding = (
         GGMLQuantizationType[q] if isinstance(q, str) else q for q in (quant, embedding_quant or quant)
@@ -223,13 +224,6 @@ _PIECES: tuple[str, ...] = (
     ".", ",", "'", "▁t", "he", "▁a", "in", "▁the", "er", "on", "re", "▁s", "▁w", "or", "ll", "▁h", "▁he", "llo",
     "▁hello", "ld", "▁world", "▁wor", "é", "an", "nd", "▁and", "▁▁",
 )  # fmt: skip
-
-
-def byte_characters() -> list[str]:
-    """GPT-2's printable stand-in for each of the 256 byte values, in order of the byte."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    spare = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
 
 
 def bpe_vocabulary(size: int = 300) -> tuple[list[str], list[int], list[str]]:

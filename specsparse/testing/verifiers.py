@@ -79,7 +79,7 @@ def check_verifier(verifier: Verifier) -> None:
 
 
 def static_and_named(verifier: Verifier) -> None:
-    """It is hashable, has a name, and says for what drafts it is."""
+    """It is hashable, has a name, and names its kinds of drafts."""
     assert hash(verifier) == hash(verifier), "its hash changes"
     assert verifier.name and isinstance(verifier.name, str), f"its name is {verifier.name!r}"
     kinds = verifier.kinds

@@ -108,7 +108,6 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
         return int(self.raw.nbytes)
 
     def dequantize(self) -> np.ndarray:

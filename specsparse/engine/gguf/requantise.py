@@ -67,12 +67,9 @@ def requantise(
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
-    """Writes `f` with its matrices in `kind` to `path`, which appears only when it is whole.
+    """Writes `f` with its matrices in `kind`, one of `targets`, to `path`, which appears only when it is whole.
 
     Args:
-        f: an open file.
-        path: of the new file; replaced if it is there.
-        kind: of `targets`.
         progress: called with (bytes of the source done, bytes in all) after each tensor.
 
     Raises:

@@ -80,7 +80,6 @@ def write_gguf(
     """Writes a GGUF v3 file, little-endian, aligned to 32.
 
     Args:
-        path: of the file; replaced if it is there.
         metadata: ints become uint32 if they fit, floats float32, and lists of them int32 and float32; numpy scalars
             and arrays keep their own type. Empty lists and the alignment of another file are left out.
         tensors: in file order.

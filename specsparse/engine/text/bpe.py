@@ -107,7 +107,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {name: pre for names, pre in _FAMILIES
 """`tokenizer.ggml.pre` -> pre-tokenizer."""
 
 
-def _byte_characters() -> list[str]:
+def byte_characters() -> list[str]:
     """The printable character that stands for each byte (GPT-2's table).
 
     A printable byte of Latin-1 stands for itself; the others follow from U+0100 on.
@@ -117,7 +117,7 @@ def _byte_characters() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-_CHARACTERS = _byte_characters()
+_CHARACTERS = byte_characters()
 _BYTES = {character: byte for byte, character in enumerate(_CHARACTERS)}
 
 

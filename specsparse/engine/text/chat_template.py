@@ -144,7 +144,6 @@ class _ChatEnvironment(ImmutableSandboxedEnvironment):
         self.filters |= {"_turns": self._turns, "_checked": self._checked, "_printable": _printable, "tojson": _tojson}
 
     def restart(self) -> None:
-        """Begins a new budget."""
         self._steps = self._built = 0
 
     def concat(self, parts: Iterable[str]) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]

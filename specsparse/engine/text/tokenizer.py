@@ -46,11 +46,7 @@ class Tokenizer:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object], *, where: str) -> "Tokenizer":
-        """Reads a tokenizer.
-
-        Args:
-            metadata: GGUF keys and values; `tokenizer.*` is read.
-            where: the file, for messages.
+        """Reads `tokenizer.*` of GGUF keys and values; `where` names the file in messages.
 
         Raises:
             UserError: no tokenizer, one that is not supported, or one that contradicts itself.
@@ -138,7 +134,6 @@ class Tokenizer:
         """The text of some ids; bytes that are not valid UTF-8 become U+FFFD.
 
         Args:
-            ids: token ids.
             skip_special: leave control tokens out instead of printing their names.
             continues: the ids continue a text, so the space that `encode` puts before a text ("spm") stays.
 
@@ -169,7 +164,6 @@ class Tokenizer:
         """Renders a chat with the file's template.
 
         Args:
-            messages: `{"role": ..., "content": ...}`, in order.
             add_generation_prompt: end with the beginning of the assistant's turn.
             tokenize: return ids instead of text. The template writes BOS itself if the model wants it: text that it
                 rendered is encoded with `parse_special` and without `add_special`.
