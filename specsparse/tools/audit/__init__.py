@@ -49,11 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default=MODEL, help=f"{ANY_MODEL} (%(default)s)")
     engines = ("specsparse", *PEERS)
     add("--engine", type=names_among("engine", engines), default=("specsparse",), metavar="LIST",
-        help=f"{', '.join(engines)} (specsparse)")  # fmt: skip
-    add("--threads", type=list_of(positive), default=(), metavar="LIST", help="1,2 (all cores)")
-    add("--widths", type=sizes, default=sizes("1..16,24,32,48"), metavar="LIST", help="1..48 (1..16,24,32,48)")
-    add("--quantise", type=names, default=(), metavar="LIST", help="the file requantised: Q4_0,Q8_0,F16 (as it is)")
-    add("--flash", type=_switches, default=(True, False), metavar="LIST", help="on,off, if a peer has it (both)")
+        help=f"some of {', '.join(engines)} (specsparse)")  # fmt: skip
+    add("--threads", type=list_of(positive), default=(), metavar="LIST", help="numbers of threads: 1,2 (all cores)")
+    add("--widths", type=sizes, default=sizes("1..16,24,32,48"), metavar="LIST", help="of a batch (1..16,24,32,48)")
+    add("--quantise", type=names, default=(), metavar="LIST", help="requantise the file: Q4_0,Q8_0,F16 (as it is)")
+    about = "flash attention of peers: on, off (both)"
+    add("--flash", type=_switches, default=(True, False), metavar="LIST", help=about)
     add("--windows", type=positive, default=4, metavar="N", help="places of the text to audit (%(default)s)")
     add("--prompt-tokens", type=positive, default=40, metavar="N", help="tokens before the rows (%(default)s)")
     add("--tokens", type=at_least(2), default=48, metavar="N", help="rows of each window, 2 or more (%(default)s)")

@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = sub("speed", "prompts, decoding and v(n) of one sequence", f"pp repeats {_RUNNING}", ns=sizes("1..16"))
     add("model", nargs="?", metavar="MODEL", **_OPTIONS["model"])
     add("--tg", type=count, default=128, metavar="N", help="tokens to decode, 0 for no such test (%(default)s)")
-    add("--widths", dest="ns", type=_widths, metavar="LIST", help="v(n): 1..16, 1,4,8 or none (1..16)")
+    add("--widths", dest="ns", type=_widths, metavar="LIST", help="the n of v(n): 1..16, 1,4,8 or none (1..16)")
     add("--depth", type=count, default=0, metavar="N", help="tokens in the cache before each test (%(default)s)")
     add("--rows", type=positive, metavar="N", help="v(n) in a program of N rows, n of them valid; default n rows")
     add("--quantise", metavar="TYPE", help="measure the same model re-quantised: Q4_0, Q8_0, F16 ...")
@@ -116,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("device", choices=("gpu", "tpu", "cpu"), metavar="gpu | tpu | cpu")
     stages = kinds.choices["device"].add_mutually_exclusive_group(required=True)
     stages.add_argument("--all", action="store_true", help="every stage (under 8 minutes)")
-    stages.add_argument("--stages", type=names, default=(), metavar="LIST", help="some of them: status,equality ...")
+    stages.add_argument("--stages", type=names, default=(), metavar="LIST", help="some stages: status,equality ...")
     add("--tiny", action="store_true", help="tiny shapes in this process: a trial of the bench itself")
     add("--repeats", type=positive, metavar="N", help="timings of each figure (3; 1 with --tiny)")
     add("--layers", type=positive, metavar="N", help="layers of the 7B shape (all)")
@@ -196,7 +196,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "peer": {
         "dest": "peers", "type": names_among("peer", PEERS), "default": (), "metavar": "LIST",
-        "help": f"beside {', '.join(PEERS)}, by the interpreter SPECSPARSE_PEER_PYTHON",
+        "help": f"time these engines too, by the interpreter SPECSPARSE_PEER_PYTHON: {', '.join(PEERS)}",
     },
     "plot": {"type": Path, "metavar": "FILE.png", "help": "draw the table"},
 }  # fmt: skip

@@ -125,10 +125,8 @@ class KernelBench(abc.ABC):
     """A bench of kernels: its fields are its options, its methods the parts of `run`."""
 
     title: ClassVar[str]
-    known: ClassVar[tuple[str, ...]]
-    """Types that can be measured."""
-    shape_option: ClassVar[str]
-    """The option that gives a shape, for messages."""
+    known: ClassVar[tuple[str, ...]]  # types that can be measured
+    shape_option: ClassVar[str]  # the option that gives a shape, for messages
 
     types: tuple[str, ...]  # GGUF types of the weights
     ns: tuple[int, ...]  # rows of a call (tokens)

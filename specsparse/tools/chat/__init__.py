@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gamma", type=arguments.positive, metavar="N", help="tokens drafted in a round (as many as pay, up to 4)")
     add("--system", metavar="TEXT", help="a system message")
     add("--prompt", metavar="TEXT", help="answer this one message and end; - reads it from the standard input")
-    add("--seed", type=int, default=0, help="of the noise; each answer adds one (%(default)s)")
+    add("--seed", type=int, default=0, help="seed of the noise; each answer adds one (%(default)s)")
     arguments.add_sampling(parser, temperature=0.0, max_tokens=256)
 
 

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--name", metavar="NAME", help="the model's name in requests (MODEL, of a file its name)")
     about = "the address to listen on; another machine's needs a key (%(default)s)"
     add("--host", default="127.0.0.1", metavar="ADDRESS", help=about)
-    add("--port", type=int, default=8000, metavar="N", help="0 takes a free one (%(default)s)")
+    add("--port", type=int, default=8000, metavar="N", help="the port; 0 takes a free one (%(default)s)")
     add("--api-key", metavar="KEY", help=f"each request must give it; better in the environment, as {KEY}")
     add("--batch", type=positive, default=1, metavar="N", help="completions that may start together (%(default)s)")
     add("--queue", type=positive, default=32, metavar="N", help="requests that may wait; 503 beyond (%(default)s)")
