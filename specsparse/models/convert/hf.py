@@ -56,6 +56,14 @@ _KINDS = {
 _ALGORITHMS = {**DRAFT_HEADS, "eagle": "EAGLE", "medusa": "Medusa", "mlp_speculator": "MLP speculator"}
 
 
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint; `kind` is its type as safetensors calls it, `read` gives its values in that type."""
+
+    shape: tuple[int, ...]
+    kind: str
+    read: Callable[[], np.ndarray]
+
+
 class Checkpoint:
     """A folder of a model, its tensors read one at a time.
 
@@ -73,16 +81,17 @@ class Checkpoint:
         """
         self.folder = Path(folder)
         self.config: Json = read_json(self.folder / "config.json")
-        files = [self._open(name) for name in self._file_names()]
-        self._home = {tensor: (file, tensor) for file in files for tensor in file.keys()}  # noqa: SIM118
-        self.shapes = {name: tuple(self._slice(name).get_shape()) for name in self._home}
+        self._tensors: dict[str, StoredTensor] = {}
+        for name in self._file_names():
+            self._tensors |= _stored(self.folder / name)
+        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def part(self, config: Json, names: Mapping[str, str]) -> "Checkpoint":
         """A part of it, with a config of its own; `names` are of its tensors, by their names in this checkpoint."""
         found = copy.copy(self)
         found.config = config
-        found._home = {name: self._home[tensor] for tensor, name in names.items()}
-        found.shapes = {name: self.shapes[tensor] for tensor, name in names.items()}
+        found._tensors = {name: self._tensors[stored] for stored, name in names.items()}
+        found.shapes = {name: self.shapes[stored] for stored, name in names.items()}
         return found
 
     def _file_names(self) -> list[str]:
@@ -99,15 +108,6 @@ class Checkpoint:
         names = " and no ".join(name for form in _FORMS for name in reversed(form))
         raise UserError(f"{self.folder}: has no {names}{also}")
 
-    def _open(self, name: str) -> "safe_open | _TorchFile":
-        path = self.folder / name
-        if not name.endswith(".safetensors"):
-            return _TorchFile(path)
-        try:
-            return safe_open(path, "np")
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: cannot be read as safetensors: {str(error).splitlines()[0]}") from None
-
     def load(self, name: str) -> np.ndarray:
         """A tensor as float32.
 
@@ -117,58 +117,42 @@ class Checkpoint:
         kind, floats = self.kind(name), tuple(_KINDS.values())
         if kind not in floats:
             raise UserError(f"{self.folder}: tensor {name} is of type {kind}; only {', '.join(floats)} are supported")
-        values = self._values(name).astype(np.float32)
+        values = self._tensors[name].read().astype(np.float32)
         if not np.isfinite(values).all():
             raise UserError(f"{self.folder}: tensor {name} holds values that are not finite; the file is damaged")
         return values
 
     def kind(self, name: str) -> str:
         """The type that a tensor is stored in, as safetensors calls it."""
-        return self._slice(name).get_dtype()
+        return self._tensors[name].kind
 
     def integers(self, name: str) -> np.ndarray:
         """A tensor of whole numbers as int64; UserError if it is of another type."""
-        values = self._values(name)
+        values = self._tensors[name].read()
         if values.dtype.kind not in "iu":
             raise UserError(f"{self.folder}: tensor {name} is of type {self.kind(name)}; whole numbers are needed")
         return values.astype(np.int64)
 
-    def _slice(self, name: str) -> "_TorchSlice":
-        file, stored = self._home[name]
-        return file.get_slice(stored)
 
-    def _values(self, name: str) -> np.ndarray:
-        file, stored = self._home[name]
-        return file.get_tensor(stored)
-
-
-class _TorchSlice(NamedTuple):
-    array: np.ndarray
-
-    def get_shape(self) -> list[int]:
-        return list(self.array.shape)
-
-    def get_dtype(self) -> str:
-        return _KINDS.get(self.array.dtype, str(self.array.dtype))
-
-
-class _TorchFile:
-    """A file of `torch.save` that answers as an open safetensors file does; all of it is in memory."""
-
-    def __init__(self, path: Path):
+def _stored(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file by name. Those of PyTorch's form are all in memory."""
+    if not path.name.endswith(".safetensors"):
         found = read_torch(path)
         if not isinstance(found, dict) or not all(isinstance(v, np.ndarray) for v in found.values()):
             raise UserError(f"{path}: holds no tensors by name")
-        self._arrays = {str(name): array for name, array in found.items()}
-
-    def keys(self) -> list[str]:
-        return list(self._arrays)
-
-    def get_slice(self, name: str) -> _TorchSlice:
-        return _TorchSlice(self._arrays[name])
-
-    def get_tensor(self, name: str) -> np.ndarray:
-        return self._arrays[name]
+        return {
+            str(name): StoredTensor(array.shape, _KINDS.get(array.dtype, str(array.dtype)), lambda array=array: array)
+            for name, array in found.items()
+        }
+    try:
+        file = safe_open(path, "np")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: cannot be read as safetensors: {str(error).splitlines()[0]}") from None
+    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    return {
+        name: StoredTensor(tuple(part.get_shape()), part.get_dtype(), partial(file.get_tensor, name))
+        for name, part in slices.items()
+    }
 
 
 def head_kind(config: Json) -> str | None:
