@@ -124,7 +124,7 @@ class Model:
         return f"Model({self.path.name!r}, " + ", ".join(f"{k}={v!r}" for k, v in self.facts().items()) + ")"
 
     def _repr_html_(self) -> str:
-        return notebook.facts(self.path.name, {**self.facts(), "file": str(self.path)})
+        return notebook.table([*self.facts().items(), ("file", str(self.path))], title=self.path.name)
 
     @property
     def promise(self) -> str:

@@ -90,7 +90,7 @@ class Run:
         }
         found = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in self.summary.items()}
         values = {k: str(v) for k, v in (about | found).items() if v and isinstance(v, str | int)}
-        return notebook.facts(self.name, values)
+        return notebook.table(values.items(), title=self.name)
 
     @property
     def stopped(self) -> bool:

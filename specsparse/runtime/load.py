@@ -21,7 +21,6 @@ from specsparse.engine.devices import OneDevice
 from specsparse.engine.fixed_width import AUTO, check_width, fixed_width
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.engine.model import KV_DTYPES, Model
-from specsparse.engine.pytree import Pytree
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.kernels.reference import q8_cache
@@ -147,9 +146,12 @@ def load(
     kept = plan.kernels.kept if storage else None
     floats = (plan.floats and kept is None) or float_weights
     kept = "f32" if width and floats else kept
+    place = plan.devices.place_tensor
+    if kept is not None:  # matrices as kernels of a width keep them, vectors as they are
+        place = lambda _, w: kernels.on_card(w, kept) if isinstance(w, kernels.QTensor) else w  # noqa: E731
     params = weights.load_params(
         f, config, floats=floats, float_types=plan.float_types, progress=_advance(f, progress), pack_ffn=plan.pack,
-        place=plan.devices.place_tensor if kept is None else lambda _, w: _on_card(w, kept),
+        place=place,
     )  # fmt: skip
     footprint = weights.footprint(params, f)
     forward = plan.devices.make_forward(config, plan.kernels, plan.ffn)
@@ -231,11 +233,6 @@ def _stored(
         kept, why = kernels.kept_as(config.n_parameters, memory)
     types = Counter(t.type.name for name, t in f.tensors.items() if len(t.shape) == 2)
     return replace(plan, kernels=kernels.get(kept)), f"{kernels.described(list(types), kept)} ({why})"
-
-
-def _on_card(value: Pytree, kept: kernels.Kept) -> Pytree:
-    """A matrix as kernels of a width keep it; vectors as they are."""
-    return kernels.on_card(value, kept) if isinstance(value, kernels.QTensor) else value
 
 
 def _use_compilation_cache() -> None:

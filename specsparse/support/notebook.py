@@ -1,6 +1,6 @@
 """HTML of our objects for notebooks. Texts are escaped; styles stand inline, since a notebook has no style sheet."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 _CELL = "text-align:left;padding:2px 10px 2px 0"
@@ -18,10 +18,6 @@ def table(rows: Iterable[Sequence[str]], *, columns: Sequence[str] = (), title: 
         for first, *rest in rows
     )
     return f'<table style="border-collapse:collapse">{caption}{f"<tr>{head}</tr>" if head else ""}{body}</table>'
-
-
-def facts(title: str, values: Mapping[str, str]) -> str:
-    return table(values.items(), title=title)
 
 
 def block(*spans: str) -> str:
