@@ -4,9 +4,8 @@
 bits depend neither on its place nor on the other rows; a piece of 64 columns is one word of four codes a thread.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import TypeVar
+from functools import partial, reduce
+from operator import add
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from specsparse.kernels.gpu.fragments import PIECE, PackedRows
 from specsparse.kernels.gpu.pallas_calls import InArrays, InRegisters, arrangement, meet, mosaic_kernel, registers
-
-T = TypeVar("T")
 
 _SHAPE = (4, 2, 2, 2, 4, 4)
 """Eight rows of a piece: rows as (t, c), blocks, halves of a block, words of a half, columns of a word."""
@@ -46,14 +43,32 @@ def pack(x: jax.Array, norm: jax.Array | None, eps: float, *, interpret: bool = 
         weights, (codes, scales, *more) = (None, refs) if norm is None else (refs[0], refs[1:])
         tile, block, part = (jax.lax.axis_index(name) for name in ("tile", "block", "part"))
         first = (block * parts + part) * count
-        own = _Pieces(ops, x, tile, first, count)
+
+        def load(i):
+            return ops.read(x.at[tile, :, :, first + i], _WORDS)
+
+        kept = [load(i) for i in range(count)] if count <= _KEPT else None
+
+        def each(step, state):
+            """`step(i, numbers of piece i, state)` for the warpgroup's pieces in order; a loop if they are many."""
+            if kept is None:
+                return jax.lax.fori_loop(0, count, lambda i, state: step(i, load(i), state), state)
+            for i, numbers in enumerate(kept):
+                state = step(i, numbers, state)
+            return state
+
         scale = None
         if weights is not None:
-            total = _in_all(ops, own.squares(), part, parts, *more)
+            squares = each(lambda _, v, sums: sums + v * v, ops.cast(jnp.zeros(_SHAPE, jnp.float32), _WORDS))
+            for axis in (5, 4, 3, 2):
+                squares = jnp.sum(squares, axis=axis)
+            shared, barrier = more
+            ops.write(shared.at[part], squares)
+            meet(barrier)
+            total = reduce(add, (ops.read(shared.at[i], _WORDS.reduce((2, 3, 4, 5))) for i in range(parts)))
             scale = jax.lax.rsqrt(total / jnp.float32(columns) + jnp.float32(eps))
 
-        def write(i, _):
-            v = own.read(i)
+        def write(i, v, _):
             if weights is not None:
                 weight = ops.read(weights.at[first + i], _WORDS.reduce((0, 1)))
                 v = v * ops.spread(scale, _SHAPE, (0, 1), _WORDS) * ops.spread(weight, _SHAPE, (2, 3, 4, 5), _WORDS)
@@ -62,7 +77,7 @@ def pack(x: jax.Array, norm: jax.Array | None, eps: float, *, interpret: bool = 
             ops.write(scales.at[first + i, tile], largest / jnp.float32(127), _WORDS.reduce((3, 4, 5)), (0, 2, 1))
             return 0
 
-        own.each(write, 0)
+        each(write, 0)
 
     codes, scales = mosaic_kernel(
         body,
@@ -75,51 +90,6 @@ def pack(x: jax.Array, norm: jax.Array | None, eps: float, *, interpret: bool = 
         interpret=interpret,
     )(*given)
     return PackedRows(codes.reshape(pieces, 32 * tiles, 4), scales.reshape(pieces, 4 * tiles, 4), tiles)
-
-
-class _Pieces:
-    """The `count` pieces from `first` on of a tile of rows, a warpgroup's, kept in registers if they are few."""
-
-    def __init__(self, ops: InArrays | InRegisters, x: jax.Ref, tile: jax.Array, first: jax.Array, count: int):
-        self._ops, self._x, self._tile, self._first, self._count = ops, x, tile, first, count
-        self._kept = [self._loaded(i) for i in range(count)] if count <= _KEPT else None
-
-    def _loaded(self, i) -> jax.Array:
-        return self._ops.read(self._x.at[self._tile, :, :, self._first + i], _WORDS)
-
-    def read(self, i) -> jax.Array:
-        return self._loaded(i) if self._kept is None else self._kept[i]
-
-    def each(self, step: Callable[..., T], state: T) -> T:
-        """`step(i, state)` for each of them, in order; a loop if they are many."""
-        if self._kept is None:
-            return jax.lax.fori_loop(0, self._count, step, state)
-        for i in range(self._count):
-            state = step(i, state)
-        return state
-
-    def squares(self) -> jax.Array:
-        """Sum of squares of each row, over these pieces."""
-
-        def add(i, total):
-            v = self.read(i)
-            return total + v * v
-
-        total = self.each(add, self._ops.cast(jnp.zeros(_SHAPE, jnp.float32), _WORDS))
-        for axis in (5, 4, 3, 2):
-            total = jnp.sum(total, axis=axis)
-        return total
-
-
-def _in_all(ops: InArrays | InRegisters, own: jax.Array, part: jax.Array, parts: int, shared, barrier) -> jax.Array:
-    """A sum over all warpgroups of a number a row, in order."""
-    ops.write(shared.at[part], own)
-    meet(barrier)
-    lines = _WORDS.reduce((2, 3, 4, 5))
-    total = ops.read(shared.at[0], lines)
-    for other in range(1, parts):
-        total = total + ops.read(shared.at[other], lines)
-    return total
 
 
 def _quantised(ops: InArrays | InRegisters, v: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -108,13 +108,8 @@ def product(
 class _Block:
     """The work of a block of threads: `Plan.tiles` tiles of each matrix times all rows, a range of columns a warpgroup.
 
-    Attributes:
-        plan: of the product.
-        ops: the steps, on registers or on whole arrays.
-        ins: references by name, those of matrix i as (i, name).
-        shared: f32[parts, tiles of all matrices * 64, 8 n], the warpgroups' sums.
-        tiles: (matrix, tile) of each.
-        width: rows.
+    `ins` are references by name, those of matrix i as (i, name); `shared` f32[parts, tiles of all matrices * 64, 8 n]
+    holds the warpgroups' sums; `tiles` are pairs (matrix, tile).
     """
 
     plan: Plan
