@@ -36,9 +36,9 @@ import specsparse
 from specsparse.data.devices import sheets
 from specsparse.engine.prefill import chunk_rows
 from specsparse.kernels.packing.dequant import dequantize
-from specsparse.powerinfer.gpuidx import GpuIndex
 from specsparse.powerinfer.hot_cold import waiting
 from specsparse.powerinfer.model_files import PredictorFile, to_powerinfer, write_predictors
+from specsparse.powerinfer.placement import GpuIndex
 from specsparse.predictors.collect import collect
 
 MODEL = os.environ.get("SPECSPARSE_NOTEBOOK_MODEL", "smollm2-135m-relu")

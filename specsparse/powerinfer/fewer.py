@@ -1,7 +1,8 @@
-"""Models that compute fewer neurons of a dense model's weights: `gated` by a predictor, or to draft for the model.
+"""Models that compute fewer neurons of a dense model's weights, gated by a predictor or to draft for the model, and how
+many neurons the rows of a pass read together.
 
-A draft shares the model's own cache, and what it drafts is verified by the model itself, so that nothing is lost but
-time. It is one of three:
+A draft shares the model's own cache, and the model itself verifies it, so that nothing is lost but time. It is one of
+three:
 
     hot    one set of neurons for all tokens, those with the most energy on a text, packed as a smaller dense FFN
     gate   for each token the neurons whose |act(gate)| is largest (CATS, arXiv:2404.08763); a dense model's
@@ -9,7 +10,8 @@ time. It is one of three:
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ import numpy as np
 from gguf import quants
 from gguf.constants import GGMLQuantizationType
 
-from specsparse.engine.llama import make_forward
+from specsparse.engine.llama import dense_ffn, make_forward
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer
@@ -30,10 +32,9 @@ from specsparse.powerinfer import zero_skip
 from specsparse.powerinfer.modes import PREDICTED
 from specsparse.powerinfer.sparse_ffn import SparseWeights, by_gate, make_ffn, sparse_params
 from specsparse.predictors.base import FFN, Predictor, gate_matrix
-from specsparse.predictors.bounds import Oracle, UnionCap
-from specsparse.predictors.collect import collect, self_generated, windows
+from specsparse.predictors.collect import collect, self_generated, watched, windows
 from specsparse.predictors.evaluate import fit_layers
-from specsparse.predictors.thresholds import GateThreshold
+from specsparse.predictors.rules import GateThreshold, Oracle, UnionCap
 
 _WINDOW = 128
 """Tokens of a window of the text that neurons are chosen by."""
@@ -68,13 +69,16 @@ def gated(model: Model, predictor: Predictor, weights: Sequence[Pytree], *, down
         ffn = make_ffn(config, kernels, predictor)
     own = {f.name: getattr(predictor, f.name) for f in dataclasses.fields(predictor) if f.name != "ffn"}
     rule = f"{predictor.name}({', '.join(f'{key}={value}' for key, value in own.items() if value is not None)})"
-    return _replaced(model, params=params, forward=make_forward(config, kernels, ffn), ffn=PREDICTED, rule=rule)
+    return dataclasses.replace(
+        model, params=params, forward=make_forward(config, kernels, ffn), ffn=PREDICTED, rule=rule
+    )
 
 
 def bytes_read(model: Model, predictor: Predictor) -> tuple[int, int]:
-    """Bytes that the FFNs of a pass read of a gated model: (whatever it keeps, those that follow the share of the
-    neurons that its rows keep), all layers. A predictor that decides by the gate reads all of it; one that caps what
-    such a predictor keeps has it read the dense gate first."""
+    """Bytes that the FFNs of a gated model read in a pass, all layers: (fixed, in proportion to the neurons kept).
+
+    A predictor that decides by the gate reads all of it; one that caps such a predictor reads the dense gate first.
+    """
     capped = isinstance(predictor, UnionCap) and by_gate(predictor.inner)
     own = rest = 0
     for layer in model.params.layers:
@@ -144,7 +148,7 @@ def _with_threshold(model: Model, threshold: float) -> Model:
         layers = tuple(map(raised, model.params.layers))
     except (AttributeError, TypeError, ValueError):
         raise UserError(f"the target (ffn={model.ffn}) has no predictors with a threshold: give rule=hot") from None
-    return _replaced(model, params=model.params._replace(layers=layers), rule=f"threshold={threshold:g}")
+    return dataclasses.replace(model, params=model.params._replace(layers=layers), rule=f"threshold={threshold:g}")
 
 
 def _hot(model: Model, ffn: FFN, share: float, rows_LND: np.ndarray) -> Model:
@@ -164,7 +168,7 @@ def _hot(model: Model, ffn: FFN, share: float, rows_LND: np.ndarray) -> Model:
         up, down = take_rows(layer.ffn_up, ids), _columns(layer.ffn_down, ids)
         layers.append(layer._replace(ffn_gate=gate, ffn_up=up, ffn_down=down))
     config = dataclasses.replace(model.config, d_ff=count)
-    return _replaced(
+    return dataclasses.replace(
         model,
         config=config,
         params=model.params._replace(layers=tuple(layers)),
@@ -183,5 +187,88 @@ def _columns(w: QTensor, ids: np.ndarray) -> QTensor:
     return pack_qtensor(quants.quantize(np.ascontiguousarray(values), kind), kind, values.shape)
 
 
-def _replaced(model: Model, **changes) -> Model:
-    return dataclasses.replace(model, **changes)
+@dataclasses.dataclass(frozen=True)
+class UnionPoint:
+    """The share of neurons that passes of one size read, beside a guess from one token.
+
+    n rows that keep a share s each keep 1 - (1 - s)^n together if they choose independently; neighbours in a text do
+    not (Mirzadeh et al. 2023, arXiv:2310.04564, "aggregated sparsity").
+
+    Attributes:
+        rows: of a pass, all sequences together.
+        batch: sequences among them.
+        passes: that were looked at.
+        kept: share of the neurons that one row keeps, mean over rows and layers.
+        union: share that some row of the pass keeps, mean over passes and layers.
+        guess: 1 - (1 - kept)^rows, layer by layer.
+    """
+
+    rows: int
+    batch: int
+    passes: int
+    kept: float
+    union: float
+    guess: float
+
+    @staticmethod
+    def from_layers(rows: int, batch: int, passes: int, kept_L: np.ndarray, union_L: np.ndarray) -> "UnionPoint":
+        """From the shares of each layer, means over the passes."""
+        guess = float(np.mean(1 - (1 - kept_L) ** rows))
+        return UnionPoint(rows, batch, passes, float(kept_L.mean()), float(union_L.mean()), guess)
+
+
+def kept_masks(
+    model: Model, predictor: Predictor, windows_Wn: np.ndarray, *, progress: Callable[[int], None] | None = None
+) -> np.ndarray:
+    """bool[W, L, n, F]: the neurons that every token of every window keeps, each window on its own.
+
+    `model` has `predictor`'s weights in its layers, as `gated` makes it; the others as in `predictors.collect.watched`.
+    """
+    skips = zero_skip.skips(model.params)  # then the dense FFN has the same bits
+    ffn = (dense_ffn if skips else partial(make_ffn, predictor=predictor))(model.config, model.kernels)
+
+    def keep(layer, x_RD, n_valid_B):
+        return predictor.keep(None if skips else layer.sparse.predictor, layer, x_RD, n_valid_B)
+
+    return np.stack([mask.astype(bool) for mask in watched(model, windows_Wn, keep, ffn=ffn, progress=progress)])
+
+
+def union_of_text(masks_WLnF: np.ndarray, *, tokens: int, batch: int = 1) -> UnionPoint:
+    """Passes of `tokens` consecutive tokens of each of `batch` windows: the reads of drafts that are all right.
+
+    Raises:
+        ValueError: fewer windows than `batch`, or shorter ones than `tokens`.
+    """
+    windows, layers, length, width = masks_WLnF.shape
+    if windows < batch or length < tokens:
+        raise ValueError(f"{windows} windows of {length} tokens hold no {batch} sequences of {tokens}")
+    cut = masks_WLnF[: windows // batch * batch, :, : length // tokens * tokens]
+    together = cut.reshape(windows // batch, batch, layers, length // tokens, tokens, width).any(axis=(1, 4))
+    passes = together.shape[0] * together.shape[2]
+    kept_L, union_L = masks_WLnF.mean(axis=(0, 2, 3)), together.mean(axis=(0, 2, 3))
+    return UnionPoint.from_layers(tokens * batch, batch, passes, kept_L, union_L)
+
+
+@dataclasses.dataclass
+class UnionWatch:
+    """Adds up the kept neurons of a decoding's passes; call it with the rows and the `SparseStats` of each pass.
+
+    Attributes:
+        width: F.
+        sums: by rows: passes, and sums over them of the kept shares and unions of each layer, f64[L].
+    """
+
+    width: int
+    sums: dict[int, tuple[int, np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, rows: int, stats: Pytree) -> None:
+        """One pass of `rows` rows that count, one sequence."""
+        kept_L = np.asarray(stats.kept, np.float64).sum(axis=1) / rows / self.width
+        union_L = np.asarray(stats.union, np.float64) / self.width
+        passes, kept, union = self.sums.get(rows, (0, np.zeros_like(kept_L), np.zeros_like(union_L)))
+        self.sums[rows] = passes + 1, kept + kept_L, union + union_L
+
+    def points(self) -> list[UnionPoint]:
+        """One for each size of pass, ascending."""
+        sums = sorted(self.sums.items())
+        return [UnionPoint.from_layers(rows, 1, n, kept / n, union / n) for rows, (n, kept, union) in sums]

@@ -222,7 +222,7 @@ def hot_cold_ffn(config: ModelConfig, kernels: Kernels) -> Callable:
 
 @dataclass(frozen=True)
 class DevicePair:
-    """Where things run; both may be the same device."""
+    """The devices of hot and of cold neurons; both may be the same one."""
 
     hot: jax.Device
     cold: jax.Device
@@ -261,12 +261,12 @@ def _named_device(name: str) -> jax.Device:
 
 
 def host_kernels() -> Kernels:
-    """The best there are for a CPU, whatever else is here."""
+    """The best kernels for a CPU, even if there is an accelerator."""
     return kernel_api.get("native" if cpu.available() else "reference")
 
 
 def kernels_beside(hot: jax.Device, kernels: Kernels) -> Kernels:
-    """Of the second device: the same beside a CPU, the CPU's own beside an accelerator."""
+    """The kernels of the second device: the same beside a CPU, the CPU's own beside an accelerator."""
     return kernels if hot.platform == "cpu" else host_kernels()
 
 
@@ -300,7 +300,7 @@ class Crossed:
 
 
 class _Residual(NamedTuple):
-    """x, and what is still to be added to it."""
+    """x, and the partial sums that the next program adds to it."""
 
     x_RD: jax.Array
     cold_RD: jax.Array | None = None
@@ -336,7 +336,7 @@ class TwoDevices(Devices):
         devices: the two.
         overlap: whether both parts of an FFN run at the same time; the bits are the same.
         watch: called with each `Span`, from two threads, or None. Watching waits for each piece.
-        crossed: what went over so far, weights left out.
+        crossed: bytes that went over so far, without weights.
     """
 
     def __init__(

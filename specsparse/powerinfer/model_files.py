@@ -44,17 +44,14 @@ def read_predictor(directory: str | os.PathLike[str], layer: int, *, d_model: in
         UserError: the file is missing or damaged, has a bias, or shapes that do not fit the model.
     """
     path = Path(directory) / f"model_{layer}.pt"
-    if not path.exists():
-        raise UserError(f"{path}: no such file: layer {layer} has no predictor")
     state = read_torch(path)
-    if not isinstance(state, dict) or set(state) != {"fc1.weight", "fc2.weight"}:
-        found = ", ".join(map(str, state)) if isinstance(state, dict) else type(state).__name__
-        raise UserError(f"{path}: should hold fc1.weight and fc2.weight and nothing else, found {found:.100}")
+    matrices = state if isinstance(state, dict) else {type(state).__name__: state}
+    found = ", ".join(f"{name} {getattr(w, 'dtype', type(w).__name__)}" for name, w in matrices.items())
+    floats = all(isinstance(w, np.ndarray) and w.ndim == 2 and w.dtype.kind not in "iub" for w in matrices.values())
+    finite = floats and all(np.isfinite(w.astype(np.float32)).all() for w in matrices.values())
+    if set(matrices) != {"fc1.weight", "fc2.weight"} or not finite:
+        raise UserError(f"{path}: holds {found:.100}: fc1.weight and fc2.weight, matrices of finite floats, are needed")
     fc1, fc2 = state["fc1.weight"], state["fc2.weight"]
-    for name, w in state.items():
-        floats = isinstance(w, np.ndarray) and w.ndim == 2 and w.dtype.kind not in "iub"
-        if not floats or not np.isfinite(w.astype(np.float32)).all():
-            raise UserError(f"{path}: {name} should be a matrix of floats, and all of them finite")
     if fc1.shape[1] != d_model or fc2.shape != (d_ff, fc1.shape[0]) or not fc1.shape[0]:
         raise UserError(
             f"{path}: fc1 {fc1.shape} and fc2 {fc2.shape} do not fit: [rank, {d_model}] and [{d_ff}, rank] are needed"

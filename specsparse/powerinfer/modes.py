@@ -1,4 +1,4 @@
-"""Which FFN a model runs with, and where its neurons lie: the choice that `specsparse.load` makes of its options."""
+"""The FFN that a model runs with, and the place of its neurons, chosen by the options of `specsparse.load`."""
 
 import math
 import os
@@ -15,11 +15,10 @@ from specsparse.kernels import Kernels
 from specsparse.powerinfer import faithful, zero_skip
 
 if TYPE_CHECKING:
-    from specsparse.powerinfer.gpuidx import GpuIndex
-    from specsparse.powerinfer.placement import Placement
+    from specsparse.powerinfer.placement import GpuIndex, Placement
 
     GivenPlacement = str | os.PathLike[str] | GpuIndex | Placement
-    """A gpuidx file or its path, or what a rule found."""
+    """The path of a gpuidx file, its content, or the answer of a rule."""
 
 MODES = ("dense", "powerinfer", "oracle")
 """All neurons; those the file's predictors keep; those whose activation is not zero (`zero_skip` where it can)."""
@@ -79,15 +78,14 @@ def plan(
     """
     sparse = bool(config.predictor_ranks)
     placed = placement is not None or hot != "masked" or devices != 1
-    if hot not in HOT:
-        raise UserError(f"hot={hot!r} does not exist; choose one of {', '.join(HOT)}")
+    mode = ffn or ("powerinfer" if sparse or placed else "dense")
+    for option, value, choices in (("hot", hot, HOT), ("ffn", mode, MODES)):
+        if value not in choices:
+            raise UserError(f"{option}={value!r} does not exist; choose one of {', '.join(choices)}")
     pair = isinstance(devices, Sequence) and not isinstance(devices, str) and len(devices) == 2
     named = pair and all(isinstance(device, str) for device in devices)
     if not named and not (type(devices) is int and devices in (1, 2)):
         raise UserError(f"devices={devices!r}: must be 1 or 2, or two names such as [cuda:0, cpu]")
-    mode = ffn or ("powerinfer" if sparse or placed else "dense")
-    if mode not in MODES:
-        raise UserError(f"ffn={mode!r} does not exist; choose one of {', '.join(MODES)}")
     if mode == "powerinfer" and not sparse:
         raise UserError(
             f"{f.path}: has no predictors, so ffn='powerinfer' cannot run; use 'dense' or 'oracle', or join it with "
@@ -112,7 +110,7 @@ def plan(
         # Only such a model waits until what computes neuron by neuron is imported.
         from specsparse.powerinfer import sparse_ffn
         from specsparse.predictors.base import FFN
-        from specsparse.predictors.bounds import Oracle
+        from specsparse.predictors.rules import Oracle
         from specsparse.predictors.scored import Mlp
 
         predicted = mode == "powerinfer"
@@ -143,8 +141,7 @@ def _placed(
     if placement is None:
         raise UserError(f"hot={hot} on {devices} device(s) needs a placement: give placement=FILE.gpuidx")
     from specsparse.powerinfer import hot_cold
-    from specsparse.powerinfer.gpuidx import GpuIndex, read_gpuidx
-    from specsparse.powerinfer.placement import Placement
+    from specsparse.powerinfer.placement import GpuIndex, Placement, read_gpuidx
 
     source = "placement"
     if isinstance(placement, str | os.PathLike):

@@ -1,4 +1,4 @@
-"""Which neurons lie on the accelerator, by four rules, and the time per token that this is expected to give.
+"""Which neurons lie on the accelerator: four rules, the time per token that each predicts, and PowerInfer's file of it.
 
 A forward pass reads a neuron with a probability that the profiler counted. With m the hot and M the whole mass of a
 layer (sums of those probabilities), s the bytes of a neuron and B a device's bandwidth, an FFN takes
@@ -19,15 +19,21 @@ in: it is the linear relaxation over menus in which every mass up to that of the
 of neurons in multiples of the granularity is faster.
 """
 
+import hashlib
 import math
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
+from gguf.constants import GGMLQuantizationType
 
 from specsparse.engine.config import ModelConfig
-from specsparse.engine.gguf.reader import GGUFFile
+from specsparse.engine.gguf.reader import MAGIC, POWERINFER_MAGIC, GGUFFile, model_digest, open_gguf
+from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.errors import UserError
 
 GRANULARITY = 256
@@ -332,12 +338,7 @@ def none(problem: Problem) -> Placement:
     return neurons_placed("none", problem, tuple(np.zeros(len(p), bool) for p in problem.read))
 
 
-RULES: dict[str, Callable[..., Placement]] = {
-    "optimal": optimal,
-    "powerinfer": powerinfer,
-    "layers": layers,
-    "none": none,
-}
+RULES: dict[str, Callable[..., Placement]] = {rule.__name__: rule for rule in (optimal, powerinfer, layers, none)}
 
 
 def _hottest(problem: Problem, layer: int, count: int) -> np.ndarray:
@@ -347,26 +348,23 @@ def _hottest(problem: Problem, layer: int, count: int) -> np.ndarray:
 
 
 def _menu(problem: Problem, layer: int, *, relaxed: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(counts, bytes, seconds) of every allowed number of hot neurons; `relaxed` may leave mass away."""
+    """(counts, bytes, seconds) of every allowed number of hot neurons.
+
+    If `relaxed`, the seconds are those at the best mass up to that of the hottest: at the ends, or where both devices
+    take equally long.
+    """
     counts = problem.counts(layer)
     mass = np.concatenate([[0.0], np.cumsum(problem.read[layer][problem.order(layer)])])[counts]
-    if relaxed and not problem.dense_hot:
-        seconds = _best_mass(problem, layer, counts, mass)
-    else:
-        seconds = problem.ffn_seconds(layer, counts, mass)
-    return counts, counts * problem.neuron_bytes[layer], np.asarray(seconds)
-
-
-def _best_mass(problem: Problem, layer: int, counts: np.ndarray, mass: np.ndarray) -> np.ndarray:
-    """Seconds at the best mass up to `mass`: at the ends, or where both devices take equally long."""
+    sizes, at_all = counts * problem.neuron_bytes[layer], problem.ffn_seconds(layer, counts, mass)
+    if not relaxed or problem.dense_hot:
+        return counts, sizes, at_all
     at_none = problem.ffn_seconds(layer, counts, np.zeros_like(mass))
-    at_all = problem.ffn_seconds(layer, counts, mass)
     hot, cold = problem.part_seconds(layer, counts, np.zeros_like(mass))
     h, size = problem.hardware, problem.neuron_bytes[layer]
     level = (cold - hot) / (size / h.hot_bandwidth + size / h.cold_bandwidth)
     balanced = problem.ffn_seconds(layer, counts, np.clip(level, 0.0, mass))
     best = np.minimum(np.minimum(at_none, at_all), balanced)
-    return np.where(counts < len(problem.read[layer]), best, at_all)  # all neurons have all the mass
+    return counts, sizes, np.where(counts < len(problem.read[layer]), best, at_all)  # all neurons have all the mass
 
 
 def _knapsack(menus, budget: int) -> list[int]:
@@ -415,3 +413,192 @@ def _relaxation(menus, budget: int) -> float:
 
 def _slope(a: tuple[int, float], b: tuple[int, float]) -> float:
     return (b[1] - a[1]) / (b[0] - a[0])
+
+
+# -- PowerInfer's file of a placement --
+
+ARCHITECTURE = "generic.gpu_index"
+_BLOCKS = f"{ARCHITECTURE}.block_count"
+_CAPACITY = "split.vram_capacity"
+_MODEL, _PROBLEM = "specsparse.model", "specsparse.problem"
+"""Keys of our own, which PowerInfer does not look at."""
+
+
+def path_for(model: str | os.PathLike[str]) -> Path:
+    """The place where PowerInfer looks for the file that belongs to a model."""
+    return Path(f"{os.fspath(model)}.generated.gpuidx")
+
+
+@dataclass(frozen=True, eq=False)
+class GpuIndex:
+    """A placement as PowerInfer's `*.generated.gpuidx` holds it.
+
+    Attributes:
+        hot: L masks bool[F], true on the GPU.
+        vram_capacity: bytes it was made for; PowerInfer reads the file only with at least that budget.
+        model, problem: digests of the model file and of the placement problem it answers; None in PowerInfer's own.
+    """
+
+    hot: tuple[np.ndarray, ...]
+    vram_capacity: int
+    model: str | None = None
+    problem: str | None = None
+
+    def bucket(self, layer: int) -> np.ndarray:
+        """Ids of the layer's hot neurons, ascending, int32[k]."""
+        return np.flatnonzero(self.hot[layer]).astype(np.int32)
+
+    def check(self, *, layers: int, d_ff: int, where: str) -> None:
+        """Refuses, with a UserError that begins with `where`, a placement of other layers or neurons."""
+        neurons = {len(hot) for hot in self.hot}
+        if len(self.hot) != layers or neurons != {d_ff}:
+            found = f"{len(self.hot)} layers of {', '.join(map(str, sorted(neurons)))} neurons"
+            raise UserError(f"{where}: places {found}, the model has {layers} of {d_ff}: it belongs to another model")
+
+
+def read_gpuidx(path: str | os.PathLike[str]) -> GpuIndex:
+    """A file's placement. Tensors are taken by position, 2i and 2i + 1, as PowerInfer does; their names must agree.
+
+    Raises:
+        UserError: no gpuidx file, or one that contradicts itself; the line names the file and the layer.
+    """
+    f = open_gguf(path)
+    if f.magic != POWERINFER_MAGIC or f.metadata.get("general.architecture") != ARCHITECTURE:
+        raise UserError(
+            f"{f.path}: is no gpuidx file (magic PWRI, architecture {ARCHITECTURE}); solve the placement again"
+        )
+    layers, capacity, tensors = f.get(_BLOCKS, "int"), f.get(_CAPACITY, "int"), list(f.tensors.values())
+    if len(tensors) != 2 * layers or layers < 1 or capacity < 0:
+        raise UserError(f"{f.path}: has {len(tensors)} tensors for {layers} layers and {capacity} bytes: damaged")
+    hot = []
+    for i in range(layers):
+        pair = tensors[2 * i : 2 * i + 2]
+        named = [t.name for t in pair] == [f"blk.{i}.gpu_idx", f"blk.{i}.gpu_bucket"]
+        if not named or any(t.type != GGMLQuantizationType.I32 or len(t.shape) != 1 for t in pair):
+            found = ", ".join(f"{t.name!r:.40}" for t in pair)
+            raise UserError(f"{f.path}: {found} should be 'blk.{i}.gpu_idx' and 'blk.{i}.gpu_bucket', vectors of I32")
+        index, bucket = (np.ascontiguousarray(t.raw).view("<i4") for t in pair)
+        if not np.isin(index, (0, 1)).all() or not np.array_equal(np.flatnonzero(index), bucket):
+            raise UserError(f"{f.path}: 'blk.{i}.gpu_bucket' is not the list of the ones of 'blk.{i}.gpu_idx': damaged")
+        hot.append(index.astype(bool))
+    return GpuIndex(tuple(hot), capacity, *(f.get(key, "str", None) for key in (_MODEL, _PROBLEM)))
+
+
+def write_gpuidx(path: str | os.PathLike[str], index: GpuIndex) -> Path:
+    """Writes a file that PowerInfer reads; its CUDA kernels want a multiple of 256 hot neurons a layer."""
+    tensors = []
+    for i, hot in enumerate(index.hot):
+        for name, values in (("gpu_idx", np.asarray(hot).astype("<i4")), ("gpu_bucket", index.bucket(i))):
+            tensors.append(
+                NewTensor(f"blk.{i}.{name}", GGMLQuantizationType.I32, values.shape, lambda values=values: values)
+            )
+    keys = {"general.architecture": ARCHITECTURE, _BLOCKS: len(index.hot), _CAPACITY: np.uint64(index.vram_capacity)}
+    keys |= {key: value for key, value in ((_MODEL, index.model), (_PROBLEM, index.problem)) if value is not None}
+    return write_gguf(path, keys, tensors, magic=POWERINFER_MAGIC)
+
+
+@dataclass(frozen=True, eq=False)
+class RunPlacement:
+    """The placement of a run.
+
+    Attributes:
+        index: hot neurons.
+        fresh: whether it was solved now.
+        note: one line on its source, and why.
+    """
+
+    index: GpuIndex
+    fresh: bool
+    note: str
+
+
+def kept_or_solved(
+    f: GGUFFile,
+    problem: Problem,
+    solve: Callable[[Problem], Placement],
+    *,
+    rule: str,
+    path: str | os.PathLike[str] | None = None,
+    reset: bool = False,
+    disable: bool = False,
+) -> RunPlacement:
+    """The placement to run with: the one of `MODEL.generated.gpuidx` if it fits, else a fresh one.
+
+    PowerInfer ends a run with "failed to apply previously generated gpu split" if its file does not fit. Here such a
+    file is replaced, and one line says why.
+
+    Args:
+        f: the model's file.
+        problem: of this run.
+        solve: called if a fresh placement is needed; the result is written to `path`.
+        rule: the name of `solve`.
+        path: of the gpuidx file; None is PowerInfer's place for it.
+        reset: solve in any case (PowerInfer's --reset-gpu-index).
+        disable: no hot neurons, and no file read or written (--disable-gpu-index).
+
+    Raises:
+        UserError: `path` is a model: it would be overwritten.
+    """
+    path = Path(path or path_for(f.path))
+    _refuse_model(path, f)
+    if disable:
+        nothing = tuple(np.zeros(len(p), bool) for p in problem.read)
+        return RunPlacement(GpuIndex(nothing, problem.neuron_budget), False, "no hot neurons: disable_gpu_index")
+    digest, asked = model_digest(f), _problem_digest(problem, rule)
+    if reset:
+        why = "solved: reset_gpu_index"
+    elif not path.exists():
+        why = "solved: there was none"
+    else:
+        found = _fitting(path, problem, digest, asked)
+        if isinstance(found, GpuIndex):
+            return RunPlacement(found, False, f"placement read from {path}")
+        why = f"solved again: {found}"
+    index = GpuIndex(solve(problem).hot, problem.neuron_budget, digest, asked)
+    try:
+        write_gpuidx(path, index)
+        why += f"; written to {path}"
+    except UserError as error:
+        why += f"; not kept ({error})"
+    return RunPlacement(index, True, f"placement {why}")
+
+
+def _problem_digest(problem: Problem, rule: str) -> str:
+    """Tells placement problems apart, activations and the rule included."""
+    rest = asdict(problem)
+    seen = hashlib.sha256(rule.encode())
+    for p in rest.pop("read"):
+        seen.update(p.astype("<f8").tobytes())
+    seen.update(repr(sorted(rest.items())).encode())
+    return seen.hexdigest()[:32]
+
+
+def _refuse_model(path: Path, f: GGUFFile) -> None:
+    """Garbage and stale placements may be written over; a model may not, nor a torn one."""
+    if not path.is_file():
+        return
+    try:
+        with path.open("rb") as file:
+            model = file.read(len(MAGIC)) == MAGIC or path.samefile(f.path)  # a placement begins with PWRI
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}), it may be a model; name another file") from None
+    with suppress(UserError):
+        model = model or open_gguf(path).metadata.get("general.architecture") != ARCHITECTURE
+    if model:
+        raise UserError(f"{path}: is a model and no placement, which would overwrite it; name another file")
+
+
+def _fitting(path: Path, problem: Problem, model: str, asked: str) -> GpuIndex | str:
+    """The placement of the file, or why it does not fit."""
+    try:
+        found = read_gpuidx(path)
+        found.check(layers=problem.layers, d_ff=len(problem.read[0]), where=str(path))
+    except UserError as error:
+        return str(error)
+    if found.model not in (None, model):
+        return f"{path}: was made for another model file"
+    if found.vram_capacity > problem.neuron_budget:
+        return f"{path}: was made for {found.vram_capacity} bytes, {problem.neuron_budget} are left for neurons"
+    if found.problem not in (None, asked):
+        return f"{path}: answers other settings or activations"
+    return found

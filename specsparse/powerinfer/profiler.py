@@ -1,4 +1,4 @@
-"""How often each neuron is read over a text, which a placement goes by: counted, and in files.
+"""How often each neuron is read over a text, for a placement: counted, and in files.
 
 PowerInfer's own profiler is not released; its counts are `activation_{i}.pt`, ours one safetensors file.
 """
@@ -40,16 +40,15 @@ class ActivationStats:
     tokens: int | None = None
 
     def validate(self, *, layers: int, d_ff: int, where: str) -> "ActivationStats":
-        """Itself, or a UserError that begins with `where`: other layers or neurons, or a count that is none."""
+        """Itself, or a UserError that begins with `where` if layers, neurons or numbers are not the model's."""
         if len(self.counts) != layers:
             raise UserError(f"{where}: has activation counts of {len(self.counts)} layers, the model has {layers}")
         for i, c in enumerate(self.counts):
-            if not isinstance(c, np.ndarray) or c.shape != (d_ff,) or c.dtype.kind not in "iufV":
+            numbers = isinstance(c, np.ndarray) and c.shape == (d_ff,) and c.dtype.kind in "iufV"
+            if not numbers or not (np.isfinite(c.astype(np.float64)) & (c.astype(np.float64) >= 0)).all():
                 shape = getattr(c, "shape", type(c).__name__)
-                raise UserError(f"{where}: layer {i} has counts of shape {shape}, ({d_ff},) numbers are needed")
-            values = c.astype(np.float64)
-            if not (np.isfinite(values) & (values >= 0)).all():
-                raise UserError(f"{where}: layer {i} holds a count that is negative or not finite")
+                needed = f"({d_ff},) finite numbers of at least 0 are needed"
+                raise UserError(f"{where}: layer {i} has counts of shape {shape}, and {needed}")
         return self
 
 

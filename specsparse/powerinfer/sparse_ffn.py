@@ -27,9 +27,8 @@ from specsparse.kernels import ChosenFfn, Kernels, NeuronRows, SparseStats, pack
 from specsparse.kernels.packing.dequant import dequantize, pack_float
 from specsparse.kernels.reference.sparse import apply as activate
 from specsparse.predictors.base import InOneCall, Predictor, as_mask
-from specsparse.predictors.bounds import Oracle
+from specsparse.predictors.rules import GateThreshold, Oracle, Teal
 from specsparse.predictors.scored import MlpWeights
-from specsparse.predictors.thresholds import GateThreshold, Teal
 
 
 class SparseWeights(NamedTuple):

@@ -37,8 +37,6 @@ def read_torch(path: str | os.PathLike[str]) -> Any:
     try:
         with zipfile.ZipFile(path) as archive:
             return _TensorReader(archive).load()
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     except Exception as error:  # the zip and pickle modules raise nearly everything on damaged input
@@ -105,7 +103,7 @@ def write_torch(path: str | os.PathLike[str], value: np.ndarray | Mapping[str, n
     """Writes an array, or a state dict, as `torch.save` does; `torch.load(weights_only=True)` reads it.
 
     Raises:
-        UserError: a type of array that torch has none of, or the file cannot be written.
+        UserError: the file cannot be written.
     """
     out = _TensorPickle()
     if isinstance(value, Mapping):
@@ -132,8 +130,6 @@ class _TensorPickle:
 
     def tensor(self, array: np.ndarray) -> None:
         """torch._utils._rebuild_tensor_v2(storage, 0, shape, stride, requires_grad=False, hooks={})."""
-        if array.dtype not in _NAME_OF:
-            raise UserError(f"an array of {array.dtype} has no counterpart in torch")
         array = np.ascontiguousarray(array)
         stride = [step // array.itemsize for step in array.strides]
         self.parts.append(b"ctorch._utils\n_rebuild_tensor_v2\n((")

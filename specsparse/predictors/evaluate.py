@@ -1,4 +1,4 @@
-"""A predictor judged on a model and a text: each layer on its own, the whole model, and what it costs."""
+"""The quality of a predictor on a model and a text, layer by layer and of the whole model, and its cost."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,15 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine import cache as kv
-from specsparse.engine.llama import Want, dense_ffn, make_forward
+from specsparse.engine.llama import ForwardFn, Want, dense_ffn, make_forward
 from specsparse.engine.model import Model
 from specsparse.engine.prefill import prefill
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer, Params
 from specsparse.kernels import QTensor
 from specsparse.predictors.base import FFN, Needs, Predictor, gate_matrix
-from specsparse.predictors.bounds import Oracle
-from specsparse.predictors.thresholds import GateThreshold, Teal
+from specsparse.predictors.rules import GateThreshold, Oracle, Teal
 from specsparse.support.interleaved import interleaved, seconds
 
 _REPEATS, _CALLS = 7, 20
@@ -79,18 +78,14 @@ class LayerQuality:
 
     @staticmethod
     def from_sums(sums: Sums) -> "LayerQuality":
-        """From those of `layer_sums`."""
-
-        def ratio(part: str, whole: str) -> float:
-            return _ratio(float(sums[part]), float(sums[whole]))
-
+        """From the sums of `layer_sums`."""
         return LayerQuality(
-            active=ratio("active", "neurons"),
-            kept=ratio("kept", "neurons"),
-            recall=ratio("both", "active"),
-            precision=ratio("both", "kept"),
-            energy=ratio("kept_energy", "energy"),
-            error=ratio("error", "output") ** 0.5,
+            active=_ratio(sums, "active", "neurons"),
+            kept=_ratio(sums, "kept", "neurons"),
+            recall=_ratio(sums, "both", "active"),
+            precision=_ratio(sums, "both", "kept"),
+            energy=_ratio(sums, "kept_energy", "energy"),
+            error=_ratio(sums, "error", "output") ** 0.5,
         )
 
 
@@ -113,10 +108,9 @@ class ModelQuality:
 
     @staticmethod
     def from_sums(sums: Sums) -> "ModelQuality":
-        """From those of `model_sums`."""
-        tokens = float(sums["tokens"])
-        kl, dense, sparse, same = (_ratio(float(sums[name]), tokens) for name in ("kl", "dense", "sparse", "same"))
-        return ModelQuality(int(tokens), kl, float(np.exp(dense)), float(np.exp(sparse)), same)
+        """From the sums of `model_sums`."""
+        kl, dense, sparse, same = (_ratio(sums, name, "tokens") for name in ("kl", "dense", "sparse", "same"))
+        return ModelQuality(int(sums["tokens"]), kl, float(np.exp(dense)), float(np.exp(sparse)), same)
 
 
 def layer_sums(predictor: Predictor, ffn: FFN, weights: Pytree, layer: Layer, x_RD: jax.Array) -> Sums:
@@ -157,8 +151,8 @@ def _total(values: jax.Array) -> jax.Array:
     return jnp.sum(values, dtype=jnp.float32)
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else float("nan")
+def _ratio(sums: Sums, part: str, whole: str) -> float:
+    return float(sums[part]) / float(sums[whole]) if sums[whole] else float("nan")
 
 
 @dataclass(frozen=True)
@@ -267,7 +261,10 @@ class Evaluator:
         model.check_whole("judging predictors")
         self._params = model.params_for(self._capacity)
         dense = dense_ffn(model.config, model.kernels)
-        self._dense = self._program(lambda layer, x_RD, n_valid_B: (dense(layer, x_RD, n_valid_B)[0], x_RD))
+        self._dense = self._with_ffn(lambda layer, x_RD, n_valid_B: (dense(layer, x_RD, n_valid_B)[0], x_RD))
+
+    def _with_ffn(self, ffn: Callable) -> Callable:
+        return _program(make_forward(self.model.config, self.model.kernels, ffn))
 
     def __call__(
         self,
@@ -284,7 +281,7 @@ class Evaluator:
             return self.ffn.down(layer, a_RF, n_valid_B, residual=x_RD), None
 
         layers, sums = self._params.layers, jax.jit(partial(layer_sums, predictor, self.ffn))
-        masked = self._program(masked_ffn)
+        masked = self._with_ffn(masked_ffn)
         by_layer, whole = None, None
         for w, tokens in enumerate(self.windows_Wn):
             prompt, rest = jnp.asarray(tokens[None, : self._half]), jnp.asarray(tokens[None, self._half :])
@@ -308,16 +305,20 @@ class Evaluator:
             cost=cost_of(predictor, self.ffn, weights[middle], layers[middle], kept=mean.kept, width=width),
         )
 
-    def _program(self, ffn: Callable) -> Callable:
-        """program(params, tokens_1n, cache) -> (logits f32[n, V], statistics of `ffn` by layer, cache with n more)."""
-        forward = make_forward(self.model.config, self.model.kernels, ffn)
 
-        @jax.jit
-        def program(params, tokens_1n, cache):
-            out, cache = forward(params, tokens_1n, cache, want=Want())
-            return out.logits[0], out.stats, kv.commit(cache, jnp.full((1,), tokens_1n.shape[1], jnp.int32))
+def _program(forward: ForwardFn) -> Callable:
+    """program(params, tokens_1n, cache, count_B=None) -> (logits f32[n, V], statistics by layer, cache).
 
-        return program
+    The cache has `count` tokens more, all n if it is None.
+    """
+
+    @jax.jit
+    def program(params, tokens_1n, cache, count_B=None):
+        out, cache = forward(params, tokens_1n, cache, n_valid_B=count_B, want=Want())
+        count_B = jnp.full((1,), tokens_1n.shape[1], jnp.int32) if count_B is None else count_B
+        return out.logits[0], out.stats, kv.commit(cache, count_B)
+
+    return program
 
 
 def _added(total: Pytree | None, more: Pytree) -> Pytree:
@@ -334,31 +335,23 @@ def quality_in_chunks(dense: Model, model: Model, windows_Wn: np.ndarray, *, row
     `dense`, and reads `rows` tokens at once; the windows int32[W, n] have an even n.
     """
     half = windows_Wn.shape[1] // 2
-    whole, chunks = _reader(dense), _reader(model)
+    whole, chunks = _program(dense.forward), _program(model.forward)
     capacity = dense.capacity_for(2 * half + rows)
     params, own = dense.params_for(capacity), model.params_for(capacity)
     total = None
+
+    def read(chunk, cache):
+        tokens_1n, count_B = chunk.arrays
+        logits_nV, _, cache = chunks(own, tokens_1n, cache, count_B)
+        return logits_nV, cache
+
     for tokens in windows_Wn:
-        count_B = jnp.full((1,), half, jnp.int32)
-        _, cache = whole(params, jnp.asarray(tokens[None, :half]), count_B, dense.new_cache(1, capacity))
-        wanted, _ = whole(params, jnp.asarray(tokens[None, half : 2 * half]), count_B, cache)
+        _, _, cache = whole(params, jnp.asarray(tokens[None, :half]), dense.new_cache(1, capacity))
+        wanted, _, _ = whole(params, jnp.asarray(tokens[None, half : 2 * half]), cache)
         found = [
             np.asarray(out)[: chunk.count[0]]
-            for chunk, out, _ in prefill(
-                lambda c, kv: chunks(own, *c.arrays, kv), [tokens[half : 2 * half]], cache, rows=rows
-            )
+            for chunk, out, _ in prefill(read, [tokens[half : 2 * half]], cache, rows=rows)
         ]
         following = jnp.asarray(tokens[half + 1 : 2 * half])
         total = _added(total, model_sums(wanted[:-1], jnp.asarray(np.concatenate(found))[:-1], following))
     return ModelQuality.from_sums(total)
-
-
-def _reader(model: Model):
-    """program(params, tokens_1n, count_B, cache) -> (logits f32[n, V], cache with `count` tokens more)."""
-
-    @jax.jit
-    def program(params, tokens_1n, count_B, cache):
-        out, cache = model.forward(params, tokens_1n, cache, n_valid_B=count_B, want=Want())
-        return out.logits[0], kv.commit(cache, count_B)
-
-    return program

@@ -1,4 +1,4 @@
-"""PowerInfer's predictor fitted to a layer: what counts as active, the training, and the file of all layers."""
+"""PowerInfer's predictor fitted to a layer: labels, training, and the file of all layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -127,7 +127,7 @@ class FitState(NamedTuple):
 
 @dataclass(frozen=True)
 class Epoch:
-    """Number of an epoch, and how the matrices do on the held-out rows after it."""
+    """An epoch's number, and the rates on the held-out rows after it."""
 
     epoch: int
     loss: float
@@ -169,7 +169,7 @@ class LayerTrainer:
         self.batch = min(options.batch, len(x) - held)
 
     def start(self) -> FitState:
-        """The state before the first epoch; the start itself counts as the best so far."""
+        """The state before the first epoch, which counts as the best so far."""
         rng = np.random.default_rng([self.options.seed, self.index, 1 << 20])
         rank, (neurons, width) = self.options.rank, self.layer.ffn_up.shape
         fc1 = rng.normal(0, 1 / np.sqrt(width), (rank, width))
@@ -185,7 +185,7 @@ class LayerTrainer:
         return FitState(matrices, _optimiser(self.options).init(matrices), matrices, loss, zero, zero)
 
     def step(self, state: FitState) -> tuple[FitState, Epoch]:
-        """One epoch, and how it does on the held-out rows."""
+        """One epoch, and its rates on the held-out rows."""
         epoch = int(state.epoch)
         order = np.random.default_rng([self.options.seed, self.index, epoch]).permutation(len(self._train[0]))
         count = len(order) // self.batch
@@ -213,20 +213,15 @@ def _optimiser(options: FitOptions) -> optax.GradientTransformation:
     return optax.adamw(options.learning_rate, weight_decay=options.weight_decay)
 
 
-def _scores(matrices: Matrices, x_RD: jax.Array) -> jax.Array:
-    """With the ReLU that inference has; the published scripts train without it."""
-    return jax.nn.relu(x_RD @ matrices.fc1.T) @ matrices.fc2.T
+def _loss(matrices: Matrices, x_RD: jax.Array, bits: jax.Array, weight: jax.Array):
+    """(mean of w * BCE(sigmoid(score), label), (scores, labels)); w is 1 for active neurons and `weight` for others.
 
-
-def _unpack(bits: jax.Array, neurons: int) -> jax.Array:
-    return jnp.unpackbits(bits, axis=1)[:, :neurons].astype(jnp.float32)
-
-
-def _loss(matrices: Matrices, x_RD: jax.Array, bits: jax.Array, weight: jax.Array) -> jax.Array:
-    """Mean of w * BCE(sigmoid(score), label), w = 1 where active and `weight` where not."""
-    scores = _scores(matrices, x_RD)
-    y = _unpack(bits, scores.shape[1])
-    return jnp.mean(jnp.where(y > 0, jnp.float32(1), weight) * optax.sigmoid_binary_cross_entropy(scores, y))
+    The scores have the ReLU that inference has; the published scripts train without it.
+    """
+    scores = jax.nn.relu(x_RD @ matrices.fc1.T) @ matrices.fc2.T
+    y = jnp.unpackbits(bits, axis=1)[:, : scores.shape[1]].astype(jnp.float32)
+    loss = jnp.where(y > 0, jnp.float32(1), weight) * optax.sigmoid_binary_cross_entropy(scores, y)
+    return jnp.mean(loss), (scores, y)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -235,7 +230,7 @@ def _epoch(options: FitOptions, matrices, optimiser, x_ND, bits, order, weight):
 
     def step(carry, ids):
         matrices, optimiser = carry
-        grads = jax.grad(_loss)(matrices, x_ND[ids], bits[ids], weight)
+        grads, _ = jax.grad(_loss, has_aux=True)(matrices, x_ND[ids], bits[ids], weight)
         with jax.numpy_dtype_promotion("standard"):  # optax raises a float to the power of its int32 counter
             updates, optimiser = update(grads, optimiser, matrices)
         return (optax.apply_updates(matrices, updates), optimiser), None
@@ -246,16 +241,10 @@ def _epoch(options: FitOptions, matrices, optimiser, x_ND, bits, order, weight):
 @jax.jit
 def _judge(matrices: Matrices, x_RD: jax.Array, bits: jax.Array, weight: jax.Array):
     """(loss, recall, precision, kept share) at threshold 0."""
-    scores = _scores(matrices, x_RD)
-    active, kept = _unpack(bits, scores.shape[1]) > 0, scores >= 0
+    loss, (scores, y) = _loss(matrices, x_RD, bits, weight)
+    active, kept, least = y > 0, scores >= 0, jnp.float32(1)
     both, ones, found = (jnp.sum(mask, dtype=jnp.float32) for mask in (active & kept, active, kept))
-    floor = jnp.float32(1)
-    return (
-        _loss(matrices, x_RD, bits, weight),
-        both / jnp.maximum(ones, floor),
-        both / jnp.maximum(found, floor),
-        found / jnp.float32(scores.size),
-    )
+    return loss, both / jnp.maximum(ones, least), both / jnp.maximum(found, least), found / jnp.float32(scores.size)
 
 
 def save_predictors(

@@ -17,7 +17,7 @@ from specsparse.experiments.kinds import neuron_placement
 from specsparse.experiments.kinds.neuron_placement import PlacementSpec
 from specsparse.measure import machine
 from specsparse.measure.costs import roofline
-from specsparse.powerinfer.gpuidx import GpuIndex, path_for, read_gpuidx, write_gpuidx
+from specsparse.powerinfer.placement import GpuIndex, path_for, read_gpuidx, write_gpuidx
 from specsparse.powerinfer.profiler import ActivationStats, load_stats, read_activations, save_stats
 from specsparse.support.registry import Choice
 from tests.experiments.playing import changed, play, random_texts, replaced, run_config, settings

@@ -14,7 +14,7 @@ from specsparse.experiments.kinds.spec_sparse import FfnReading, Joined, SparseC
 from specsparse.experiments.settings import FfnSpec, ModelSpec
 from specsparse.kernels.native import cpu
 from specsparse.measure import speedups
-from specsparse.powerinfer.union import UnionPoint
+from specsparse.powerinfer.fewer import UnionPoint
 from specsparse.runtime.metrics import Counters
 from specsparse.support.registry import Choice
 from specsparse.testing import write_tiny_gguf

@@ -11,8 +11,8 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.models.convert.hf import convert_hf
-from specsparse.powerinfer.gpuidx import GpuIndex, path_for, read_gpuidx, write_gpuidx
 from specsparse.powerinfer.model_files import read_predictor, read_threshold, to_powerinfer, write_predictors
+from specsparse.powerinfer.placement import GpuIndex, path_for, read_gpuidx, write_gpuidx
 from specsparse.powerinfer.profiler import (
     ActivationStats,
     load_stats,
@@ -139,20 +139,23 @@ def test_activations_come_back_by_number(tmp_path):
     assert again.tokens == 99 and [int(c[0]) for c in again.counts] == list(range(12))
     with pytest.raises(UserError, match="layer 0 has counts of shape"):
         load_stats(tmp_path / "s.safetensors", layers=12, d_ff=65)
-    with pytest.raises(UserError, match=r"activation_12\.pt: no such file"):
+    with pytest.raises(UserError, match=r"activation_12"):
         read_activations(tmp_path, layers=13, d_ff=64)
     write_torch(tmp_path / "activation_3.pt", np.full(64, np.nan, np.float32))
-    with pytest.raises(UserError, match="layer 3 holds a count"):
+    with pytest.raises(UserError, match="layer 3"):
         read_activations(tmp_path, layers=12, d_ff=64)
 
 
 BAD_PREDICTORS = {
     "another rank": ({"fc1.weight": np.ones((4, 8)), "fc2.weight": np.ones((16, 5))}, "do not fit"),
     "another width": ({"fc1.weight": np.ones((4, 9)), "fc2.weight": np.ones((16, 4))}, "do not fit"),
-    "a bias": ({"fc1.weight": np.ones((4, 8)), "fc2.weight": np.ones((16, 4)), "fc1.bias": np.ones(4)}, "nothing else"),
+    "a bias": (
+        {"fc1.weight": np.ones((4, 8)), "fc2.weight": np.ones((16, 4)), "fc1.bias": np.ones(4)},
+        "fc1.weight and fc2.weight",
+    ),
     "NaN": ({"fc1.weight": np.full((4, 8), np.nan), "fc2.weight": np.ones((16, 4))}, "finite"),
-    "integers": ({"fc1.weight": np.ones((4, 8), int), "fc2.weight": np.ones((16, 4))}, "matrix of floats"),
-    "an array": (np.ones((4, 8)), "found ndarray"),
+    "integers": ({"fc1.weight": np.ones((4, 8), int), "fc2.weight": np.ones((16, 4))}, "finite floats"),
+    "an array": (np.ones((4, 8)), "ndarray"),
 }
 
 
@@ -208,7 +211,7 @@ def test_a_failed_conversion_leaves_nothing(tmp_path):
     dense = write_tiny_gguf(tmp_path / "dense.gguf", quant="F16")
     config = ModelConfig.from_gguf(open_gguf(dense))
     write_predictors(tmp_path / "p", random_predictors(config)[:1])
-    with pytest.raises(UserError, match="layer 1 has no predictor"):
+    with pytest.raises(UserError, match=r"model_1\.pt"):
         to_powerinfer(dense, tmp_path / "p", tmp_path / "out" / "s.gguf")
     assert not (tmp_path / "out").exists()
 

@@ -8,8 +8,8 @@ import specsparse
 from specsparse import kernels
 from specsparse.engine.llama import Want
 from specsparse.errors import UserError
-from specsparse.powerinfer.gpuidx import GpuIndex, write_gpuidx
 from specsparse.powerinfer.hot_cold import combine, hot_cold_ffn, part_ffn, predict
+from specsparse.powerinfer.placement import GpuIndex, write_gpuidx
 from specsparse.testing import write_tiny_gguf
 from tests.cells import cells
 from tests.powerinfer.tiny import write_tiny_powerinfer

@@ -94,7 +94,7 @@ def test_threads_do_not_change_a_bit(load, wanted):
 
 
 def test_gpuidx_of_powerinfers_own_solver():
-    from specsparse.powerinfer.gpuidx import read_gpuidx
+    from specsparse.powerinfer.placement import read_gpuidx
 
     index = read_gpuidx(DATA / "example.generated.gpuidx")
     assert len(index.hot) == 12 and index.vram_capacity == 123456789

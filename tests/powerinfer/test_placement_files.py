@@ -9,8 +9,16 @@ import specsparse
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.powerinfer import profiler
-from specsparse.powerinfer.gpuidx import GpuIndex, kept_or_solved, path_for, read_gpuidx, write_gpuidx
-from specsparse.powerinfer.placement import Hardware, ModelParts, optimal
+from specsparse.powerinfer.placement import (
+    GpuIndex,
+    Hardware,
+    ModelParts,
+    kept_or_solved,
+    optimal,
+    path_for,
+    read_gpuidx,
+    write_gpuidx,
+)
 from specsparse.powerinfer.profiler import ActivationStats
 from specsparse.predictors.base import FFN
 from specsparse.testing import write_tiny_gguf
@@ -130,8 +138,8 @@ def test_a_stale_or_foreign_file_leads_to_a_fresh_placement(model, problem, tmp_
         kept_or_solved(open_gguf(other), problem, optimal, rule="optimal", path=path)
         assert "another model file" in kept_or_solved(f, problem, optimal, rule="optimal", path=path).note
     for wrong, why in (
-        (GpuIndex(right.hot + right.hot[:1], 0), "places 3 layers, the model has 2"),
-        (GpuIndex(tuple(h[:64] for h in right.hot), 0), "places 64 neurons"),
+        (GpuIndex(right.hot + right.hot[:1], 0), "places 3 layers"),
+        (GpuIndex(tuple(h[:64] for h in right.hot), 0), "places 2 layers of 64 neurons"),
     ):
         write_gpuidx(path, wrong)
         found = kept_or_solved(f, problem, optimal, rule="optimal", path=path)
@@ -152,7 +160,7 @@ def test_a_model_is_never_overwritten(model, problem, tmp_path, options):
     torn = tmp_path / "torn.gguf"
     torn.write_bytes(dense.read_bytes()[:5000])
     for path, why in (
-        (f.path, "is the model itself"), (tmp_path / "same.gpuidx", "is the model itself"),
+        (f.path, "is a model"), (tmp_path / "same.gpuidx", "is a model"),
         (sparse, "no placement"), (dense, "no placement"), (torn, "no placement"),
     ):  # fmt: skip
         before = path.read_bytes()

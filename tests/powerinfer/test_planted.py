@@ -5,7 +5,7 @@ import pytest
 
 import specsparse
 from experiments.planted import best_length, power_law, write_planted_powerinfer
-from specsparse.powerinfer import union
+from specsparse.powerinfer import fewer
 from specsparse.predictors import FFN
 from specsparse.predictors.scored import Mlp
 
@@ -26,9 +26,9 @@ def test_the_share_is_kept_and_differs_by_token(tmp_path):
     model = specsparse.load(path)
     assert model.ffn == "powerinfer" and model.config.predictor_ranks == (96, 96)
     tokens = np.random.default_rng(0).integers(3, 300, (3, 32)).astype(np.int32)
-    masks = union.masks(model, Mlp(FFN.from_config(model.config, model.kernels)), tokens)
+    masks = fewer.kept_masks(model, Mlp(FFN.from_config(model.config, model.kernels)), tokens)
     assert masks.mean(axis=(0, 2, 3)) == pytest.approx(0.1, abs=0.03)  # both layers
-    five = union.of_text(masks, tokens=5)
+    five = fewer.union_of_text(masks, tokens=5)
     assert 1.5 * five.kept < five.union < five.guess  # other sets, and a few hot neurons among them
 
 

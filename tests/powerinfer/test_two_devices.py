@@ -10,8 +10,8 @@ from specsparse.engine.llama import Want
 from specsparse.errors import UserError
 from specsparse.kernels.native import cpu
 from specsparse.powerinfer import model_files
-from specsparse.powerinfer.gpuidx import GpuIndex, write_gpuidx
 from specsparse.powerinfer.hot_cold import waiting
+from specsparse.powerinfer.placement import GpuIndex, write_gpuidx
 from tests.other_process import found_by
 from tests.powerinfer.test_hot_cold import D_FF, IDS, LAYERS, index
 from tests.powerinfer.tiny import write_tiny_powerinfer
@@ -25,8 +25,7 @@ import numpy as np
 import specsparse
 from specsparse import SamplingParams
 from specsparse.engine.llama import Want
-from specsparse.powerinfer.gpuidx import read_gpuidx
-from specsparse.powerinfer.placement import Placement
+from specsparse.powerinfer.placement import Placement, read_gpuidx
 
 path, file, out, ids = sys.argv[1], sys.argv[2], sys.argv[3], [int(i) for i in sys.argv[4].split(",")]
 model = specsparse.load(path, placement=file, devices=2)

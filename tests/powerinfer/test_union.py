@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 import specsparse
-from specsparse.powerinfer import union
+from specsparse.powerinfer import fewer
 from specsparse.powerinfer.fewer import gated
 from specsparse.powerinfer.sparse_ffn import SparseStats
 from specsparse.predictors import FFN, get_predictor
-from specsparse.predictors.bounds import Oracle, UnionCap
 from specsparse.predictors.evaluate import fit_layers, quality_in_chunks
+from specsparse.predictors.rules import Oracle, UnionCap
 from specsparse.testing import write_tiny_gguf
 
 WINDOWS = np.random.default_rng(0).integers(3, 290, (3, 16)).astype(np.int32)
@@ -31,20 +31,20 @@ def half(relu):
 
 def test_unions_of_a_text_are_those_of_its_passes(relu, half):
     model = gated(relu, *half)
-    masks = union.masks(model, half[0], WINDOWS)
+    masks = fewer.kept_masks(model, half[0], WINDOWS)
     assert masks.shape == (3, 1, 16, relu.config.d_ff)
     _, stats = _pass(model, WINDOWS[0])
     np.testing.assert_array_equal(masks[0].sum(axis=2), stats.kept)
     np.testing.assert_array_equal(masks[0].any(axis=1).sum(axis=1), stats.union)
-    points = [union.of_text(masks, tokens=n) for n in (1, 2, 4)]
+    points = [fewer.union_of_text(masks, tokens=n) for n in (1, 2, 4)]
     for point in points:
         assert point.kept == pytest.approx(0.3, abs=0.05)
         assert point.union == pytest.approx(point.guess, abs=0.05)  # independent rows
     assert points[0].union == pytest.approx(points[0].kept) and points[2].passes == 3 * 4
-    two = union.of_text(masks, tokens=2, batch=3)
+    two = fewer.union_of_text(masks, tokens=2, batch=3)
     assert (two.rows, two.batch, two.passes) == (6, 3, 8) and two.union > points[2].union
     with pytest.raises(ValueError, match="hold no 4 sequences"):
-        union.of_text(masks, tokens=2, batch=4)
+        fewer.union_of_text(masks, tokens=2, batch=4)
 
 
 def _pass(model, tokens):
@@ -55,12 +55,12 @@ def _pass(model, tokens):
 
 def test_equal_rows_have_the_union_of_one():
     masks = np.broadcast_to(np.random.default_rng(0).random((1, 2, 1, 50)) < 0.2, (1, 2, 8, 50))
-    point = union.of_text(masks, tokens=8)
+    point = fewer.union_of_text(masks, tokens=8)
     assert point.union == point.kept < point.guess
 
 
 def test_a_watch_adds_up_passes_by_their_rows():
-    watch = union.UnionWatch(width=10)
+    watch = fewer.UnionWatch(width=10)
     for kept, together in (((2, 2), 3), ((4, 2), 5)):
         one = np.array([[*kept, 0], [*kept, 0]])  # two layers; the third row does not count
         watch(2, SparseStats(kept=one, union=np.array([together, together]), nonzero=one, active=None))

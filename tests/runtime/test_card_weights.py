@@ -10,7 +10,7 @@ from specsparse.kernels import Fragments, PlainMatrix, described, kept_as
 from specsparse.kernels.native import cpu
 from specsparse.powerinfer.fewer import gated, with_fewer_neurons
 from specsparse.predictors import FFN
-from specsparse.predictors.bounds import Oracle
+from specsparse.predictors.rules import Oracle
 from specsparse.speculative.drafters import get_drafter
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import random_head

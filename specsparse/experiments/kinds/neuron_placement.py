@@ -36,9 +36,19 @@ from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs.roofline import get_device
 from specsparse.models import catalogue
 from specsparse.powerinfer import profiler
-from specsparse.powerinfer.gpuidx import RunPlacement, kept_or_solved, path_for
 from specsparse.powerinfer.hot_cold import Span, TwoDevices, host_kernels, waiting
-from specsparse.powerinfer.placement import RULES, Hardware, ModelParts, Placement, Problem, layers, neurons_placed
+from specsparse.powerinfer.placement import (
+    RULES,
+    Hardware,
+    ModelParts,
+    Placement,
+    Problem,
+    RunPlacement,
+    kept_or_solved,
+    layers,
+    neurons_placed,
+    path_for,
+)
 from specsparse.powerinfer.profiler import ActivationStats, load_stats, probabilities, read_activations
 from specsparse.predictors import FFN, Needs, get_predictor
 from specsparse.predictors.collect import windows

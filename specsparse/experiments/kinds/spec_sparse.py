@@ -23,11 +23,10 @@ from specsparse.experiments.settings import DecodingSettings, refuse
 from specsparse.measure import conditions, speedups
 from specsparse.measure.conditions import UNKNOWN, Conditions
 from specsparse.measure.speedups import Repeats, Speedup
-from specsparse.powerinfer import union, zero_skip
-from specsparse.powerinfer.fewer import bytes_read, gated
-from specsparse.powerinfer.union import UnionPoint
-from specsparse.predictors.bounds import UnionCap
+from specsparse.powerinfer import zero_skip
+from specsparse.powerinfer.fewer import UnionPoint, UnionWatch, bytes_read, gated, kept_masks, union_of_text
 from specsparse.predictors.evaluate import ModelQuality, matrices, quality_in_chunks
+from specsparse.predictors.rules import UnionCap
 from specsparse.report import display
 from specsparse.report.plots import FAINT, Figure, Row
 from specsparse.report.record import SAME_TEXT_VERIFIERS, Pass, differing_tokens
@@ -195,13 +194,13 @@ class SpecSparse(Kind[SpecSparseSettings]):
         passes = list(loop.timed(jobs))
         lossy, seen = [name for name in models if name in (SPEC_SPARSE, SPEC_CAPPED)], {}
         for name in lossy:  # what the verification passes of one decoding keep, by the host loop
-            watch = union.UnionWatch(models[name].config.d_ff)
+            watch = UnionWatch(models[name].config.d_ff)
             with terminal.busy(ctx.console, "watching what the passes read"):
                 counted = lambda r, watch=watch: watch(1 + int(np.asarray(r.draft.count)[0]), r.stats)  # noqa: E731
                 loop.generate(jobs[0], name, watch=counted)
             seen[name] = watch.points()
         windows, rows = judged_text(cfg.data, cfg.sparsity, dense), method["drafter"].max_nodes + 1
-        text = _of_text(union.masks(sparse.model, sparse.predictor, windows), rows)
+        text = _of_text(kept_masks(sparse.model, sparse.predictor, windows), rows)
         exact = {name for name, model in models.items() if zero_skip.skips(model.params)}
         ffn_bytes = sum(m.nbytes for layer in dense.params.layers for m in matrices(layer))
         points, read = {PLAIN_SPARSE: text[:1], **seen}, {}
@@ -241,8 +240,8 @@ class SpecSparse(Kind[SpecSparseSettings]):
 def _of_text(masks_WLnF: np.ndarray, rows: int) -> tuple[UnionPoint, ...]:
     """Passes of one sequence with 1 to 8 tokens and with those of a draft, and of drafts in a batch."""
     windows, _, length, _ = masks_WLnF.shape
-    alone = [union.of_text(masks_WLnF, tokens=n) for n in sorted({1, 2, 4, 8, rows}) if n <= length]
-    together = [union.of_text(masks_WLnF, tokens=rows, batch=b) for b in BATCHES if b <= windows and rows <= length]
+    alone = [union_of_text(masks_WLnF, tokens=n) for n in sorted({1, 2, 4, 8, rows}) if n <= length]
+    together = [union_of_text(masks_WLnF, tokens=rows, batch=b) for b in BATCHES if b <= windows and rows <= length]
     return (*alone, *together)
 
 
