@@ -19,10 +19,19 @@ import numpy as np
 
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftKind
-from specsparse.speculative.proof.batches import at, draw, greedy, one_hot, race, residual, walk
 from specsparse.speculative.proof.cases import CORNERS, keep_top
 from specsparse.speculative.proof.external import ExternalVerifier
-from specsparse.speculative.proof.known_bugs import KNOWN_BUGS, KnownBug
+from specsparse.speculative.proof.known_bugs import (
+    KNOWN_BUGS,
+    KnownBug,
+    at,
+    draw,
+    greedy,
+    one_hot,
+    race,
+    residual,
+    walk,
+)
 from specsparse.speculative.proof.measured import measure_external
 from specsparse.speculative.proof.results import CALLABLE, LEVEL, POWER, Result
 

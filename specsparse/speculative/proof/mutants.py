@@ -71,13 +71,7 @@ class MutantRound(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """A mistake of a rule.
-
-    Attributes:
-        name: of it.
-        mistake: one line.
-        build: (p, q) -> a round that makes the mistake.
-    """
+    """A mistake of a rule: one line on it, and (p, q) -> a round that makes it."""
 
     name: str
     mistake: str
@@ -88,6 +82,20 @@ class Mutant:
         rng = np.random.default_rng([seed, 7])
         p, q = (random_tables(rng, vocab=VOCAB, depth=3, concentration=1.0) for _ in range(2))
         return self.build(p, q)
+
+
+MUTANTS: dict[str, Mutant] = {}
+"""Mutants of rules by name."""
+
+
+def _mutant(mistake: str) -> Callable:
+    """Adds a function (p, q) -> `MutantRound` to `MUTANTS` under its own name."""
+
+    def add(build):
+        MUTANTS[build.__name__] = Mutant(build.__name__, mistake, build)
+        return build
+
+    return add
 
 
 def _round(rule, template, p, *, seen=None, draw, record=None, edit=None) -> MutantRound:
@@ -101,77 +109,37 @@ def _iid(q: Tables):
     return draw_probs(DraftKind.IID, q)
 
 
-def _argmax_as_sampled(p, q):
+@_mutant("argmax-drafted token verified with p/q as if drawn from q")
+def argmax_as_sampled(p, q):
     return _round(Rejection(), CHAIN, p, draw=lambda n, ctx, e: ranked(q[len(ctx)][ctx], 0), record=_iid(q))
 
 
-def _recorded_before(change):
-    """q is recorded without the change that it was drawn with."""
-    return lambda p, q: _round(Rejection(), CHAIN, p, draw=_iid(map_tables(q, change)), record=_iid(q))
+@_mutant("q recorded before the truncation it was drawn with")
+def q_before_truncation(p, q):
+    return _round(Rejection(), CHAIN, p, draw=_iid(map_tables(q, keep_top(2))), record=_iid(q))
 
 
-def _target_without(change):
-    """The verifier's p lacks a change of the target."""
-    return lambda p, q: _round(Rejection(), CHAIN, map_tables(p, change), seen=p, draw=_iid(q))
+@_mutant("q recorded at another temperature than the draw")
+def q_at_other_temperature(p, q):
+    return _round(Rejection(), CHAIN, p, draw=_iid(map_tables(q, tempered(0.5))), record=_iid(q))
 
 
-def _penalties_of_committed_only(p, q):
-    def penalised(d):
-        table = p[d].copy()
-        for context in np.ndindex(*table.shape[:d]):
-            table[(*context, list(set(context)))] *= 0.4
-        return table / table.sum(axis=-1, keepdims=True)
-
-    return _round(Rejection(), CHAIN, [penalised(d) for d in range(len(p))], seen=p, draw=_iid(q))
+@_mutant("verified against p at temperature 1")
+def target_temperature_ignored(p, q):
+    return _round(Rejection(), CHAIN, map_tables(p, tempered(0.5)), seen=p, draw=_iid(q))
 
 
-def _coinciding_draws_merged(p, q):
-    def edit(draft):
-        return draft._replace(count=np.int32(1)) if draft.tokens[0] == draft.tokens[1] else draft
-
-    return _round(Rejection(), PAIR, p, draw=_iid(q), edit=edit)
-
-
-def _shared_draw_tested_twice(p, q):
-    def draw(node, context, elders):
-        return residuals.one_hot(q[0], elders[0]) if elders else q[0]
-
-    return _round(Rejection(), PAIR, p, draw=draw, record=_iid(q))
-
-
-def _wor_not_renormalised(p, q):
-    def record(node, context, elders):
-        row = q[0].copy()
-        row[list(elders)] = 0
-        return row
-
-    return _round(Rejection(), PAIR, p, draw=draw_probs(DraftKind.WOR, q), record=record)
-
-
-def _dropped_by_n_min(p, q):
-    def edit(draft):
-        # The draft stops before its second token when the drafter is unsure there, and is then shorter than n_min = 2.
-        sure = q[1][draft.tokens[0]].max() >= np.median(q[1].max(axis=1))
-        return draft._replace(count=np.int32(2 if sure else 0))
-
-    return _round(Rejection(), CHAIN, p, draw=_iid(q), edit=edit)
-
-
-def _pruned_by_own_probability(p, q):
-    def edit(draft):
-        keep = np.flatnonzero(q[0][draft.tokens] >= np.median(q[0]))
-        order = np.concatenate([keep, np.setdiff1d(np.arange(2), keep)])
-        return draft._replace(tokens=draft.tokens[order], count=np.int32(keep.size))
-
-    return _round(Rejection(), PAIR, p, draw=_iid(q), edit=edit)
+@_mutant("verified against p before truncation")
+def target_truncation_ignored(p, q):
+    return _round(Rejection(), CHAIN, map_tables(p, keep_top(2)), seen=p, draw=_iid(q))
 
 
 @dataclasses.dataclass(frozen=True)
 class _WrongResidual(SiblingRule):
     """A right rule that goes on from `rest(p, q, rejected token)` after a rejection."""
 
-    rest: Callable[[np.ndarray, np.ndarray, int], np.ndarray]
     rule: SiblingRule
+    rest: Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 
     def enter(self, p_V, q_V, siblings):
         return self.rule.enter(p_V, q_V, siblings)
@@ -183,31 +151,18 @@ class _WrongResidual(SiblingRule):
         return self.rest(probs_V, q_V, child.token), memo
 
 
-def _index_residual(p_V, q_V, token):
-    """Residual of the compacted arrays: i-th kept token of p against i-th kept token of q."""
-    kept, kept_q = (np.argsort(-row, kind="stable")[: np.count_nonzero(row)] for row in (p_V, q_V))
-    shifted_V = np.zeros_like(q_V)
-    both = min(len(kept), len(kept_q))
-    shifted_V[kept[:both]] = q_V[kept_q[:both]]
-    return residuals.residual(p_V, shifted_V)
-
-
-def _residual_by_index(p, q):
-    kept_p, kept_q = map_tables(p, keep_top(3)), map_tables(q, keep_top(2))
-    return _round(_WrongResidual(_index_residual, Rejection()), CHAIN, kept_p, draw=_iid(kept_q))
-
-
-def _mss_residual_in_kseq(p, q):
-    rule = _WrongResidual(lambda p_V, q_V, token: residuals.residual(p_V, q_V), KSeq())
-    return _round(rule, PAIR, p, draw=_iid(q))
-
-
-def _ties_struck_out(p, q):
+@_mutant("residual by array index after different truncations")
+def residual_by_index(p, q):
     def rest(p_V, q_V, token):
-        return residuals.normalise(p_V * (p_V != p_V[token]), p_V)
+        """Residual of the compacted arrays: i-th kept token of p against i-th kept token of q."""
+        kept, kept_q = (np.argsort(-row, kind="stable")[: np.count_nonzero(row)] for row in (p_V, q_V))
+        shifted_V = np.zeros_like(q_V)
+        both = min(len(kept), len(kept_q))
+        shifted_V[kept[:both]] = q_V[kept_q[:both]]
+        return residuals.residual(p_V, shifted_V)
 
-    tied = map_tables(p, tie_top)
-    return _round(_WrongResidual(rest, Rejection()), PAIR, tied, draw=draw_probs(DraftKind.ONE_HOT, tied))
+    draw = _iid(map_tables(q, keep_top(2)))
+    return _round(_WrongResidual(Rejection(), rest), CHAIN, map_tables(p, keep_top(3)), draw=draw)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,8 +180,79 @@ class _StaleP(SiblingRule):
         return rest_V, (probs_V[child.token] if probs_V[child.token] > 0 else memo[0],)
 
 
-def _stale_p(p, q):
+@_mutant("p of the previous branch for a token outside the truncated p")
+def stale_p(p, q):
     return _round(_StaleP(), PAIR, map_tables(p, keep_top(2)), draw=_iid(q))
+
+
+@_mutant("penalties do not see the draft prefix")
+def penalties_of_committed_only(p, q):
+    def penalised(d):
+        table = p[d].copy()
+        for context in np.ndindex(*table.shape[:d]):
+            table[(*context, list(set(context)))] *= 0.4
+        return table / table.sum(axis=-1, keepdims=True)
+
+    return _round(Rejection(), CHAIN, [penalised(d) for d in range(len(p))], seen=p, draw=_iid(q))
+
+
+@_mutant("equal mss draws merged and tested once")
+def coinciding_draws_merged(p, q):
+    def edit(draft):
+        return draft._replace(count=np.int32(1)) if draft.tokens[0] == draft.tokens[1] else draft
+
+    return _round(Rejection(), PAIR, p, draw=_iid(q), edit=edit)
+
+
+@_mutant("one draw shared by two branches, tested twice")
+def shared_draw_tested_twice(p, q):
+    def draw(node, context, elders):
+        return residuals.one_hot(q[0], elders[0]) if elders else q[0]
+
+    return _round(Rejection(), PAIR, p, draw=draw, record=_iid(q))
+
+
+@_mutant("used token removed from q, the rest not renormalised")
+def wor_not_renormalised(p, q):
+    def record(node, context, elders):
+        row = q[0].copy()
+        row[list(elders)] = 0
+        return row
+
+    return _round(Rejection(), PAIR, p, draw=draw_probs(DraftKind.WOR, q), record=record)
+
+
+@_mutant("a drawn token dropped because the draft is too short")
+def dropped_by_n_min(p, q):
+    def edit(draft):
+        # The draft stops before its second token when the drafter is unsure there, and is then shorter than n_min = 2.
+        sure = q[1][draft.tokens[0]].max() >= np.median(q[1].max(axis=1))
+        return draft._replace(count=np.int32(2 if sure else 0))
+
+    return _round(Rejection(), CHAIN, p, draw=_iid(q), edit=edit)
+
+
+@_mutant("drawn siblings pruned by their own q")
+def pruned_by_own_probability(p, q):
+    def edit(draft):
+        keep = np.flatnonzero(q[0][draft.tokens] >= np.median(q[0]))
+        order = np.concatenate([keep, np.setdiff1d(np.arange(2), keep)])
+        return draft._replace(tokens=draft.tokens[order], count=np.int32(keep.size))
+
+    return _round(Rejection(), PAIR, p, draw=_iid(q), edit=edit)
+
+
+@_mutant("kseq thresholds, mss residual")
+def mss_residual_in_kseq(p, q):
+    rule = _WrongResidual(KSeq(), lambda p_V, q_V, token: residuals.residual(p_V, q_V))
+    return _round(rule, PAIR, p, draw=_iid(q))
+
+
+@_mutant("tokens as likely as the rejected one struck out with it")
+def ties_struck_out(p, q):
+    rule = _WrongResidual(Rejection(), lambda p_V, q_V, x: residuals.normalise(p_V * (p_V != p_V[x]), p_V))
+    tied = map_tables(p, tie_top)
+    return _round(rule, PAIR, tied, draw=draw_probs(DraftKind.ONE_HOT, tied))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,14 +270,13 @@ class _RoomForThree(SiblingRule):
         return rest_V if memo[0] < 3 else probs_V, (memo[0] + 1,)
 
 
-def _fourth_sibling_forgotten(p, q):
+@_mutant("room for three rejected siblings, no more")
+def fourth_sibling_forgotten(p, q):
     return _round(_RoomForThree(), TreeTemplate.kary((4,)), p, draw=_iid(map_tables(q, tempered(0.5))))
 
 
 @dataclasses.dataclass(frozen=True)
 class _BlockWithTokenResidual:
-    """Block's stopping rule with Leviathan's residual."""
-
     def weight(self, before, p_x, q_x):
         return Block().weight(before, p_x, q_x)
 
@@ -262,35 +287,9 @@ class _BlockWithTokenResidual:
         return residuals.residual(p_V, q_V)
 
 
-def _token_residual_in_block(p, q):
+@_mutant("block stopping, Leviathan's residual")
+def token_residual_in_block(p, q):
     return _round(_BlockWithTokenResidual(), CHAIN, p, draw=_iid(q))
-
-
-COLD, CUT = tempered(0.5), keep_top(2)
-
-MUTANTS: dict[str, Mutant] = {
-    m.name: m
-    for m in (
-        Mutant("argmax_as_sampled", "argmax-drafted token verified with p/q as if drawn from q", _argmax_as_sampled),
-        Mutant("q_before_truncation", "q recorded before the truncation it was drawn with", _recorded_before(CUT)),
-        Mutant("q_at_other_temperature", "q recorded at another temperature than the draw", _recorded_before(COLD)),
-        Mutant("target_temperature_ignored", "verified against p at temperature 1", _target_without(COLD)),
-        Mutant("target_truncation_ignored", "verified against p before truncation", _target_without(CUT)),
-        Mutant("residual_by_index", "residual by array index after different truncations", _residual_by_index),
-        Mutant("stale_p", "p of the previous branch for a token outside the truncated p", _stale_p),
-        Mutant("penalties_of_committed_only", "penalties do not see the draft prefix", _penalties_of_committed_only),
-        Mutant("coinciding_draws_merged", "equal mss draws merged and tested once", _coinciding_draws_merged),
-        Mutant("shared_draw_tested_twice", "one draw shared by two branches, tested twice", _shared_draw_tested_twice),
-        Mutant("wor_not_renormalised", "used token removed from q, the rest not renormalised", _wor_not_renormalised),
-        Mutant("dropped_by_n_min", "a drawn token dropped because the draft is too short", _dropped_by_n_min),
-        Mutant("pruned_by_own_probability", "drawn siblings pruned by their own q", _pruned_by_own_probability),
-        Mutant("mss_residual_in_kseq", "kseq thresholds, mss residual", _mss_residual_in_kseq),
-        Mutant("ties_struck_out", "tokens as likely as the rejected one struck out with it", _ties_struck_out),
-        Mutant("fourth_sibling_forgotten", "room for three rejected siblings, no more", _fourth_sibling_forgotten),
-        Mutant("token_residual_in_block", "block stopping, Leviathan's residual", _token_residual_in_block),
-    )
-}
-"""Mutants of rules by name."""
 
 
 # -- drivers --
@@ -298,87 +297,111 @@ MUTANTS: dict[str, Mutant] = {
 
 @dataclasses.dataclass(frozen=True)
 class DriverMutant:
-    """A mistake around the driver of one verifier.
-
-    Attributes:
-        name: of the mistake and the verifier.
-        mistake: one line.
-        verifier: name of a lossless one.
-        kind: how the drafts are drawn.
-        template: shape of the drafts.
-        wrong: a right driver -> one that makes the mistake.
-    """
+    """A mistake around the driver of one lossless verifier: one line on it, and a right driver -> a wrong one."""
 
     name: str
     mistake: str
     verifier: str
-    kind: DraftKind
-    template: TreeTemplate
     wrong: Callable[[Driver], Driver]
 
     def cases(self, seeds: Iterable[int]) -> list[Case]:
         """Random cases."""
-        return [make_case("random", self.kind, self.template, vocab=VOCAB, seed=s) for s in seeds]
+        kind, template = (DraftKind.SAMPLED, CHAIN)
+        if self.verifier == "mss":
+            kind, template = (DraftKind.IID, PAIR_AND_CHILDREN)
+        return [make_case("random", kind, template, vocab=VOCAB, seed=s) for s in seeds]
 
 
-def _arguments(change: Callable) -> Callable[[Driver], Driver]:
+DRIVER_MUTANTS: dict[str, DriverMutant] = {}
+"""Mutants of drivers by name, which is that of the mistake and of the verifier."""
+
+
+def _driver_mutant(verifiers: str, mistake: str, change: Callable, wrong: Callable[[Driver], Driver]) -> Callable:
+    for verifier in verifiers.split():
+        name = f"{change.__name__}_{verifier}"
+        DRIVER_MUTANTS[name] = DriverMutant(name, mistake, verifier, wrong)
+    return change
+
+
+def _arguments(verifiers: str, mistake: str) -> Callable:
     """The driver gets `change(draft, p, uniforms)`."""
-    return lambda run: lambda *given: run(*change(*given))
+
+    def add(change):
+        return _driver_mutant(verifiers, mistake, change, lambda run: lambda *given: run(*change(*given)))
+
+    return add
 
 
-def _uniforms(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Driver], Driver]:
-    """The driver gets other uniforms."""
-    return _arguments(lambda draft, p, uniforms: (draft, p, change(uniforms)))
-
-
-def _coins(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Driver], Driver]:
-    """The driver gets other coins; the uniform of the last token stays."""
-    return _uniforms(lambda u: np.concatenate([change(u[..., :-1]), u[..., -1:]], axis=-1))
-
-
-def _verdict(change: Callable) -> Callable[[Driver], Driver]:
+def _verdict(verifiers: str, mistake: str) -> Callable:
     """The verdict becomes `change(verdict, draft, p, uniforms)`."""
 
-    def wrong(run):
-        def driver(draft, p, uniforms):
-            verdict = run(draft, p, uniforms)
-            return change(type(verdict)(*map(np.array, verdict)), draft, p, uniforms)
+    def add(change):
+        def wrong(run):
+            def driver(*given):
+                verdict = run(*given)
+                return change(type(verdict)(*map(np.array, verdict)), *given)
 
-        return driver
+            return driver
 
-    return wrong
+        return _driver_mutant(verifiers, mistake, change, wrong)
 
-
-def _first_for_all(u):
-    return np.broadcast_to(u[..., :1], u.shape)
-
-
-def _coin_draws_token(u):
-    return np.concatenate([u[..., :-1], u[..., :1]], axis=-1)
+    return add
 
 
-def _probs_of_another(draft, p, uniforms):
+@_arguments("token block mss", "coins not handed over: all 0")
+def no_coins(draft, p, uniforms):
+    return draft, p, np.concatenate([np.zeros_like(uniforms[..., :-1]), uniforms[..., -1:]], axis=-1)
+
+
+@_arguments("token block mss", "the first node's coin used for every node")
+def one_coin(draft, p, uniforms):
+    coins = np.broadcast_to(uniforms[..., :1], uniforms[..., :-1].shape)
+    return draft, p, np.concatenate([coins, uniforms[..., -1:]], axis=-1)
+
+
+@_arguments("match", "one number for the target's noise at all rows")
+def one_uniform(draft, p, uniforms):
+    return draft, p, np.broadcast_to(uniforms[..., :1], uniforms.shape)
+
+
+@_arguments("token block", "the last token drawn with a coin")
+def coin_drawn_with(draft, p, uniforms):
+    return draft, p, np.concatenate([uniforms[..., :-1], uniforms[..., :1]], axis=-1)
+
+
+@_arguments("token match", "coins and uniform of another sequence")
+def others_noise(draft, p, uniforms):
+    return draft, p, uniforms[:, [0, 0]]
+
+
+@_arguments("token block match", "p of another sequence")
+def others_probs(draft, p, uniforms):
     return draft, p[:, [0, 0]], uniforms
 
 
-def _without_root(draft, p, uniforms):
+@_arguments("token block match", "p of the row after, for each row")
+def no_root(draft, p, uniforms):
     return draft, np.roll(p, -1, axis=-2), uniforms
 
 
-def _probs_of_parent(draft, p, uniforms):
+@_arguments("token mss", "p of the parent, for each node")
+def parents_probs(draft, p, uniforms):
     rows = np.pad(draft.parents + 1, ((0, 0), (0, 0), (1, 0)))
     return draft, np.take_along_axis(p, rows[..., None], axis=-2), uniforms
 
 
-def _q_of_previous(draft, p, uniforms):
+@_arguments("token block", "q of the node before, for each node")
+def stale_q(draft, p, uniforms):
     return draft._replace(q=draft.q[..., np.maximum(np.arange(draft.q.shape[-2]) - 1, 0), :]), p, uniforms
 
 
-def _all_nodes(draft, p, uniforms):
+@_arguments("token match mss", "nodes that do not exist are tested")
+def count_ignored(draft, p, uniforms):
     return draft._replace(count=np.full_like(draft.count, draft.tokens.shape[-1])), p, uniforms
 
 
-def _one_node_more(draft, p, uniforms):
+@_arguments("token block", "one node that does not exist is tested")
+def count_plus_one(draft, p, uniforms):
     return draft._replace(count=np.minimum(draft.count + 1, draft.tokens.shape[-1])), p, uniforms
 
 
@@ -410,28 +433,33 @@ def _rejected(verdict, draft):
     return verdict.accepted < draft.count
 
 
-def _p_after_rejection(verdict, draft, p, uniforms):
+@_verdict("token block", "p itself drawn from after a rejection")
+def no_residual(verdict, draft, p, uniforms):
     return _redrawn(verdict, _pick(p, _last_row(verdict)), _rejected(verdict, draft), uniforms)
 
 
-def _residual_of_previous(verdict, draft, p, uniforms):
+@_verdict("token", "residual with q of the node before")
+def stale_residual(verdict, draft, p, uniforms):
     q = _pick(draft.q, np.maximum(verdict.accepted - 1, 0))
     gap = np.maximum(_pick(p, _last_row(verdict)) - q, 0)
     return _redrawn(verdict, gap, _rejected(verdict, draft) & (gap.sum(axis=-1) > 0), uniforms)
 
 
-def _bonus_of_row_before(verdict, draft, p, uniforms):
+@_verdict("token", "bonus token from the row before")
+def early_bonus(verdict, draft, p, uniforms):
     row = np.maximum(_last_row(verdict) - 1, 0)
     return _redrawn(verdict, _pick(p, row), ~_rejected(verdict, draft), uniforms)
 
 
-def _rejected_emitted(verdict, draft, p, uniforms):
+@_verdict("token", "a rejected token is emitted")
+def rejected_emitted(verdict, draft, p, uniforms):
     at = np.minimum(verdict.accepted, draft.tokens.shape[-1] - 1)[..., None]
     token, place = np.take_along_axis(draft.tokens, at, axis=-1), _last_token(verdict, _rejected(verdict, draft))
     return verdict._replace(tokens=np.where(place, token, verdict.tokens))
 
 
-def _one_short(verdict, draft, p, uniforms):
+@_verdict("token match", "one accepted token is not emitted")
+def one_short(verdict, draft, p, uniforms):
     """The last accepted token is left out, the token after it kept."""
     accepted = np.maximum(verdict.accepted - 1, 0)[..., None]
     place, end = np.arange(verdict.tokens.shape[-1]), verdict.count[..., None] - 1
@@ -441,38 +469,6 @@ def _one_short(verdict, draft, p, uniforms):
     return verdict._replace(tokens=tokens, nodes=nodes, accepted=accepted[..., 0], count=accepted[..., 0] + 1)
 
 
-def _next_nodes(verdict, draft, p, uniforms):
+@_verdict("mss", "the cache keeps the nodes after the accepted ones")
+def next_nodes(verdict, draft, p, uniforms):
     return verdict._replace(nodes=np.where(verdict.nodes >= 0, verdict.nodes + 1, PAD))
-
-
-_SHAPES = {
-    "token": (DraftKind.SAMPLED, CHAIN),
-    "block": (DraftKind.SAMPLED, CHAIN),
-    "match": (DraftKind.SAMPLED, CHAIN),
-    "mss": (DraftKind.IID, PAIR_AND_CHILDREN),
-}
-
-DRIVER_MUTANTS: dict[str, DriverMutant] = {
-    f"{name}_{verifier}": DriverMutant(f"{name}_{verifier}", mistake, verifier, *_SHAPES[verifier], wrong)
-    for name, mistake, wrong, verifiers in (
-        ("no_coins", "coins not handed over: all 0", _coins(np.zeros_like), "token block mss"),
-        ("one_coin", "the first node's coin used for every node", _coins(_first_for_all), "token block mss"),
-        ("one_uniform", "one number for the target's noise at all rows", _uniforms(_first_for_all), "match"),
-        ("coin_drawn_with", "the last token drawn with a coin", _uniforms(_coin_draws_token), "token block"),
-        ("others_noise", "coins and uniform of another sequence", _uniforms(lambda u: u[:, [0, 0]]), "token match"),
-        ("others_probs", "p of another sequence", _arguments(_probs_of_another), "token block match"),
-        ("no_root", "p of the row after, for each row", _arguments(_without_root), "token block match"),
-        ("parents_probs", "p of the parent, for each node", _arguments(_probs_of_parent), "token mss"),
-        ("stale_q", "q of the node before, for each node", _arguments(_q_of_previous), "token block"),
-        ("count_ignored", "nodes that do not exist are tested", _arguments(_all_nodes), "token match mss"),
-        ("count_plus_one", "one node that does not exist is tested", _arguments(_one_node_more), "token block"),
-        ("no_residual", "p itself drawn from after a rejection", _verdict(_p_after_rejection), "token block"),
-        ("stale_residual", "residual with q of the node before", _verdict(_residual_of_previous), "token"),
-        ("early_bonus", "bonus token from the row before", _verdict(_bonus_of_row_before), "token"),
-        ("rejected_emitted", "a rejected token is emitted", _verdict(_rejected_emitted), "token"),
-        ("one_short", "one accepted token is not emitted", _verdict(_one_short), "token match"),
-        ("next_nodes", "the cache keeps the nodes after the accepted ones", _verdict(_next_nodes), "mss"),
-    )
-    for verifier in verifiers.split()
-}
-"""Mutants of drivers by name."""
