@@ -1,4 +1,4 @@
-"""PowerInfer's roundings on a CPU, for parity with its logits: kernels that round what it rounds, where it does.
+"""PowerInfer's roundings on a CPU, for parity with its logits.
 
 Its graph is llama.cpp's of November 2023: the right-hand side of a product is cast to the type that the weights' dot
 product takes (F16, or blocks of 32 int8 codes), keys, values, queries and probabilities are F16, and exp and SiLU come

@@ -50,9 +50,9 @@ def gated(model: Model, predictor: Predictor, weights: Sequence[Pytree], *, down
         model: with dense matrices.
         predictor: of the model's FFN.
         weights: of each layer, from `predictor.fit` or from a file.
-        down_type: of the transposed down projection, see `sparse_ffn.sparse_params`. By default floats stay what they
-            are and codes become Q8_0: their blocks do not survive the transposition, eight bits lose next to nothing,
-            and floats are twice as long.
+        down_type: of the transposed down projection, see `sparse_ffn.sparse_params`. By default floats stay as
+            they are and codes become Q8_0: their blocks do not survive the transposition, eight bits lose next to
+            nothing, and floats are twice as long.
 
     Raises:
         UserError: a model on a mesh, or whose matrices are kept in another form.

@@ -275,7 +275,7 @@ Span = tuple[str, int, float, float]
 
 
 def waiting(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds that each device waits for the other's part of an FFN, by "hot" and "cold", where a layer has both."""
+    """Seconds that each device waits for the other's part of an FFN, by "hot" and "cold", in layers that have both."""
     ends = defaultdict[tuple[str, int], list[float]](list)
     for part, layer, _, end in sorted(spans, key=lambda span: span[3]):
         ends[part, layer].append(end)
@@ -489,7 +489,7 @@ _both = jax.jit(stats_of)
 
 
 def _to(device: jax.Device, tree: Pytree) -> Pytree:
-    """`tree` on a device; what is there already stays."""
+    """`tree` on a device; leaves that are there already stay."""
     return jax.tree.map(lambda leaf: leaf if _is_on(device, leaf) else jax.device_put(np.asarray(leaf), device), tree)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     """The path of a gpuidx file, its content, or the answer of a rule."""
 
 MODES = ("dense", "powerinfer", "oracle")
-"""All neurons; those the file's predictors keep; those whose activation is not zero (`zero_skip` where it can)."""
+"""All neurons; those the file's predictors keep; those whose activation is not zero (by `zero_skip` if it can)."""
 PREDICTED = "predicted"
 """Mode of a dense file whose FFN a predictor gates (`fewer.gated`), which no file asks for itself."""
 HOT = ("masked", "dense")
@@ -39,12 +39,12 @@ class LoadPlan:
     Attributes:
         mode: of `MODES`.
         rule: the threshold in force, and PowerInfer's roundings.
-        kernels: what the whole model runs on.
+        kernels: of the whole model.
         ffn: for `make_forward`; None is the dense one.
         pack: for `load_params`; None packs a dense file.
         floats: whether the weights are kept as float32.
         float_types: GGUF types that are so in any case.
-        devices: where it lies.
+        devices: of the model.
     """
 
     mode: str

@@ -1,4 +1,4 @@
-"""Which neurons lie on the accelerator: four rules, the time per token that each predicts, and PowerInfer's file of it.
+"""The neurons on the accelerator: four rules, the time per token that each predicts, and PowerInfer's file of them.
 
 A forward pass reads a neuron with a probability that the profiler counted. With m the hot and M the whole mass of a
 layer (sums of those probabilities), s the bytes of a neuron and B a device's bandwidth, an FFN takes
@@ -41,7 +41,7 @@ GRANULARITY = 256
 _CELLS = 1 << 18
 """Of the table over the budget; with more, sizes are rounded up to a coarser unit."""
 _COUNTED = {2: 2.0, 3: 4.5}
-"""Matrices of an FFN -> c where PowerInfer counts 4 neurons as c F elements (llama.cpp:3115), not as what they have."""
+"""Matrices of an FFN -> c; PowerInfer counts 4 neurons as c F elements (llama.cpp:3115), not as those they have."""
 _NEURONS = ("ffn_gate", "ffn_up", "ffn_down", "ffn_down_t")
 _PREDICTOR = ("fc1", "fc2")
 _KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 34 / 32}
@@ -78,7 +78,7 @@ class Problem:
         cache_bytes: bytes of one layer's keys and values.
         output_bytes: of the output matrix and its norm.
         exchange_bytes: sent both ways for the FFN of a layer with cold neurons.
-        border_bytes: sent where a layer runs on another device than the one before it.
+        border_bytes: sent if a layer runs on another device than the one before it.
         width: D.
         budget: bytes of the accelerator for all of this.
         hardware: the devices.

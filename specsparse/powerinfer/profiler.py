@@ -94,11 +94,11 @@ def load_stats(path: str | os.PathLike[str], *, layers: int, d_ff: int) -> Activ
 
 
 Active = Callable[[Layer, jax.Array, jax.Array], jax.Array]
-"""active(layer, x_RD, n_valid_B) -> bool or uint8 [R, F], true where a neuron is read for a row."""
+"""active(layer, x_RD, n_valid_B) -> bool or uint8 [R, F], true if a neuron is read for a row."""
 
 
 def nonzero(ffn: FFN) -> Active:
-    """Neurons whose activation is not 0: what an oracle reads.
+    """Neurons whose activation is not 0, those that an oracle reads.
 
     Raises:
         UserError: an activation without zeros.
@@ -121,7 +121,7 @@ def largest(ffn: FFN, share: float) -> Active:
 
 
 def predicted(predictor: Predictor) -> Active:
-    """Neurons that a predictor keeps, its weights in `layer.sparse`: what the sparse model reads."""
+    """Neurons that a predictor keeps, its weights in `layer.sparse`."""
     return lambda layer, x_RD, n_valid_B: predictor.keep(layer.sparse, layer, x_RD, n_valid_B)
 
 

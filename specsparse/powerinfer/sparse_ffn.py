@@ -87,7 +87,7 @@ class _OneByOne:
         return y_RD, self.seen(stats)
 
     def seen(self, stats: SparseStats) -> SparseStats:
-        """If the gate decides, what is kept is what is not zero."""
+        """If the gate decides, the kept neurons are those that are not zero."""
         return stats._replace(kept=stats.nonzero, union=stats.active) if by_gate(self._predictor) else stats
 
 
@@ -191,7 +191,7 @@ def sparse_params(
         params: with dense matrices.
         weights: of the predictor, one of each layer.
         down_type: GGUF type to quantise the transposed down projection to, such as "Q8_0". Its blocks run along the
-            other axis, so this is lossy; None keeps every value, in F16 where they were and in float32 otherwise.
+            other axis, so this is lossy; None keeps every value, in F16 if they were F16, else in float32.
         keep_dense: whether the dense matrices stay beside the rows, for predictors that are asked for their mask alone.
 
     Raises:

@@ -41,12 +41,12 @@ def skips(params: Params) -> bool:
 
 
 def pack(own: dict[str, TensorInfo]) -> dict[str, Pytree]:
-    """A `pack_ffn` for `engine.weights.load_params`: the dense matrices, and what is read of them by neuron."""
+    """A `pack_ffn` for `engine.weights.load_params`: the dense matrices, and their rows by neuron."""
     gate, up, down = (pack_matrix(own[name], floats=False) for name in _MATRICES)
     return {"ffn_gate": gate, "ffn_up": up, "ffn_down": down, "sparse": skip_weights(up, down)}
 
 
 def skipping(params: Params) -> Params:
-    """The parameters of `in_params`, with what is read by neuron beside them."""
+    """The parameters of `in_params`, with rows by neuron beside the matrices."""
     layers = (layer._replace(sparse=skip_weights(layer.ffn_up, layer.ffn_down)) for layer in params.layers)
     return params._replace(layers=tuple(layers))

@@ -1,4 +1,4 @@
-"""Which neurons of an FFN to compute: predictors, their training and their evaluation."""
+"""Predictors of the neurons of an FFN worth computing, their training and their evaluation."""
 
 from specsparse.predictors.base import FFN, Needs, Predictor, get_predictor
 from specsparse.predictors.scored import Scored

@@ -27,7 +27,7 @@ class FFN:
     Attributes:
         kernels: of the products.
         eps: of the norm.
-        act: of the gate, or of `up` where the layer has no gate.
+        act: of the gate, or of `up` if the layer has no gate.
         up_act: of `up` ("relu" for dReLU, arXiv:2406.05955), or None.
     """
 
@@ -124,7 +124,7 @@ class Predictor(abc.ABC):
 
     @abc.abstractmethod
     def keep(self, weights: Pytree, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
-        """Which neurons to compute: uint8[R, F], 1 = compute; all 0 in rows i >= n_valid[b] of sequence b.
+        """The neurons to compute: uint8[R, F], 1 = compute; all 0 in rows i >= n_valid[b] of sequence b.
 
         Args:
             weights: of this layer, from `fit` or from a file.
@@ -151,7 +151,7 @@ def as_mask(keep_RF: jax.Array, n_valid_B: jax.Array) -> jax.Array:
 
 
 def require_rows(predictor: Predictor, rows_ND: jax.Array | None) -> jax.Array:
-    """`rows_ND`, or a UserError that says what they are for."""
+    """`rows_ND`, or a UserError that says which are needed."""
     if rows_ND is None or rows_ND.shape[0] == 0:
         raise UserError(f"predictor {predictor.name} needs {predictor.needs.value}: give residuals")
     return rows_ND

@@ -331,7 +331,7 @@ def quality_in_chunks(dense: Model, model: Model, windows_Wn: np.ndarray, *, row
     """Both models on the second half of each window, after the dense one has read the first for both.
 
     By contract C1 `rows` changes nothing; for a rule that looks at the rows of a pass together (`UnionCap`) it does,
-    and passes of `rows` right tokens are what a verification sees at best. `model` is another FFN on the weights of
+    and a verification sees passes of `rows` right tokens at best. `model` is another FFN on the weights of
     `dense`, and reads `rows` tokens at once; the windows int32[W, n] have an even n.
     """
     half = windows_Wn.shape[1] // 2

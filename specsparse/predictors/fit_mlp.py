@@ -27,12 +27,12 @@ _FORMAT = "specsparse.predictors.mlp"
 
 @dataclass(frozen=True)
 class Labels:
-    """Which neurons of a layer count as active.
+    """The active neurons of a layer.
 
     Attributes:
         bits: uint8[N, ceil(F/8)], as `numpy.packbits` of the labels.
         density: share of ones.
-        above: a neuron is active where |a| is larger than this; 0 for activations with true zeros.
+        above: a neuron is active if |a| is larger than this; 0 for activations with true zeros.
     """
 
     bits: np.ndarray

@@ -167,7 +167,7 @@ class Svd(Scored, InOneCall):
     Dividing by rms(x) puts the score on the scale of the gate, so that one threshold serves all rows.
 
     Attributes:
-        rank: k; cut to what the matrix has.
+        rank: k, at most that of the matrix.
         threshold: of the approximate gate before its activation.
         codes: type of the packed factors.
     """
@@ -194,7 +194,7 @@ class Svd(Scored, InOneCall):
 
 
 def normed_gate(layer: Layer) -> np.ndarray:
-    """gate * diag(ffn_norm), f32[F, D]: what the gate does to x / rms(x)."""
+    """gate * diag(ffn_norm), f32[F, D], the gate of x / rms(x)."""
     return np.asarray(dequantize(gate_matrix(layer))) * np.asarray(layer.ffn_norm)[None]
 
 

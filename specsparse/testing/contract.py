@@ -91,7 +91,7 @@ def check_tree(shape: TreeShape) -> None:
 
 def check_policy(policy: Policy) -> None:
     """Refuses a policy that breaks the contract of `policies.base`: budgets fit, rows are independent, the state keeps
-    its structure, one compilation serves all rounds, and the text is not biased by what it drops.
+    its structure, one compilation serves all rounds, and its drops do not bias the text.
 
     One that is not `one_hot_only` and drops drafted tokens is certified (`specsparse.certify`).
 

@@ -184,7 +184,6 @@ def model_case(folder: Path, source: str, *, vocab: int, capacity: int, **option
         options: of the drafter.
     """
     target = tiny_model(folder, vocab=vocab, capacity=capacity)
-    target.params_for(capacity)  # kept by the model: not to be made first inside a trace
     given: dict[str, Any] = {}
     if source == "model":
         given = {"model": tiny_model(folder, vocab=vocab, capacity=capacity, seed=1, layers=1)}
@@ -195,17 +194,13 @@ def model_case(folder: Path, source: str, *, vocab: int, capacity: int, **option
     elif source == "dflash":
         given = {"path": random_dflash(target, block_size=7, layers=1)}
     spec = get_drafter(source, gamma=6, **given, **options)
-    drafter, weights, prepare = _loaded(spec, target, capacity)
+    drafter, weights, prepare = on_spec(folder, spec, vocab=vocab, capacity=capacity, target=target)
     return drafter, weights, (lambda ctx: ctx) if source == "model" else prepare
 
 
-def on_spec(folder: Path, spec: AnyDrafter, *, vocab: int, capacity: int) -> Case:
+def on_spec(folder: Path, spec: AnyDrafter, *, vocab: int, capacity: int, target: Model | None = None) -> Case:
     """`model_case` of anybody's spec, on a tiny target."""
-    target = tiny_model(folder, vocab=vocab, capacity=capacity)
-    target.params_for(capacity)
-    return _loaded(spec, target, capacity)
-
-
-def _loaded(spec: AnyDrafter, target: Model, capacity: int) -> Case:
+    target = target or tiny_model(folder, vocab=vocab, capacity=capacity)
+    target.params_for(capacity)  # kept by the model: not to be made first inside a trace
     loaded = load_drafter(target, spec)
     return loaded.drafter, loaded.weights(capacity), lambda ctx: on_target(target, ctx)

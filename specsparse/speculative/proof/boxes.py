@@ -55,7 +55,7 @@ class Settled(NamedTuple):
     verdict: np.ndarray
 
     def volume(self, steps: int) -> np.ndarray:
-        """float64[N]: the probability of each box, where a uniform has `steps` values."""
+        """float64[N]: the probability of each box, if a uniform has `steps` values."""
         return ((self.boxes.high - self.boxes.low) / steps).prod(axis=1)
 
 
@@ -67,7 +67,7 @@ def settle(
 
     A box is settled when its lowest corner, its highest and points drawn inside have one verdict. Otherwise the way
     from the lowest corner to the point that differs, one uniform after the other, is bisected, and the box is cut
-    there. What is not settled after `most` boxes a draft is left out; so is a point whose verdict changes by itself.
+    there. Boxes beyond `most` a draft are left out if unsettled; so is a point whose verdict changes by itself.
 
     Args:
         judge: what to measure.
@@ -84,7 +84,7 @@ def settle(
     rng, shape = np.random.default_rng([seed, 2]), (drafts, uniforms)
     whole = Boxes(np.arange(drafts), np.zeros(shape, np.int64), np.full(shape, steps))
     found = _settle(judge, whole, None, rng, inside, most * drafts)
-    few, rounds = min(spots, FEW_SPOTS), SPOT_ROUNDS  # a few are enough to find what has no thresholds
+    few, rounds = min(spots, FEW_SPOTS), SPOT_ROUNDS  # a few show a verdict without thresholds
     while few and found.boxes.draft.size:
         divided, rest = _surprises(judge, found, rng, steps, few)
         if divided.goal.size and not rounds:
@@ -142,7 +142,7 @@ def _surprises(
     at = np.stack([low[near] + scale, high[near] - 1 - scale, rng.integers(low[near], high[near])])
     at = np.take_along_axis(at, rng.integers(3, size=(1, *width.shape)), axis=0)[0]
     home, ticks = other(np.concatenate([home, near]), np.concatenate([ticks, at]))
-    if home.size:  # what one box hides, others may hide at the same place
+    if home.size:  # other boxes may hide the same verdict at the same place
         place = [(low[:, j] <= ticks[0, j]) & (ticks[0, j] < high[:, j]) for j in range(n)]
         there = [np.where(np.arange(n) == j, ticks[0], low[boxes]) for j, boxes in enumerate(place)]
         more = other(np.concatenate([np.flatnonzero(boxes) for boxes in place]), np.concatenate(there))
@@ -192,7 +192,7 @@ def _probe(judge: Judge, boxes: Boxes, rng: np.random.Generator, inside: int) ->
 
 
 def _cut(judge: Judge, divided: Divided) -> tuple[Boxes, Boxes]:
-    """Both parts of each box, cut where the verdict of the lowest corner ends on the way to the goal."""
+    """Both parts of each box, cut at the end of the lowest corner's verdict on the way to the goal."""
     boxes, at_low, goal = divided
     verdicts = judge(boxes.draft)
     width_Nn = goal - boxes.low

@@ -126,7 +126,7 @@ def certify(
         verifiers: names, verifiers, anybody's callables (see `external`), or draft-length policies (see
             `policies.measure_policy`); one may stand alone.
         vocab: vocabulary of most cases, 2..6; by default 4, and 3 for callables. `CertificateReport.covered` says
-            what was tried. Mutants, known bugs and policies keep their own.
+            which were tried. Mutants, known bugs and policies keep their own.
         gamma: longest chain, 1..3; by default 3, and 2 for callables, with one case of 4 drafts and one of 6 tokens.
         seed: of the random distributions; the same seed gives the same report.
         mutants: whether to run the mutants too; by default they run unless callables alone are certified.

@@ -4,7 +4,7 @@
 it does with a rule. Jitted, `Rule.verdict` is a function of K+1 uniforms, constant on boxes. Their edges are
 thresholds: a coin accepts below its threshold, a token is drawn between two. The cube of all uniforms is cut along the
 edges, each found by bisection on the grid that `engine.noise` draws from. So the volume of a box is the probability of
-its verdict, exactly. Which noise the loop hands over is tested in `tests/statistics`.
+its verdict, exactly. `tests/statistics` tests the noise that the loop passes.
 """
 
 import functools
@@ -66,7 +66,7 @@ class Decided(NamedTuple):
 
 @functools.cache
 def jitted(verifier: Verifier) -> Driver:
-    """What the decode loop calls for this verifier, with the draw of this machine's kernels; `vmap` over batches."""
+    """The decode loop's verdict for this verifier, with the draw of this machine's kernels; `vmap` over batches."""
     ours = pipeline.kernels_of(kernels.get())
     if has_native_call(verifier, ours):
         return jax.jit(functools.partial(_at_once, verifier, ours))
@@ -217,7 +217,7 @@ def driver_tv(template: TreeTemplate, *, vocab: int, steps: int = STEPS) -> floa
     * A distribution after a rejection: at most (V+8) e in L1 (p and q rounded, the difference, its sum, the division;
       an earlier weight or rho) over the chance to be there, which its weight in the joint distribution cancels. After j
       rejections it is j (V+8) e.
-    * A coin: 6 e (p and q rounded, a product, the division, a step), and what its distribution is off by.
+    * A coin: 6 e (p and q rounded, a product, the division, a step), and the error of its distribution.
 
     All of it adds up to less than (T+1) ((T+1) (V+8) + 2V^2) e.
     """

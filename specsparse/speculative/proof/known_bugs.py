@@ -75,7 +75,7 @@ def rejection(p, q, drafts, uniforms, *, chance=None, rest=None) -> np.ndarray:
 
 
 def match(p, q, drafts, uniforms) -> np.ndarray:
-    """Samples the target at every row, and goes on as long as the draft is what was sampled."""
+    """Samples the target at every row, and goes on as long as the draft is the sample."""
     K = drafts.shape[1]
     u = np.concatenate([uniforms[:, K : 2 * K], uniforms[:, -1:]], axis=1)
     own = own_samples(p, u)

@@ -1,5 +1,5 @@
-"""Verifiers of other libraries as callables, and docs/certified.md: those, real mistakes, and what was wrongly called
-lossy.
+"""Verifiers of other libraries as callables, and docs/certified.md: those, real mistakes, and lossless methods that
+were called lossy.
 
 * **transformers**, live: `generation.utils._speculative_sampling`, algorithm 1 of 2211.17192.
 * **vLLM**, from its definition: vllm/v1/sample/rejection_sampler.py at commit 7f6fc1c.

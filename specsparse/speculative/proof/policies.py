@@ -1,8 +1,8 @@
 """A draft-length policy: every draft that it leaves of a drawn chain, verified by the driver, against the target.
 
-A policy keeps the target's distribution with every lossless verifier if what it drops does not depend on the tokens
-that it drops. That is measured, in one round after each of a few histories: `stop` is asked before each node as a model
-drafter asks it, `keep` when the chain has ended, and the driver verifies what is left.
+A policy keeps the target's distribution with every lossless verifier if its choice does not depend on the tokens that
+it drops. That is measured, in one round after each of a few histories: `stop` is asked before each node as a model
+drafter asks it, `keep` when the chain has ended, and the driver verifies the rest.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class PolicyCase(Case):
     history: tuple[bool, ...]
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Every draft of the whole chain, cut to what the policy verifies of it."""
+        """Every draft of the whole chain, cut to the nodes that the policy verifies."""
         kept = self._kept()
         for outcome in super().outcomes():
             yield outcome._replace(draft=outcome.draft._replace(count=kept[tuple(outcome.draft.tokens)]))

@@ -174,7 +174,7 @@ class CertificateReport:
     mutants: tuple[MutantResult, ...]
 
     def __repr__(self) -> str:
-        """Counts, the worst total variation of what is lossless, and whether the certificate holds."""
+        """Counts, the worst total variation of lossless verifiers, and whether the certificate holds."""
         names = {r.verifier for r in self.results}
         worst = max((r.tv for r in self.results if r.lossless), default=0.0)
         caught = sum(m.caught for m in self.mutants)
