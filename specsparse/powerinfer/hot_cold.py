@@ -113,9 +113,6 @@ def packer(hot: Sequence[np.ndarray], threshold: float, *, floats: bool, dense_h
     neurons are not predicted.
     """
 
-    def rows(tensor: TensorInfo, ids: np.ndarray) -> NeuronRows:
-        return pack_neurons(tensor.raw[ids], tensor.type, (len(ids), tensor.shape[1]))
-
     def matrix(tensor: TensorInfo, ids: np.ndarray) -> QTensor | None:
         """Some rows, packed for the dense kernels; None for no rows."""
         if not len(ids):
@@ -125,10 +122,11 @@ def packer(hot: Sequence[np.ndarray], threshold: float, *, floats: bool, dense_h
         return pack_qtensor(tensor.raw[ids], tensor.type, (len(ids), tensor.shape[1]))
 
     def part(own: dict[str, TensorInfo], ids: np.ndarray) -> Part | None:
-        if not len(ids):
-            return None
-        gate = rows(own["ffn_gate"], ids) if "ffn_gate" in own else None
-        return Part(gate, rows(own["ffn_up"], ids), rows(own["ffn_down_t"], ids))
+        def rows(name: str) -> NeuronRows | None:
+            t = own.get(name)
+            return t and pack_neurons(t.raw[ids], t.type, (len(ids), t.shape[1]))
+
+        return Part(*map(rows, ("ffn_gate", "ffn_up", "ffn_down_t"))) if len(ids) else None
 
     def pack(own: dict[str, TensorInfo]) -> dict[str, Pytree]:
         mask = hot[int(own["ffn_up"].name.split(".")[1])]
@@ -365,11 +363,9 @@ class TwoDevices(Devices):
         return self.forward
 
     def jit(self, function: Callable, **options) -> Callable:
-        """The function itself, which starts compiled pieces."""
-        return function
+        return function  # it starts compiled pieces
 
     def compile(self, function: Callable, *args: Pytree, donate: tuple[int, ...] = ()) -> Callable:
-        """The function itself, which starts compiled pieces."""
         return function
 
     def place(self, params: Params) -> Params:

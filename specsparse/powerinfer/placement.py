@@ -472,15 +472,14 @@ def read_gpuidx(path: str | os.PathLike[str]) -> GpuIndex:
         raise UserError(f"{f.path}: has {len(tensors)} tensors for {layers} layers and {capacity} bytes: damaged")
     hot = []
     for i in range(layers):
-        pair = tensors[2 * i : 2 * i + 2]
-        named = [t.name for t in pair] == [f"blk.{i}.gpu_idx", f"blk.{i}.gpu_bucket"]
-        if not named or any(t.type != GGMLQuantizationType.I32 or len(t.shape) != 1 for t in pair):
-            found = ", ".join(f"{t.name!r:.40}" for t in pair)
-            raise UserError(f"{f.path}: {found} should be 'blk.{i}.gpu_idx' and 'blk.{i}.gpu_bucket', vectors of I32")
-        index, bucket = (np.ascontiguousarray(t.raw).view("<i4") for t in pair)
-        if not np.isin(index, (0, 1)).all() or not np.array_equal(np.flatnonzero(index), bucket):
-            raise UserError(f"{f.path}: 'blk.{i}.gpu_bucket' is not the list of the ones of 'blk.{i}.gpu_idx': damaged")
-        hot.append(index.astype(bool))
+        pair, names = tensors[2 * i : 2 * i + 2], [f"blk.{i}.gpu_idx", f"blk.{i}.gpu_bucket"]
+        vectors = all(t.type == GGMLQuantizationType.I32 and len(t.shape) == 1 for t in pair)
+        if vectors and [t.name for t in pair] == names:
+            index, bucket = (np.ascontiguousarray(t.raw).view("<i4") for t in pair)
+            if np.isin(index, (0, 1)).all() and np.array_equal(np.flatnonzero(index), bucket):
+                hot.append(index.astype(bool))
+                continue
+        raise UserError(f"{f.path}: {' and '.join(names)} should be a mask and the list of its ones, in I32: damaged")
     return GpuIndex(tuple(hot), capacity, *(f.get(key, "str", None) for key in (_MODEL, _PROBLEM)))
 
 
@@ -580,12 +579,12 @@ def _refuse_model(path: Path, f: GGUFFile) -> None:
     try:
         with path.open("rb") as file:
             model = file.read(len(MAGIC)) == MAGIC or path.samefile(f.path)  # a placement begins with PWRI
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}), it may be a model; name another file") from None
+    except OSError:
+        model = True  # for all that can be known
     with suppress(UserError):
         model = model or open_gguf(path).metadata.get("general.architecture") != ARCHITECTURE
     if model:
-        raise UserError(f"{path}: is a model and no placement, which would overwrite it; name another file")
+        raise UserError(f"{path}: is a model, or cannot be read; no placement is written over it: name another file")
 
 
 def _fitting(path: Path, problem: Problem, model: str, asked: str) -> GpuIndex | str:

@@ -37,10 +37,9 @@ def read_torch(path: str | os.PathLike[str]) -> Any:
     try:
         with zipfile.ZipFile(path) as archive:
             return _TensorReader(archive).load()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     except Exception as error:  # the zip and pickle modules raise nearly everything on damaged input
         why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
+        why = str(error.strerror) if isinstance(error, OSError) and error.strerror else why
         hint = " (a file of torch before 1.6? save it again)" if isinstance(error, zipfile.BadZipFile) else ""
         raise UserError(f"{path}: is not a readable torch file: {why:.120}{hint}") from None
 

@@ -13,6 +13,12 @@ from specsparse.speculative.verifiers import residuals
 Tables = list[np.ndarray]
 """Entry d, shape [V] * (d + 1): the distribution of the next token after each context of d tokens."""
 
+Change = Callable[[np.ndarray], np.ndarray]
+"""float64[V] -> float64[V], both distributions."""
+
+Corner = Callable[[Tables, Tables], tuple[Tables, Tables]]
+"""(p, q) of independent random distributions -> (p, q) of the corner."""
+
 RowProbs = Callable[[int, tuple[int, ...], tuple[int, ...]], np.ndarray]
 """(node, context tokens, tokens of its elder siblings) -> float64[V]."""
 
@@ -22,12 +28,12 @@ def random_tables(rng: np.random.Generator, *, vocab: int, depth: int, concentra
     return [rng.dirichlet(np.full(vocab, concentration), size=(vocab,) * d) for d in range(depth + 1)]
 
 
-def map_tables(tables: Tables, change: Callable[[np.ndarray], np.ndarray]) -> Tables:
+def map_tables(tables: Tables, change: Change) -> Tables:
     """Applies a change of one distribution to all of them."""
     return [np.apply_along_axis(change, -1, table) for table in tables]
 
 
-def tempered(temperature: float) -> Callable[[np.ndarray], np.ndarray]:
+def tempered(temperature: float) -> Change:
     """p^(1/T), normalised."""
 
     def change(probs_V):
@@ -37,7 +43,7 @@ def tempered(temperature: float) -> Callable[[np.ndarray], np.ndarray]:
     return change
 
 
-def keep_top(k: int) -> Callable[[np.ndarray], np.ndarray]:
+def keep_top(k: int) -> Change:
     """Top-k truncation."""
 
     def change(probs_V):
@@ -60,22 +66,6 @@ def tie_top(probs_V: np.ndarray) -> np.ndarray:
     return tied_V
 
 
-def towards_top(probs_V: np.ndarray) -> np.ndarray:
-    """Halfway to the likeliest token alone: drawn from it that token may be rejected, and no other."""
-    return (probs_V + ranked(probs_V, 0)) / 2
-
-
-def flat(probs_V: np.ndarray) -> np.ndarray:
-    """Every token equally likely."""
-    return np.full_like(probs_V, 1 / probs_V.shape[0])
-
-
-def off_top(probs_V: np.ndarray) -> np.ndarray:
-    """Half the likeliest token's mass lies on all others alike: of p itself that token alone may be rejected."""
-    moved = probs_V[np.argmax(probs_V)] / 2
-    return np.where(np.arange(probs_V.shape[0]) == np.argmax(probs_V), moved, probs_V + moved / (probs_V.shape[0] - 1))
-
-
 def draw_probs(kind: DraftKind, q: Tables) -> RowProbs:
     """The distribution a node is drawn from when a draft of that kind is made with q."""
 
@@ -89,28 +79,6 @@ def draw_probs(kind: DraftKind, q: Tables) -> RowProbs:
         return row
 
     return probs
-
-
-def draws(template: TreeTemplate, draw: RowProbs, record: RowProbs) -> Iterator[tuple[float, tuple[int, ...], list]]:
-    """Every way the nodes can be drawn: (probability, tokens, recorded distribution of each node).
-
-    Where `draw` has no mass left (without replacement, more siblings than tokens) the node holds token 0.
-    """
-
-    def extend(node, weight, tokens, rows):
-        if node == template.size:
-            yield weight, tokens, rows
-            return
-        parent = template.parents[node]
-        context = tuple(tokens[i] for i in template.path(parent))
-        elders = tuple(tokens[i] for i in template.children[parent + 1] if i < node)
-        probs_V, row_V = draw(node, context, elders), record(node, context, elders)
-        choices = np.flatnonzero(probs_V) if probs_V.any() else [0]
-        for x in choices:
-            chance = probs_V[x] if probs_V.any() else 1.0
-            yield from extend(node + 1, weight * chance, (*tokens, int(x)), [*rows, row_V])
-
-    yield from extend(0, 1.0, (), [])
 
 
 def outcomes(
@@ -132,7 +100,22 @@ def outcomes(
         q_KV = None if one_hot else p[0][None]
         yield Outcome(1.0, Draft(np.zeros(1, np.int32), np.full(1, ROOT, np.int32), count, q_KV), np.stack([p[0]] * 2))
         return
-    for weight, tokens, rows in draws(template, draw, record or draw):
+
+    def ways(node, weight, tokens, rows):
+        """(probability, tokens, recorded distribution of each node) of every way to draw the nodes from `node` on."""
+        if node == template.size:
+            yield weight, tokens, rows
+            return
+        parent = template.parents[node]
+        context = tuple(tokens[i] for i in template.path(parent))
+        elders = tuple(tokens[i] for i in template.children[parent + 1] if i < node)
+        probs_V, row_V = draw(node, context, elders), (record or draw)(node, context, elders)
+        if not probs_V.any():  # without replacement, more siblings than tokens
+            probs_V = residuals.one_hot(probs_V, 0)
+        for x in np.flatnonzero(probs_V):
+            yield from ways(node + 1, weight * probs_V[x], (*tokens, int(x)), [*rows, row_V])
+
+    for weight, tokens, rows in ways(0, 1.0, (), []):
         contexts = [tuple(tokens[i] for i in template.path(row - 1)) for row in range(template.size + 1)]
         p_nV = np.stack([p[len(context)][context] for context in contexts])
         q_KV = None if one_hot else np.stack(rows)
@@ -173,35 +156,53 @@ def at_temperature_0(case: Case) -> Case:
     return dataclasses.replace(case, p=map_tables(case.p, lambda probs: ranked(probs, 0)))
 
 
-def _disjoint(probs_V: np.ndarray, *, even: bool) -> np.ndarray:
-    kept = np.where((np.arange(probs_V.shape[0]) % 2 == 0) == even, probs_V, 0.0)
-    return kept / kept.sum()
+def _changes(*, p: Change | None = None, q: Change | None = None) -> Corner:
+    """The corner in which each distribution of the target, and of the draft, is changed alike."""
+    return lambda tables_p, tables_q: tuple(
+        map_tables(tables, change) if change else tables for tables, change in ((tables_p, p), (tables_q, q))
+    )
 
 
-CORNERS: dict[str, Callable[[Tables, Tables], tuple[Tables, Tables]]] = {
-    "random": lambda p, q: (p, q),
+def _every_second(first: int) -> Change:
+    """Every second token from `first` on."""
+
+    def change(probs_V):
+        kept = np.where(np.arange(probs_V.shape[0]) % 2 == first, probs_V, 0.0)
+        return kept / kept.sum()
+
+    return change
+
+
+def _flat(probs_V: np.ndarray) -> np.ndarray:
+    return np.full_like(probs_V, 1 / probs_V.shape[0])
+
+
+def _towards_top(probs_V: np.ndarray) -> np.ndarray:
+    """Halfway to the likeliest token alone: drawn from it that token may be rejected, and no other."""
+    return (probs_V + ranked(probs_V, 0)) / 2
+
+
+def _off_top(probs_V: np.ndarray) -> np.ndarray:
+    """Half the likeliest token's mass lies on all others alike: of p itself that token alone may be rejected."""
+    moved = probs_V[np.argmax(probs_V)] / 2
+    return np.where(np.arange(probs_V.shape[0]) == np.argmax(probs_V), moved, probs_V + moved / (probs_V.shape[0] - 1))
+
+
+CORNERS: dict[str, Corner] = {
+    "random": _changes(),
     "p equals q": lambda p, q: (p, p),
     "p equals q at the root": lambda p, q: (p, [p[0], *q[1:]]),
-    "p truncated": lambda p, q: (map_tables(p, keep_top(2)), q),
-    "q truncated": lambda p, q: (p, map_tables(q, keep_top(2))),
-    "truncated differently": lambda p, q: (map_tables(p, keep_top(3)), map_tables(q, keep_top(2))),
-    "q heated": lambda p, q: (p, map_tables(q, tempered(2.0))),
-    "cold": lambda p, q: (map_tables(p, tempered(0.1)), map_tables(q, tempered(0.1))),
-    "disjoint supports": lambda p, q: (
-        map_tables(p, lambda probs: _disjoint(probs, even=True)),
-        map_tables(q, lambda probs: _disjoint(probs, even=False)),
-    ),
-    "one token each": lambda p, q: (map_tables(p, keep_top(1)), map_tables(q, keep_top(1))),
-    "q one token": lambda p, q: (p, map_tables(q, keep_top(1))),
-    "p tied, q on one of them": lambda p, q: (
-        map_tables(p, tie_top),
-        map_tables(p, lambda probs: towards_top(tie_top(probs))),
-    ),
-    "p flat, q tied": lambda p, q: (map_tables(p, flat), map_tables(q, tie_top)),
-    "q tied, p off one of them": lambda p, q: (
-        map_tables(q, lambda probs: off_top(tie_top(probs))),
-        map_tables(q, tie_top),
-    ),
+    "p truncated": _changes(p=keep_top(2)),
+    "q truncated": _changes(q=keep_top(2)),
+    "truncated differently": _changes(p=keep_top(3), q=keep_top(2)),
+    "q heated": _changes(q=tempered(2.0)),
+    "cold": _changes(p=tempered(0.1), q=tempered(0.1)),
+    "disjoint supports": _changes(p=_every_second(0), q=_every_second(1)),
+    "one token each": _changes(p=keep_top(1), q=keep_top(1)),
+    "q one token": _changes(q=keep_top(1)),
+    "p tied, q on one of them": lambda p, q: _changes(p=tie_top, q=lambda x: _towards_top(tie_top(x)))(p, p),
+    "p flat, q tied": _changes(p=_flat, q=tie_top),
+    "q tied, p off one of them": lambda p, q: _changes(p=lambda x: _off_top(tie_top(x)), q=tie_top)(q, q),
 }
 """Corners of (p, q) by name: 0/0 residuals, zeros, supports that differ or never meet, one-hot distributions, ties."""
 
