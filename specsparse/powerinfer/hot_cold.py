@@ -306,8 +306,6 @@ class _Residual(NamedTuple):
 
 
 class _DevicePrograms:
-    """The compiled pieces of one device."""
-
     def __init__(self, config: ModelConfig, kernels: Kernels):
         attention, part = make_attention(config, kernels), part_ffn(config, kernels)
         output = make_output(config, kernels)

@@ -78,7 +78,6 @@ class LayerQuality:
 
     @staticmethod
     def from_sums(sums: Sums) -> "LayerQuality":
-        """From the sums of `layer_sums`."""
         return LayerQuality(
             active=_ratio(sums, "active", "neurons"),
             kept=_ratio(sums, "kept", "neurons"),
@@ -108,7 +107,6 @@ class ModelQuality:
 
     @staticmethod
     def from_sums(sums: Sums) -> "ModelQuality":
-        """From the sums of `model_sums`."""
         kl, dense, sparse, same = (_ratio(sums, name, "tokens") for name in ("kl", "dense", "sparse", "same"))
         return ModelQuality(int(sums["tokens"]), kl, float(np.exp(dense)), float(np.exp(sparse)), same)
 

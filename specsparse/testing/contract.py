@@ -151,7 +151,6 @@ class Checked:
     lines: tuple[str, ...]
 
     def __repr__(self) -> str:
-        """The lines under each other."""
         return "\n  ".join([f"{self.name} keeps the contract of a drafter:", *self.lines])
 
 
@@ -177,10 +176,6 @@ class DrafterCase:
         before, after = prepare(ctx._replace(length=jnp.maximum(ctx.length - 2, 1))), prepare(ctx)
         drafted = draft(self.weights, begin(self.weights, before), before)
         return draft(self.weights, commit(self.weights, drafted, before, after), after).draft
-
-    def first(self, ctx: DraftContext) -> Drafted:
-        """The draft after the prompt itself."""
-        return self._draft(self.weights, self._begin(self.weights, ctx), ctx)
 
     @functools.cached_property
     def _stages(self) -> tuple[Callable, ...]:
@@ -305,7 +300,7 @@ def the_cache_passes_through(case: DrafterCase) -> None:
 
     def check(cache: Any) -> Draft:
         whole = case.prepare(ctx._replace(cache=cache))
-        drafted = case.first(whole)
+        drafted = case._draft(case.weights, case._begin(case.weights, whole), whole)
         if whole.cache is cache:  # a self-draft writes beyond the length
             assert drafted.cache is cache, "the cache is not ctx.cache"
         return drafted.draft

@@ -146,7 +146,6 @@ class Case:
         return self.template.max_depth + 1
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Every draft the drafter can make."""
         one_hot = self.kind is DraftKind.ONE_HOT
         return outcomes(self.template, self.p, draw=draw_probs(self.kind, self.q), one_hot=one_hot)
 

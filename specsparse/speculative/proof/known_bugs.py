@@ -108,7 +108,6 @@ class KnownBug:
     how: ExternalVerifier
 
     def measure(self, *, vocab: int = 3, gamma: int = 2, seed: int = 0) -> list[Result]:
-        """Every case of it."""
         return measure_external(self.how, vocab=vocab, gamma=gamma, seed=seed)
 
 

@@ -193,7 +193,6 @@ class LlamaCppSampler:
         lib.llama_sampler_chain_add(self._chain, lib.llama_sampler_init_dist(seed))
 
     def draw(self, probs_V: np.ndarray) -> int:
-        """A token of the distribution."""
         lib, V = self._lib, len(probs_V)
         with np.errstate(divide="ignore"):
             logits = np.log(probs_V)
@@ -318,7 +317,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def library_row(library: Library, how: ExternalVerifier, results: Sequence[Result], date: str) -> tuple[str, ...]:
-    """A row of the first table."""
     worst, version = max(results, key=lambda r: r.tv), "definition of commit 7f6fc1c"
     if package := library.package:
         try:
@@ -332,7 +330,6 @@ def library_row(library: Library, how: ExternalVerifier, results: Sequence[Resul
 
 
 def _bug_row(bug: KnownBug, results: Sequence[Result]) -> tuple[str, ...]:
-    """A row of one of the other two tables."""
     worst = max(results, key=lambda r: r.tv)
     links = [f"[{r}](https://github.com/{r.partition('#')[0]}/issues/{r.partition('#')[2]})" for r in bug.reports]
     common = f"`{bug.name}`", bug.about, ", ".join(links) or "no report known: one slip away", _kind(worst)

@@ -131,7 +131,6 @@ class ChainProbs(NamedTuple):
 
     @classmethod
     def from_case(cls, how: ExternalVerifier, case: Case) -> "ChainProbs":
-        """The rows of a case."""
         p, q = true_p(how, case), case.q
         if how.drafts is DraftKind.ONE_HOT:
             argmax = draw_probs(how.drafts, case.q)

@@ -78,7 +78,6 @@ class Mutant:
     build: Callable[[Tables, Tables], MutantRound]
 
     def round(self, seed: int) -> MutantRound:
-        """The mutant's round on random distributions."""
         rng = np.random.default_rng([seed, 7])
         p, q = (random_tables(rng, vocab=VOCAB, depth=3, concentration=1.0) for _ in range(2))
         return self.build(p, q)
@@ -305,7 +304,6 @@ class DriverMutant:
     wrong: Callable[[Driver], Driver]
 
     def cases(self, seeds: Iterable[int]) -> list[Case]:
-        """Random cases."""
         kind, template = (DraftKind.SAMPLED, CHAIN)
         if self.verifier == "mss":
             kind, template = (DraftKind.IID, PAIR_AND_CHILDREN)

@@ -129,7 +129,6 @@ class Result:
 
     @property
     def worst_on(self) -> str:
-        """Its case in words."""
         return f"{self.corner}, {self.kind}, {len(self.parents)} nodes"
 
     def differences(self, most: int = 5) -> list[str]:
@@ -190,7 +189,6 @@ class CertificateReport:
 
     @property
     def passed(self) -> bool:
-        """Whether the certificate holds."""
         return not self.failures
 
     @property
