@@ -174,28 +174,21 @@ class SamplingParams:
             object.__setattr__(self, name, checked(option, getattr(self, name), name))
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
-        most, drawn = self.max_tokens, "n" if self.best_of is None else "best_of"
-        for wrong, line in (
-            (
+        most, count = self.max_tokens, "n" if self.best_of is None else "best_of"
+        wrong = {
+            "guided_decoding is not supported; use allowed_token_ids or logits_processors":
                 self.guided_decoding is not None,
-                "guided_decoding is not supported; use allowed_token_ids or logits_processors",
-            ),
-            (
+            "use_beam_search is not supported; use best_of to keep the most likely of several samples":
                 self.use_beam_search is not False,
-                "use_beam_search is not supported; use best_of to keep the most likely of several samples",
-            ),
-            (
+            f"min_tokens={self.min_tokens} must be at most max_tokens={most}":
                 most is not None and self.min_tokens > most,
-                f"min_tokens={self.min_tokens} must be at most max_tokens={most}",
-            ),
-            (self.num_sequences < self.n, f"best_of={self.best_of} must be at least n={self.n}"),
-            (
+            f"best_of={self.best_of} must be at least n={self.n}": self.num_sequences < self.n,
+            f"{count}={self.num_sequences} must be 1 if temperature=0: greedy completions are all equal":
                 self.greedy and self.num_sequences > 1,
-                f"{drawn}={self.num_sequences} must be 1 if temperature=0: greedy completions are all equal",
-            ),
-            (self.stop and not self.detokenize, "detokenize=False must be true if stop strings are given"),
-        ):
-            if wrong:
+            "detokenize=False must be true if stop strings are given": self.stop and not self.detokenize,
+        }  # fmt: skip
+        for line, holds in wrong.items():
+            if holds:
                 raise UserError(line)
 
     @property
