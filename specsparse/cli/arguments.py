@@ -281,7 +281,6 @@ def need_places(files: list[str | Path | None], pictures: list[Path | None], *so
 
 
 def show(out: "Console", parts: "Iterable[Table | Text | str]") -> None:
-    """Prints tables and lines."""
     from rich.table import Table
     from rich.text import Text
 

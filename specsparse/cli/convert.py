@@ -92,7 +92,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Convert, and say what was written."""
     if args.out is not None:
         _check_out(args)
     return args.run(args)

@@ -49,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Advise and print."""
     from specsparse.models import catalogue, hub
 
     batches, contexts, alphas = (tuple(sorted({*given})) for given in (args.batch, args.context, args.alpha))

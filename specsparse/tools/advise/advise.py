@@ -71,7 +71,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Advice:
-    """The answer."""
+    """The cases of a question, and what holds for all of them."""
 
     question: Question
     target: ModelOutline
@@ -259,7 +259,6 @@ def parts(advice: Advice) -> Iterator[Table | Text]:
 
 
 def _counted_table(found: list[Forecast]) -> Table:
-    """A row a method."""
     columns = ("c", "acceptance", "drafts", "break-even", "gamma", "tok/round", "speed-up", "interval")
     note = (
         "c: a drafted token in plain steps; drafts: share of the rounds that draft; gamma: of a tree nodes x levels; "

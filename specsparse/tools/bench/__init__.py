@@ -123,7 +123,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure and print."""
     from specsparse.measure.machine import timing_lock  # after the arguments: JAX takes a second
     from specsparse.support import terminal
     from specsparse.tools.bench import vn_entries

@@ -247,7 +247,6 @@ class ProductsBench(KernelBench):
         return (self.shape,)
 
     def copies(self, state: str, nbytes: int) -> int:
-        """Copies of a matrix of `nbytes`."""
         if state == MEMORY:
             return bounded(self.memory_bytes, nbytes)
         return min(max(1, self.cache_bytes // nbytes), bounded(self.cache_bytes, nbytes))

@@ -196,7 +196,7 @@ def _report(
 
 
 def _notes(found: Json, model: Model) -> list[str]:
-    """Reasons to doubt the figures."""
+    """Reasons to doubt the figures, a line each."""
     read = found["machine"]["read_bytes_per_second"]
     restless = conditions.busy(Conditions(read["median"], read["sd"] / read["mean"]))
     notes = [restless] if restless else []

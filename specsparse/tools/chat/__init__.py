@@ -22,7 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Load, then answer until the input ends."""
     from specsparse import api
     from specsparse.support import terminal
     from specsparse.tools.chat.conversation import Chat, ChatMethod, Conversation

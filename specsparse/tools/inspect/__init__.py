@@ -22,7 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Inspects and prints."""
     from specsparse.measure.costs.roofline import get_device
     from specsparse.support import terminal
     from specsparse.support.files import to_json

@@ -202,7 +202,6 @@ def _pair(target: Inspected, draft: Inspected, device: Device) -> Json:
 
 
 def parts(report: Json, device: str) -> Iterator[Table | str]:
-    """The report as lines and tables."""
     size, form = report["sizes"], report["format"]
     yield f"{report['file']}: {form['magic']} version {form['version']}"
     yield pairs("metadata", report["metadata"])

@@ -51,7 +51,6 @@ class OurRows:
     """specsparse: the forward pass of the speculative loop, in programs of `width` rows."""
 
     def __init__(self, model: Model, room: int):
-        """Makes a cache of `room` tokens."""
         self.version = f"{model.facts()['kernels']} kernels"
         capacity = model.capacity_for(room)
         self._model, self._params = model, model.params_for(capacity)

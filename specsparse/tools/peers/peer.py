@@ -98,7 +98,6 @@ class Peer:
         self.close()
 
     def close(self) -> None:
-        """Ends the child."""
         with contextlib.suppress(OSError):
             self._child.stdin.close()
         try:

@@ -47,7 +47,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Profile:
-    """The measurement."""
+    """Times of a forward pass, of its kernels and of rounds."""
 
     rows: int  # of the forward pass: 1, or a draft and the token before it
     depth: int  # tokens in the cache before it

@@ -25,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Replay and print."""
     import dataclasses
 
     from specsparse.measure.recording import Recording

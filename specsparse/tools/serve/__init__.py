@@ -47,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Load, listen, and answer until Ctrl-C."""
     key = args.api_key if args.api_key is not None else os.environ.get(KEY)
     if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
         raise UserError("the API key must be ASCII letters, digits and signs: a header of HTTP carries nothing else")

@@ -103,7 +103,6 @@ class DeviceBench:
         return run(self.plan(), self.stages, say, apart=not self.tiny)
 
     def parts(self, report: Json) -> Iterator[str]:
-        """Failures, and the seconds of all."""
         failed = [f"{stage['name']}: {stage['error']}" for stage in report["stages"] if stage["error"]]
         yield f"{len(report['stages']) - len(failed)} of {len(report['stages'])} stages in {report['seconds']:.0f} s"
         yield from (f"failed: {line}" for line in failed)
