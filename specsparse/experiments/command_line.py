@@ -249,23 +249,19 @@ def _near_keys(key: str, keys: Iterable[str]) -> list[str]:
     """Dotted keys like `key`, the nearest first and of equals the first given; at most three.
 
     Likeness is that of the whole keys, of their last parts, or of the last part and a word of the other one's (`limit`
-    and `data.limit_per_task`). If `key` has a group, keys of a group of such a name go first, else keys without one.
+    and `data.limit_per_task`): about 1 if they are the same or nearly. If `key` has a group, keys of a group of such a
+    name go first, else keys without one.
     """
-    likeness = {other: _likeness(key, other) for other in keys}
-    best = max(likeness.values(), default=0.0)
-    near = [other for other, like in likeness.items() if like and like >= best - _AS_NEAR]
-    return sorted(near, key=lambda other: -likeness[other])[:3]
-
-
-def _likeness(key: str, other: str) -> float:
-    """About 1 if they are the same or nearly, and 1 more for the same group; 0 if they are not alike."""
 
     def ratio(a: str, b: str) -> float:
         return difflib.SequenceMatcher(None, a, b).ratio()
 
-    (head, _, name), (group, _, option) = key.rpartition("."), other.rpartition(".")
-    like = max(ratio(name, part) for part in (option, *option.split("_")))
-    if head:
-        return like + ratio(head, group) if like >= _NEAR else 0.0
-    like = max(like, ratio(key, other))
-    return like + (0.0 if group else _AS_NEAR) if like >= _NEAR else 0.0
+    (head, _, name), near = key.rpartition("."), dict[str, float]()
+    for other in keys:
+        group, _, option = other.rpartition(".")
+        like = max(ratio(name, part) for part in (option, *option.split("_")))
+        like = like if head else max(like, ratio(key, other))
+        if like >= _NEAR:
+            near[other] = like + (ratio(head, group) if head else 0.0 if group else _AS_NEAR)
+    best = max(near.values(), default=0.0)
+    return sorted((k for k in near if near[k] >= best - _AS_NEAR), key=lambda other: -near[other])[:3]

@@ -140,8 +140,10 @@ def from_runs(runs: Sequence[Run]) -> list[ReportedMethod]:
     found = [(run, side) for run, named in sides for side in named if side not in (PLAIN, HOST)]
     settings = differing_settings([run.config for run, _ in found])
     differing = [s for s in settings if s.key not in _PAIR and not s.key.startswith(_NOT_A_METHOD)]
-    pairs = [_pair(run, side) for run, side in found]
-    words = _differing_parts(pairs)
+    pairs = [run.pair if side == SPECULATIVE else tuple(side.split(" x ")) for run, side in found]
+    columns = list(zip(*pairs)) if len({len(pair) for pair in pairs}) == 1 else [()] * max(map(len, pairs), default=0)
+    differing_parts = [i for i, column in enumerate(columns) if len(set(column)) != 1]  # all if their number differs
+    words = [" x ".join(pair[i] for i in differing_parts if i < len(pair)) for pair in pairs]
     out = []
     for i, (run, side) in enumerate(found):
         names = {"pair": words[i]} if words[i] else {}
@@ -185,22 +187,6 @@ def grouped(methods: Sequence[ReportedMethod], most: int) -> list[str]:
     columns = [[m.names.get(key, NEITHER) for m in methods] for key in keys]
     few = [column for column in columns if len(set(column)) <= most]
     return max(few, key=lambda column: len(set(column)), default=["all"] * len(methods))
-
-
-def _pair(run: Run, side: str) -> tuple[str, ...]:
-    """Drafter and verifier; the sides of a comparison are named by them."""
-    if side != SPECULATIVE:
-        return tuple(side.split(" x "))
-    method = run.record.get("method") or {}
-    return str(run.setting("drafter.name")), str(method.get("verifier") or run.setting("verifier.name"))
-
-
-def _differing_parts(pairs: Sequence[tuple[str, ...]]) -> list[str]:
-    """DRAFTER x VERIFIER without the one that all share; both if the number of parts differs."""
-    if len({len(pair) for pair in pairs}) > 1:
-        return [" x ".join(pair) for pair in pairs]
-    kept = [i for i, column in enumerate(zip(*pairs, strict=True)) if len(set(column)) > 1]
-    return [" x ".join(pair[i] for i in kept) for pair in pairs]
 
 
 def _told_apart(methods: list[ReportedMethod]) -> list[ReportedMethod]:
@@ -259,9 +245,14 @@ def differing_settings(configs: Sequence[Json]) -> list[Setting]:
     flats = [dict(flat(config)) for config in configs]
     keys = dict.fromkeys(key for one in flats for key in one)
     differing = [k for k in keys if k not in _IGNORED and len({_same(one.get(k)) for one in flats}) > 1]
-    kept = [k for k in differing if not _brought_along(k, differing, flats)]
     out = []
-    for key in kept:
+    for key in differing:
+        group, dot, _ = key.partition(".")
+        choice = _CHOICES.get(group, f"{group}.name")
+        if dot and key != choice and choice in differing:
+            decided = {(_same(one.get(choice)), _same(one.get(key))) for one in flats}
+            if len(decided) == len({chosen for chosen, _ in decided}):
+                continue
         values = [one.get(key) for one in flats]
         words = tuple(map(word, values))
         if len(set(words)) != len(set(map(_same, values))):  # short words would look the same
@@ -301,15 +292,6 @@ def flat(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
             yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _brought_along(key: str, differing: Sequence[str], flats: Sequence[Json]) -> bool:
-    group, dot, _ = key.partition(".")
-    choice = _CHOICES.get(group, f"{group}.name")
-    if not dot or key == choice or choice not in differing:
-        return False
-    decided = {(_same(one.get(choice)), _same(one.get(key))) for one in flats}
-    return len(decided) == len({chosen for chosen, _ in decided})
 
 
 def _same(value: object) -> str:

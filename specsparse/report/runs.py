@@ -61,6 +61,12 @@ class Run:
         return self.record.get("config") or {}
 
     @property
+    def pair(self) -> tuple[str, str]:
+        """Drafter and verifier of a run of one method."""
+        method = self.record.get("method") or {}
+        return str(self.setting("drafter.name")), str(method.get("verifier") or self.setting("verifier.name"))
+
+    @property
     def manifest(self) -> Json:
         """See `specsparse.measure.manifest`."""
         return self.record.get("manifest") or {}

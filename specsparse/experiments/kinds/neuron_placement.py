@@ -177,8 +177,9 @@ class Place(Kind[PlacementSettings]):
         chosen = by_neuron = "none" if cfg.disable_gpu_index else spec.rule
         solve = {**RULES, "layers": partial(layers, n_gpu_layers=cfg.n_gpu_layers)}
         found = {name: rule(problem) for name, rule in solve.items()}
-        if chosen == "optimal" and layers_instead(found, problem):
-            chosen = "layers"
+        neurons, whole = found["optimal"], found["layers"]
+        if neurons.bytes_on_device > problem.budget or whole.seconds < (1 - 1e-9) * neurons.seconds:
+            chosen = "layers" if chosen == "optimal" else chosen  # faster, or the dense parts alone exceed the budget
         index = measured = taken = None
         if spec.rule in WITH_FILE:
             beside = path_for(f.path) if config.predictor_ranks else path_for(directory / f.path.name)
@@ -203,7 +204,17 @@ class Place(Kind[PlacementSettings]):
             "budget_bytes": problem.budget,
             "neuron_budget_bytes": problem.neuron_budget,
             "parts_bytes": parts.in_order(),
-            "placements": {name: _values(p, problem) for name, p in found.items()},
+            "placements": {
+                name: {
+                    "seconds": p.seconds,
+                    "bound_seconds": p.bound_s,
+                    "bytes_on_device": p.bytes_on_device,
+                    "hot_neurons": [int(h.sum()) for h in p.hot],
+                    "hot_share": p.hot_share(problem),
+                    "host_layers": sorted(p.host_layers),
+                }
+                for name, p in found.items()
+            },
             "devices": {side: {"title": d.title, "on_paper": not d.measured} for side, d in pair.items()},
             **({} if index is None else {"gpu_index": index.note}),
             **({} if taken is None else {"measured": measured, "conditions": taken.to_dict()}),
@@ -223,12 +234,6 @@ class Place(Kind[PlacementSettings]):
             as_promised=result.as_promised,
             objective=1 / found[chosen].seconds,
         )
-
-
-def layers_instead(found: Mapping[str, Placement], problem: Problem) -> bool:
-    """Whether whole layers are faster than the best choice of neurons, or its dense parts alone exceed the budget."""
-    neurons, layers = found["optimal"], found["layers"]
-    return neurons.bytes_on_device > problem.budget or layers.seconds < (1 - 1e-9) * neurons.seconds
 
 
 def budget_bytes(cfg: PlacementSettings, parts: ModelParts) -> int:
@@ -452,17 +457,6 @@ def _measured_table(times: dict[str, Any], found: dict[str, Any]) -> Table:
     if "quality" in found:
         out.add_row("hot=dense (lossy): KL to hot=masked, nats", f"{found['quality']['kl']:.4g}")
     return out
-
-
-def _values(p: Placement, problem: Problem) -> dict[str, object]:
-    return {
-        "seconds": p.seconds,
-        "bound_seconds": p.bound_s,
-        "bytes_on_device": p.bytes_on_device,
-        "hot_neurons": [int(h.sum()) for h in p.hot],
-        "hot_share": p.hot_share(problem),
-        "host_layers": sorted(p.host_layers),
-    }
 
 
 def _tables(

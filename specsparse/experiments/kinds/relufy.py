@@ -42,7 +42,6 @@ from specsparse.training.relu import (
     DistillLosses,
     DistillOptions,
     FfnMatrices,
-    Fidelity,
     Judged,
     LayerOptions,
     Rebuilder,
@@ -229,10 +228,17 @@ def distilled(
 ) -> tuple[FfnMatrices, list[dict[str, Any]]]:  # fmt: skip
     """The FFNs after the last step, and the curve: losses, tokens seen and fidelity at each checkpoint."""
     distiller = Distiller(model, chosen.distill)
+
+    def point(state: Any, recent: Sequence[DistillLosses]) -> dict[str, object]:
+        """Fidelity, and mean losses since the point before."""
+        host = jax.tree.map(np.asarray, recent)
+        means = {f"train_{n}": float(np.mean([getattr(x, n) for x in host])) for n in DistillLosses._fields if host}
+        return {**distiller.judge(state.ffn, held)._asdict(), **means}
+
     log = Log(
         folder / STATE, chosen.distill.steps, chosen.own.judge_every, "tokens",
         count=lambda batch: int((batch.texts.text >= 0).sum()),
-        point=lambda state, recent: _point(distiller.judge(state.ffn, held), recent),
+        point=point,
     )  # fmt: skip
     state = log.resume(distiller.like())
     if state is None:
@@ -241,9 +247,3 @@ def distilled(
     with log.shown(ctx.console, "distilling", state) as on_step:
         state = distiller.run(state, train, on_step=on_step)
     return state.ffn, log.curve
-
-
-def _point(fidelity: Fidelity, recent: Sequence[DistillLosses]) -> dict[str, object]:
-    host = jax.tree.map(np.asarray, recent)
-    means = {f"train_{n}": float(np.mean([getattr(x, n) for x in host])) for n in DistillLosses._fields if host}
-    return {**fidelity._asdict(), **means}

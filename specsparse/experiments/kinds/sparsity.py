@@ -162,23 +162,19 @@ class SparsityKind(Kind[SparsitySettings]):
 
 def settings(cfg: SparsitySettings) -> list[SparsitySettings]:
     vary, values = cfg.sparsity.vary, cfg.sparsity.values
-    if cfg.sparsity.predictors:
-        return [_with_predictor(cfg, name) for name in cfg.sparsity.predictors]
+    if names := cfg.sparsity.predictors:
+        chosen = {name: choice_from_file("predictor", name) for name in names}
+        for predictor in chosen.values():
+            if cfg.sparsity.recall is not None and "recall" in predictor.options:
+                predictor.options["recall"] = cfg.sparsity.recall
+        ffns = {name: replace(cfg.ffn, weights=cfg.ffn.weights if name == "mlp" else None) for name in names}
+        return [replace(cfg, predictor=chosen[name], ffn=ffns[name]) for name in names]
     if not values:
         return [cfg]
     if cfg.ffn.name == "powerinfer":
         return [replace(cfg, ffn=replace(cfg.ffn, threshold=v)) for v in values]
     each = [replace(cfg.predictor, options={**cfg.predictor.options, vary: v}) for v in values]
     return [replace(cfg, predictor=predictor) for predictor in each]
-
-
-def _with_predictor(cfg: SparsitySettings, name: str) -> SparsitySettings:
-    """The config with that predictor, its options those of its choice in the config group."""
-    chosen = choice_from_file("predictor", name)
-    if cfg.sparsity.recall is not None and "recall" in chosen.options:
-        chosen.options["recall"] = cfg.sparsity.recall
-    weights = cfg.ffn.weights if name == "mlp" else None
-    return replace(cfg, predictor=chosen, ffn=replace(cfg.ffn, weights=weights))
 
 
 def judged_text(data: DataSpec, spec: SparsitySpec, model: Model) -> np.ndarray:

@@ -200,7 +200,11 @@ class SpecSparse(Kind[SpecSparseSettings]):
                 loop.generate(jobs[0], name, watch=counted)
             seen[name] = watch.points()
         windows, rows = judged_text(cfg.data, cfg.sparsity, dense), method["drafter"].max_nodes + 1
-        text = _of_text(kept_masks(sparse.model, sparse.predictor, windows), rows)
+        masks_WLnF = kept_masks(sparse.model, sparse.predictor, windows)
+        count, _, length, _ = masks_WLnF.shape
+        sizes = [(n, 1) for n in sorted({1, 2, 4, 8, rows}) if n <= length]
+        sizes += [(rows, batch) for batch in BATCHES if batch <= count and rows <= length]
+        text = tuple(union_of_text(masks_WLnF, tokens=n, batch=batch) for n, batch in sizes)
         exact = {name for name, model in models.items() if zero_skip.skips(model.params)}
         ffn_bytes = sum(m.nbytes for layer in dense.params.layers for m in matrices(layer))
         points, read = {PLAIN_SPARSE: text[:1], **seen}, {}
@@ -235,14 +239,6 @@ class SpecSparse(Kind[SpecSparseSettings]):
             as_promised=found.as_promised,
             objective=found.cells[SPEC_SPARSE].speedup.ratio_of_totals,
         )  # fmt: skip
-
-
-def _of_text(masks_WLnF: np.ndarray, rows: int) -> tuple[UnionPoint, ...]:
-    """Passes of one sequence with 1 to 8 tokens and with those of a draft, and of drafts in a batch."""
-    windows, _, length, _ = masks_WLnF.shape
-    alone = [union_of_text(masks_WLnF, tokens=n) for n in sorted({1, 2, 4, 8, rows}) if n <= length]
-    together = [union_of_text(masks_WLnF, tokens=rows, batch=b) for b in BATCHES if b <= windows and rows <= length]
-    return (*alone, *together)
 
 
 def _cells(passes: list[Pass], read: dict[str, FfnReading], whole: int, *, as_dense: set[str]) -> dict[str, SparseCell]:
