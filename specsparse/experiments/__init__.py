@@ -1,1 +1,1 @@
-"""Experiments: settings from a config, kinds of experiment, sweeps, and where the numbers go."""
+"""Experiments: settings from a config, kinds of experiment, sweeps, trackers."""

@@ -1,6 +1,6 @@
-"""What a config leaves to this machine, and what drafting costs and brings here.
+"""Options that a config leaves to this machine: times for policies, acceptance for trees.
 
-Policies weigh times, and trees acceptance. What the config leaves out of these is measured once and kept.
+They are measured once and kept.
 """
 
 import dataclasses

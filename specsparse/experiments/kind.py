@@ -39,7 +39,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class RunContext:
-    """Where a kind runs.
+    """The directory, engine and console of a run.
 
     Attributes:
         directory: of the run's files; it is there from the first use of `tracker` on.

@@ -45,11 +45,7 @@ NO_PREDICTOR, CHAINS = Choice("none"), Choice("chain")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which GGUF file, and what of it to override; None leaves the file's (or the engine's) own value.
-
-    `placement`, `hot` and `devices` are those of `specsparse.load`: a gpuidx file, and how its neurons are computed; so
-    is `mesh`, the number of devices that a dense model is divided among, and `width`, the rows of every step.
-    """
+    """A GGUF file and options of `specsparse.load`; None leaves the file's (or the engine's) own value."""
 
     path: str
     context_length: Count | None = None
@@ -67,14 +63,20 @@ class ModelSpec:
     width: int | Literal["auto"] | None = None
 
     def overrides(self) -> dict[str, object]:
-        """Keyword arguments of `specsparse.load`: what is not None."""
+        """Keyword arguments of `specsparse.load`."""
         return {k: v for k, v in dataclasses.asdict(self).items() if k != "path" and v is not None}
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Which prompts; `chat` wraps each in the model's template as a user's turn; `turns` of conversations;
-    `path` where the files of a source lie that has no place of its own; `split` what is one prompt of a .txt file."""
+    """The prompts.
+
+    Attributes:
+        path: of the files of a source that has no place of its own.
+        chat: wraps each prompt in the model's template as a user's turn.
+        turns: of conversations.
+        split: of a .txt file into prompts: at blank lines, or each line one.
+    """
 
     source: str = "builtin"
     path: str | None = None
@@ -103,7 +105,7 @@ class DataSpec:
 
 @dataclass(frozen=True)
 class FfnSpec:
-    """Which neurons of the FFNs are computed.
+    """The neurons of the FFNs that are computed.
 
     Attributes:
         name: "dense", "powerinfer", "oracle", "predicted" (by the `predictor` group), or None: as the file asks.
@@ -122,7 +124,7 @@ class FfnSpec:
     union_cap: Share | None = None
 
     def overrides(self) -> dict[str, object]:
-        """Keyword arguments of `specsparse.load`: what differs from its defaults."""
+        """Keyword arguments of `specsparse.load` that differ from its defaults."""
         mode = "dense" if self.name == "predicted" else self.name
         given = {"ffn": mode, "threshold": self.threshold, "faithful_f16": self.faithful_f16 or None}
         return {key: value for key, value in given.items() if value is not None}
@@ -130,12 +132,7 @@ class FfnSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """What loads a model, dense or sparse, and the text that a run reads.
-
-    Attributes:
-        name: of the run, for titles.
-        seed: of every draw.
-    """
+    """A model, dense or sparse, and a text; `name` is the run's, `seed` that of every draw."""
 
     model: ModelSpec
     ffn: FfnSpec = FfnSpec()
@@ -147,10 +144,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodSettings:
-    """What makes a method: who drafts, in what shape and how much, who verifies, and the distribution of the text.
-
-    The drafter "none" is plain decoding, the tree "chain" none.
-    """
+    """A method and the distribution of the text. The drafter "none" is plain decoding, the tree "chain" no tree."""
 
     drafter: Choice
     verifier: Choice
@@ -194,7 +188,7 @@ class MethodSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingSettings(ModelSettings, MethodSettings):
-    """What a run reads that decodes prompts plainly and with methods.
+    """Of a run that decodes prompts plainly and with methods.
 
     Attributes:
         repeats: of the timed passes; "auto": see `specsparse.measure.speedups`.
@@ -222,8 +216,8 @@ class RunConfig(DecodingSettings):
     """One run, validated but for what its kind alone reads.
 
     Attributes:
-        kind: what is run, a name of `experiments.kind.KINDS` or `module:Class`.
-        tracker: where the numbers go beside JSON lines, which are always written.
+        kind: a name of `experiments.kind.KINDS` or `module:Class`.
+        tracker: takes the numbers beside JSON lines, which are always written.
         debug: mistakes with their traceback.
         reuse: whether a sweep takes over cells that have finished before.
         download: whether models of the catalogue that are not on this machine are downloaded; "ask": see
@@ -275,7 +269,7 @@ def from_omegaconf(cfg: DictConfig | Mapping[str, object]) -> RunConfig:
 
 
 def of_kind(run: RunConfig, owner: type[S]) -> S:
-    """What a kind reads of a run: the groups that its class of settings names.
+    """The groups of a run that a kind's class of settings names.
 
     Raises:
         UserError: a key of the run that is nobody's, or a value that is not the kind's.

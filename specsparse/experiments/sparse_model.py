@@ -1,8 +1,11 @@
-"""The model that a config asks for, with the FFN that it asks for: which predictors can gate it, and what fits them."""
+"""The model that a config asks for, with the FFN that it asks for: which predictors can gate it, and what fits them.
+
+Predictors are imported by the runs that have one.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -15,13 +18,11 @@ from specsparse.experiments.kind import RunContext
 from specsparse.experiments.settings import ModelSettings, refuse
 from specsparse.models import catalogue
 from specsparse.powerinfer import zero_skip
-from specsparse.powerinfer.fewer import gated
 from specsparse.powerinfer.modes import PREDICTED
-from specsparse.predictors import FFN, Needs, Predictor, get_predictor
-from specsparse.predictors.collect import collect, windows
-from specsparse.predictors.evaluate import fit_layers
-from specsparse.predictors.scored import Mlp, settled
 from specsparse.support import terminal
+
+if TYPE_CHECKING:
+    from specsparse.predictors import Predictor
 
 WINDOW = 128
 """Tokens of a piece of text that is read at once."""
@@ -50,6 +51,8 @@ def check(cfg: ModelSettings, *, union_cap: bool = False) -> None:
     })  # fmt: skip
     if not predicted:
         return
+    from specsparse.predictors import FFN, Needs, get_predictor
+
     predictor = get_predictor(given, FFN(kernels.get(), 1e-5), **cfg.predictor.options)
     trained, why = predictor.needs is Needs.TRAINING, _NOT_MASKS.get(predictor.name)
     refuse({
@@ -86,7 +89,7 @@ class GatedModel(NamedTuple):
     """A sparse model, the predictor that gates it, and the predictor's weights by layer."""
 
     model: Model
-    predictor: Predictor
+    predictor: "Predictor"
     weights: Sequence[Any]
 
 
@@ -99,6 +102,11 @@ def sparse_of(cfg: ModelSettings, ctx: RunContext, dense: Model, *, rows: np.nda
         dense: the model with its dense matrices.
         rows: `residuals` if they have been read before.
     """
+    from specsparse.powerinfer.fewer import gated
+    from specsparse.predictors import FFN, Needs, get_predictor
+    from specsparse.predictors.evaluate import fit_layers
+    from specsparse.predictors.scored import Mlp, settled
+
     ffn = FFN.from_config(dense.config, dense.kernels)
     if cfg.ffn.name == "powerinfer":
         own = ctx.load(cfg.model, **cfg.ffn.overrides())
@@ -133,12 +141,16 @@ def residuals(cfg: ModelSettings, model: Model, console: Console) -> np.ndarray:
 
 def collected(model: Model, text_Wn: np.ndarray, console: Console, *, what: str = "reading text", **more: Any) -> Any:
     """`predictors.collect.collect` with a bar."""
+    from specsparse.predictors.collect import collect
+
     with terminal.counting(console, what, len(text_Wn)) as bar:
         return collect(model, text_Wn, progress=lambda done: bar.update(bar.task_ids[0], completed=done), **more)
 
 
 def calibration_text(cfg: ModelSettings, model: Model) -> np.ndarray:
     """int32[W, n]: about `ffn.tokens` tokens of built-in prompts that the run does not decode, a few of each task."""
+    from specsparse.predictors.collect import windows
+
     decoded = {p.text for p in cfg.data.prompts()}
     free = [p.text for p in prompts.load() if p.text not in decoded] or [p.text for p in prompts.load()]
     order = np.random.default_rng(cfg.seed).permutation(len(free))

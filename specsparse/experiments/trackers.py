@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: JSON lines and one record, always; and from there to Weights & Biases.
+"""The numbers of a run: JSON lines and one record, always; and from there to Weights & Biases.
 
 The client of W&B starts when the record is there and reads it back, since a run's timings are not to be shared with a
 service process. It is offline by default; `wandb sync` sends a run later.
@@ -74,7 +74,7 @@ def options_of_tracker(tracker: Choice) -> JsonlOptions | WandbOptions:
 
 
 def publish(directory: Path, options: WandbOptions) -> str:
-    """Sends (or, offline, writes) what a run's directory holds; returns a line that says where the run is.
+    """Sends a run's directory, or writes it offline; returns a line that says where the run is.
 
     Config and manifest; a step for each prompt and repeat; histograms over rounds and over prompts; acceptance by
     position; tables of prompts, texts and figures' numbers; the figures; every PNG and CSV that the run wrote; the

@@ -32,7 +32,7 @@ class Difference:
     """Two runs beside each other.
 
     Attributes:
-        settings: (key, of A, of B) where the configs, or what they ran on, differ.
+        settings: (key, of A, of B) that differ, of the configs and of commit, machine, kernels and packages.
         lines: measures over all common prompts, then the speed-up of each task.
         texts: (prompts that both decoded, those whose tokens differ) plainly and with the method.
         common: prompts that both decoded.

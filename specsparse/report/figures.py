@@ -283,7 +283,7 @@ def verify_cost(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawi
     caption = (
         "Time of a forward pass of n positions in passes of one. Below the dotted line verifying together is cheaper "
         "than one by one. Dashed: what bytes and multiply-adds ask for at this machine's measured peaks (roofline). "
-        "Whiskers: relative spread between repeats, where it was measured." + cut
+        "Whiskers: relative spread between repeats, if it was measured." + cut
     )
     return Drawing(caption, rows, _draw_costs, (7.2, 4.4))
 
@@ -360,7 +360,7 @@ def quality_and_speed(runs: Sequence[Run], methods: Sequence[ReportedMethod]) ->
     caption = (
         "Mean KL to the exact model's next-token distribution in nats (lower is closer) over speed (right is faster). "
         "A filled point is on the Pareto front: no other is at least as fast and as close, and better in one. "
-        "Whiskers: 95 % intervals, where the record has them: of a speed-up over repeats on one prompt, of a KL over "
+        "Whiskers: 95 % intervals, if the record has them: of a speed-up over repeats on one prompt, of a KL over "
         "tokens."
     )
     if any(len([r for r in rows if r["unit"] == u]) > _MOST_NAMES for u in units):

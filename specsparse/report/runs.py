@@ -1,4 +1,4 @@
-"""Runs on disk: record.json and prompts.jsonl of every folder below the given ones, checked where they are read.
+"""Runs on disk: record.json and prompts.jsonl of every folder below the given ones, checked when they are read.
 
 A finished cell of a sweep may lie in several folders; it is one measurement.
 """

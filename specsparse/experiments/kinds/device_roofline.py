@@ -110,7 +110,7 @@ def drafting_rows(
     """For each method of `drafting_settings`: cost of drafting, acceptance on the prompts (token ids), and the speed-up
     that the table predicts from both.
 
-    A chain has the draft length that suits its acceptance, 0 if none pays. What is not known yet is measured.
+    A chain has the draft length that suits its acceptance, 0 if none pays. Unknown costs are measured.
     """
     for cfg in chosen:
         shape, alpha = configured.shape_of(cfg), None

@@ -247,7 +247,7 @@ def budget_bytes(cfg: PlacementSettings, parts: ModelParts) -> int:
 
 
 def _check_activations(cfg: PlacementSettings) -> None:
-    """What is counted as read, before anything is loaded.
+    """Checks the options that say which neurons are read.
 
     Raises:
         UserError: no such file of counts, a share beside something else that says what is read, an unknown predictor

@@ -64,7 +64,7 @@ class SparseCell:
         speedup: over plain dense decoding.
         by_bytes: the speed-up that bytes would give.
         read: share of the FFNs' neurons that a pass reads.
-        differing: tokens that are not those of plain decoding with the same FFN, or of plain dense decoding where the
+        differing: tokens that are not those of plain decoding with the same FFN, or of plain dense decoding if the
             sparse model has the dense one's bits.
         draws_z: as in `metrics.DEFINITIONS`.
     """
@@ -143,7 +143,7 @@ class Joined:
 
 
 class FfnReading(NamedTuple):
-    """What a pass reads of the FFNs, mean over the passes of a cell.
+    """Reads of the FFNs by a pass, mean over the passes of a cell.
 
     Attributes:
         share: of the neurons.

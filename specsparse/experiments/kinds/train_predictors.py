@@ -64,7 +64,7 @@ class TrainPredictors(Training):
         cfg.data.prompts()
 
     def run(self, cfg: TrainSettings, ctx: RunContext) -> RunResult:
-        """Collects, trains or fits, judges. Training goes on where it was stopped.
+        """Collects, trains or fits, judges. A stopped training goes on.
 
         The predictors of a PowerInfer file are judged as they are.
 
@@ -138,7 +138,7 @@ def rivals(cfg: TrainSettings, ffn: FFN, first: Evaluation) -> list[Predictor]:
         given: dict[str, object] = {}
         if name in ("svd", "signbit"):
             if not ffn.has_zeros:
-                continue  # they guess the sign of the gate, which says little where no neuron is zero
+                continue  # they guess the sign of the gate, which says little if no neuron is zero
             given = {"recall": min(max(first.mean.recall, 1e-3), 1.0)}
         if name == "svd":
             given["rank"] = max(OfTraining.from_settings(cfg).own.rank // 2, 1)
