@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,6 +66,7 @@ class Model:
     ffn: str = "dense"
     promise: str = "equal bits"
     storage: str | None = None
+    programs: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(drafters={}))
 
     def holding(self, rows):
         assert rows in (1, 4)  # plain decoding, and a draft of three
