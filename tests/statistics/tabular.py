@@ -107,12 +107,12 @@ def drafter(shape: int | TreeShape, kind: DraftKind | None = None, *, own: bool 
         kind: how the tokens of a chain are drawn; a tree says it itself.
         own: as a second model with a cache of its own, else as a part of the target on the target's cache.
     """
-    probs = sources.DraftSampling(SamplingParams(temperature=1.0), VOCAB)
+    sampling = sources.DraftSampling(SamplingParams(temperature=1.0), VOCAB)
     vocab = VocabMap(VOCAB, VOCAB, VOCAB)
     source = OwnModel(forward, vocab, 64, (0,), 1, 1, 1, jnp.float32) if own else TargetLayers(forward, vocab, 64, (0,))
     if isinstance(shape, int):
-        return ModelDrafter(source, probs, shape, kind)
-    return TreeDrafter(source, probs, shape)
+        return ModelDrafter(source, sampling, shape, kind)
+    return TreeDrafter(source, sampling, shape)
 
 
 class Key(NamedTuple):
@@ -173,7 +173,7 @@ class Engine:
 
     def __init__(self, draft: Drafter | None, verifier: Verifier | None, *, masked: bool = True):
         self.draft, self.masked = draft, masked
-        self.config, self.probs = compile_params(SamplingParams(temperature=1.0), vocab_size=VOCAB)
+        self.config, self.sampling = compile_params(SamplingParams(temperature=1.0), vocab_size=VOCAB)
         if draft is None:
             self.step = generate.make_step(forward, self.config, pipeline.REFERENCE)
         else:
@@ -196,7 +196,7 @@ class Engine:
     def _one(self, tables: Tables, key: Key, seed, sample):
         """int32[LENGTH] tokens, and int32[2] rounds and complete rounds of one run."""
         with keyed(key) if self.masked else contextlib.nullcontext():
-            job, state = _start(self.probs, self.draft.max_nodes if self.draft else 0, seed, sample)
+            job, state = _start(self.sampling, self.draft.max_nodes if self.draft else 0, seed, sample)
             params = tables
             if self.draft is not None:
                 weights = DraftWeights(params=tables)
@@ -208,11 +208,11 @@ class Engine:
         return end.tokens[0, 1 : LENGTH + 1], jnp.stack([c.rounds[0], complete])
 
 
-def _start(probs, nodes: int, seed, sample) -> tuple[Job, DecodeState]:
+def _start(sampling, nodes: int, seed, sample) -> tuple[Job, DecodeState]:
     """One sequence that holds its first token. Its limit leaves every round up to the last counted token its draft."""
     length = jnp.ones((1,), jnp.int32)
     job = Job(
-        probs=jax.tree.map(jnp.asarray, probs),
+        sampling=jax.tree.map(jnp.asarray, sampling),
         stop_ids=jnp.full((1, 1), -1, jnp.int32),
         limit=length + LENGTH + nodes,
         seed=seed[None],
