@@ -363,22 +363,25 @@ def check_drafted(drafter: Drafter, found: object, ctx: DraftContext) -> None:
     Raises:
         UserError: what was returned, and what a drafter returns.
     """
-    name, B, K = f"{type(drafter).__name__}.draft", ctx.length.shape[0], drafter.max_nodes
+    B, K = ctx.length.shape[0], drafter.max_nodes
+    wrong = ""
     if not isinstance(found, Drafted):
-        raise UserError(f"{name} returned {type(found).__name__}: {DRAFTED}")
-    if not isinstance(found.draft, Draft):
-        raise UserError(f"{name} returned {type(found.draft).__name__} for the draft: {DRAFTED}")
-    for field, shape in {"tokens": (B, K), "parents": (B, K), "count": (B,)}.items():
-        value = getattr(found.draft, field)
-        if not hasattr(value, "dtype") or value.dtype != jnp.int32 or value.shape != shape:
-            raise UserError(f"{name} returned {field} {_shown(value)} where int32{list(shape)} is needed: {DRAFTED}")
-    q = found.draft.q
-    is_probs = hasattr(q, "dtype") and q.dtype == jnp.float32 and q.ndim == 3 and q.shape[:2] == (B, K)  # type: ignore[union-attr]
-    if not is_probs and (q is not None or drafter.kind is not DraftKind.ONE_HOT):
-        raise UserError(f"{name} returned q {_shown(q)} where float32[{B}, {K}, V] is needed: {DRAFTED}")
-    if jax.tree.map(_shown, found.cache) != jax.tree.map(_shown, ctx.cache):
+        wrong = type(found).__name__
+    elif not isinstance(found.draft, Draft):
+        wrong = f"{type(found.draft).__name__} for the draft"
+    elif jax.tree.map(_shown, found.cache) != jax.tree.map(_shown, ctx.cache):
         kind = _shown(found.cache) if jax.tree.leaves(found.cache) else found.cache
-        raise UserError(f"{name} returned {kind} for the cache, which is no cache like ctx.cache: return that one")
+        wrong = f"{kind} for the cache, which is no cache like ctx.cache"
+    else:
+        for field, shape in {"tokens": (B, K), "parents": (B, K), "count": (B,)}.items():
+            if (shown := _shown(getattr(found.draft, field))) != (needed := f"int32{list(shape)}"):
+                wrong = f"{field} {shown} where {needed} is needed"
+        q = found.draft.q
+        is_probs = hasattr(q, "dtype") and q.dtype == jnp.float32 and q.ndim == 3 and q.shape[:2] == (B, K)  # type: ignore[union-attr]
+        if not is_probs and (q is not None or drafter.kind is not DraftKind.ONE_HOT):
+            wrong = wrong or f"q {_shown(q)} where float32[{B}, {K}, V] is needed"
+    if wrong:
+        raise UserError(f"{type(drafter).__name__}.draft returned {wrong}: {DRAFTED}")
 
 
 def _check_vocab(drafter: Drafter, draft: Draft, size: int) -> None:

@@ -148,7 +148,7 @@ HEAD = '''
 """A head that another project publishes, in files of a kind of their own."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
@@ -167,6 +167,9 @@ class Pairs(Drafter):
 
     max_nodes: int = 4
     kind = DraftKind.ONE_HOT
+
+    def with_room(self, nodes):
+        return replace(self, max_nodes=nodes)
 
     def draft(self, params, state, ctx):
         last, tokens = jnp.take_along_axis(ctx.tokens, ctx.length[:, None] - 1, axis=1)[:, 0], []
@@ -187,7 +190,7 @@ class PairsHead(PublishedSpec):
 
     def build(self, target, load):
         table = self.head_file(load)
-        return LoadedDrafter(Pairs(self.style.length_policy.gamma), lambda capacity: table, table.nbytes)
+        return LoadedDrafter(Pairs(), lambda capacity: table, table.nbytes)
 '''
 
 SHORT = ["max_tokens=8", "data.tasks=[code]", "data.chat=false", "time_split=0", "stream=false"]
@@ -299,7 +302,9 @@ def test_a_third_published_head_is_one_file(here, model, capsys):
     (here / "pairs.json").write_text(json.dumps(table))
     head = get_drafter("head_part:PairsHead", path="pairs.json", gamma=3)
     fast = specsparse.generate(model, PROMPT, max_tokens=16, drafter=head)
-    assert fast.token_ids == plain.token_ids and fast.stats.counters.num_accepted_tokens > 0
+    counters = fast.stats.counters
+    assert fast.token_ids == plain.token_ids and counters.num_accepted_tokens > 0
+    assert counters.num_draft_tokens > counters.num_drafts  # its drafts are as long as the policy's
     own = ["drafter=head_part:PairsHead", "policy.gamma=3"]
     assert run.main([f"model={model.path}", *SHORT, *own, "drafter.path=pairs.json", "hydra.run.dir=out"]) == 0
     assert json.loads((here / "out" / "record.json").read_text())["method"]["label"].startswith("lossless")
@@ -337,7 +342,7 @@ def test_a_predictor_of_the_command_line(here, model, capsys):
             "verifier.last is no option of other_parts:Top; did you mean least?",
         ),
         (["drafter=echo_part:Echo", "verifier=other_parts:SAME", "verifier.x=1"], "verifier.x is no option of"),
-        (["drafter=echo_part:Echo", "verifier=other_parts:Half"], "is no SiblingRule: derive it from"),
+        (["drafter=echo_part:Echo", "verifier=other_parts:Half"], "is no Rule: derive it from"),
         (
             ["drafter=none", "ffn=predicted", "predictor=other_parts:First", "predictor.shre=1"],
             "predictor.shre is no option of other_parts:First; did you mean share?",

@@ -9,10 +9,11 @@ import pytest
 from specsparse.errors import UserError
 from specsparse.speculative.base import ROOT, DraftKind
 from specsparse.speculative.drafters import get_drafter
+from specsparse.speculative.expected import expected_tokens_tree
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.trees.base import TreeTemplate
 from specsparse.speculative.trees.dynamic import DynamicTree, PSplit
-from specsparse.speculative.trees.static import StaticTree, expected_tokens, sequoia
+from specsparse.speculative.trees.static import StaticTree, sequoia
 from specsparse.testing.contract import check_tree
 
 
@@ -39,7 +40,9 @@ def test_sequoia_is_the_best_tree(seed):
     cost = np.cumsum([1.0, *rng.choice([0.02, 0.3], nodes)])  # steps, as measured times have
 
     def speed(template):
-        return expected_tokens(template, rates) / (cost[template.size] + level_cost * template.max_depth)
+        return expected_tokens_tree(template.parents, [dict(enumerate(rates)).get(r, 0.0) for r in template.ranks]) / (
+            cost[template.size] + level_cost * template.max_depth
+        )
 
     best = max(speed(TreeTemplate.from_paths(paths)) for paths in every_tree(nodes, depth, 3))
     chosen = sequoia(rates, cost, nodes, depth, level_cost=level_cost)

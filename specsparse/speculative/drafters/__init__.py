@@ -6,7 +6,8 @@ Importing this costs no jax.
 from typing import TYPE_CHECKING
 
 from specsparse.errors import UserError
-from specsparse.speculative.base import GAMMA_NAMES
+from specsparse.speculative.base import GAMMA_NAMES, DraftKind
+from specsparse.speculative.verifiers import BUILTIN
 from specsparse.support.registry import Registry
 
 if TYPE_CHECKING:
@@ -46,16 +47,18 @@ DRAFTERS: "Registry[Drafter | DrafterSpec]" = Registry(
 register = DRAFTERS.register
 """Makes a class known by name: `register("mine", MyDrafter, aliases=("my-own",))`. A name can be given once."""
 
-WEIGHS_DRAWS = ("token", "block")
-"""Verifiers of chains that weigh p against the distribution that drafts were drawn from."""
 DRAWS_COLDER = 0.75
 """Temperature of a head's draws over the target's, where nobody says: a head is less sure than its target, and more of
 p and q is in common when it draws colder (docs/LOG.md)."""
 
 
 def draw_temperature(verifier: str, temperature: float) -> float | None:
-    """That of drafts which that verifier weighs, of a target at `temperature`; None if argmax drafts do."""
-    return DRAWS_COLDER * temperature if verifier in WEIGHS_DRAWS and temperature > 0 else None
+    """That of drafts of a target at `temperature`, if the verifier is one of chains that weighs p against the
+    distribution that drafts were drawn from, without loss; None if argmax drafts do."""
+    known = BUILTIN.get(verifier)
+    if known is None or not (known.needs_p and known.lossless) or known.tree or DraftKind.SAMPLED not in known.kinds:
+        return None
+    return DRAWS_COLDER * temperature if temperature > 0 else None
 
 
 def get_drafter(name: str, **options: object) -> "Drafter | DrafterSpec":

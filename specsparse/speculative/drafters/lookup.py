@@ -357,8 +357,7 @@ class Either(Drafter):
     second: Drafter
 
     def __post_init__(self):
-        if self.first.kind is not DraftKind.ONE_HOT or self.first.tree or self.second.tree:
-            raise UserError("lookup_head drafts chains: leave tree out")
+        assert self.first.kind is DraftKind.ONE_HOT and not self.first.tree and not self.second.tree
 
     kind = property(attrgetter("second.kind"))
     asks_stop = property(attrgetter("second.asks_stop"))  # type: ignore[assignment]

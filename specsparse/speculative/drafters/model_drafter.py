@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from specsparse.engine import cache as kv
 from specsparse.engine.cache import KVCache
 from specsparse.engine.pytree import Pytree
-from specsparse.errors import UserError
 from specsparse.speculative.base import SHORT_GAMMA, Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
 from specsparse.speculative.drafters.sources import (
     DraftSampling,
@@ -64,8 +63,7 @@ class ModelDrafter(Drafter):
     asks_stop: ClassVar[bool] = True
 
     def __post_init__(self):
-        if self.draw not in (DraftKind.ONE_HOT, DraftKind.SAMPLED):
-            raise UserError(f"a chain is argmax or sampled, not {self.draw.value}")
+        assert self.draw in (DraftKind.ONE_HOT, DraftKind.SAMPLED)
 
     kind = property(attrgetter("draw"))
     wants_hidden = property(attrgetter("source.wants_hidden"))

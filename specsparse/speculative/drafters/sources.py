@@ -22,7 +22,6 @@ from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling.params import SamplingParams, compile_params
 from specsparse.engine.sampling.pipeline import RowPaths, target_probs
 from specsparse.engine.sampling.probs import REFERENCE, SamplingKernels
-from specsparse.errors import UserError
 from specsparse.kernels import Matrix
 from specsparse.speculative.base import DraftContext, Feedback
 
@@ -261,10 +260,6 @@ class ModelSource(Source):
         return None if out.logits is None else out.logits[..., : self.vocab.columns], cache
 
 
-ALLOWED = ("temperature", "top_k", "top_p", "min_p")
-"""Fields of `SamplingParams` that a draft has."""
-
-
 @dataclasses.dataclass(frozen=True)
 class DraftSampling:
     """From a drafter's logits to q and to tokens. Static.
@@ -278,14 +273,6 @@ class DraftSampling:
     sampling: SamplingParams
     columns: int
     kernels: SamplingKernels = REFERENCE
-
-    def __post_init__(self):
-        default = SamplingParams()
-        for field in dataclasses.fields(SamplingParams):
-            if field.name not in ALLOWED and getattr(self.sampling, field.name) != getattr(default, field.name):
-                raise UserError(
-                    f"drafter.{field.name} is no option of a draft's distribution: it has {', '.join(ALLOWED)}"
-                )
 
     def probs(self, logits_RN: jax.Array) -> tuple[jax.Array, jax.Array]:
         """q float32[R, N] after temperature and truncation, and ok bool[R] (False: NaN, +inf or no token left)."""

@@ -314,15 +314,6 @@ def sequoia(
     return TreeTemplate.from_paths(_paths(tables, -depth, 0, -size))
 
 
-def expected_tokens(template: TreeTemplate, acceptance_by_rank: Sequence[float]) -> float:
-    """Mean acceptance length of a tree, bonus token included, if each rank is accepted as often at every node."""
-    chance = [0.0] * template.size
-    for node, (parent, rank) in enumerate(zip(template.parents, template.ranks)):
-        rate = acceptance_by_rank[rank] if rank < len(acceptance_by_rank) else 0.0
-        chance[node] = rate * (1.0 if parent < 0 else chance[parent])
-    return 1.0 + sum(chance)
-
-
 def _solve(rates: np.ndarray, nodes: int, depth: int) -> _Tables:
     ranks = len(rates)
     gain = np.zeros((depth + 1, ranks + 1, nodes + 1))

@@ -28,7 +28,6 @@ from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.rope import rope_tables
-from specsparse.engine.weights import pack_matrix
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.kernels.reference.dense import append, rotate
@@ -43,7 +42,7 @@ from specsparse.speculative.drafters.heads.published import (
     PublishedHead,
     PublishedSpec,
     check_target,
-    loader,
+    fields_of_arrays,
     scored,
     write_head_gguf,
 )
@@ -307,7 +306,7 @@ def of_arrays(
         UserError: a tensor is missing, or of another shape.
     """
     return DFlashFile(
-        path=path,
+        **fields_of_arrays(arrays, ids, path),
         shape=shape,
         block_size=block_size,
         mask_token=mask_token,
@@ -315,9 +314,6 @@ def of_arrays(
         rope=rope,
         rope_factors=None,
         context=context,
-        ids=None if ids is None else np.asarray(ids, np.int64),
-        tensors={name: np.shape(values) for name, values in arrays.items()},
-        load=loader(arrays, path),
     )
 
 
@@ -388,24 +384,18 @@ def write_dflash_gguf(
         UserError: a type that cannot be written, or an option of the drafter that the format cannot say.
     """
     s = file.shape
+    windows = {window for window in s.windows if window is not None}
     inexpressible = {
         "embedding_scale": file.embedding_scale != 1.0,
         "logit_scale": file.logit_scale != 1.0,
         "softcap": file.softcap != 0.0,
+        "sliding_attention beside full_attention, which sees the whole block,": len(set(s.causal)) > 1,
+        "ids without an output matrix": file.ids is not None and OUTPUT not in file.tensors,
+        f"layers with windows of {sorted(windows)}": len(windows) > 1,
     }
     for what, found in inexpressible.items():
         if found:
-            raise UserError(f"{file.path}: {what} has no place in a {ARCHITECTURE} GGUF file: write safetensors")
-    if len(set(s.causal)) > 1:
-        raise UserError(
-            f"{file.path}: layers that are causal inside the block beside others that are not (sliding_attention "
-            f"beside full_attention) have no place in a {ARCHITECTURE} GGUF file: write safetensors"
-        )
-    if file.ids is not None and OUTPUT not in file.tensors:
-        raise UserError(f"{file.path}: ids without an output matrix have no place in a {ARCHITECTURE} GGUF file")
-    windows = {window for window in s.windows if window is not None}
-    if len(windows) > 1:
-        raise UserError(f"{file.path}: layers with windows of {sorted(windows)} have no place in one GGUF file")
+            raise UserError(f"{file.path}: {what}: no place in a {ARCHITECTURE} GGUF file; write safetensors")
     own = {
         "block_count": s.layers,
         "attention.causal": s.causal[0],
@@ -683,20 +673,15 @@ class DFlash(PublishedSpec):
 def _packed(file: DFlashFile, *, floats: bool) -> tuple[BlockWeights, QTensor | None]:
     """The layers, and the embedding where it is not the target's."""
 
-    def matrix(name: str) -> QTensor:
-        return pack_matrix(file.load(name), floats=floats)
-
-    def vector(name: str):
-        return jnp.asarray(file.values(name).reshape(-1))
-
-    def layer(i: int) -> BlockLayer:
-        names = {field: f"blk.{i}.{field}.weight" for field in BlockLayer._fields}
-        return BlockLayer(**{f: (vector if f.endswith("norm") else matrix)(name) for f, name in names.items()})
+    def part(name: str) -> Matrix:
+        return file.vector(f"{name}.weight") if name.endswith("norm") else file.matrix(name, floats=floats)
 
     block = BlockWeights(
-        fc=matrix("fc.weight"),
-        hidden_norm=vector("enc.output_norm.weight"),
-        layers=tuple(layer(i) for i in range(file.shape.layers)),
-        output_norm=vector("output_norm.weight"),
+        fc=part("fc"),
+        hidden_norm=part("enc.output_norm"),
+        layers=tuple(
+            BlockLayer(*(part(f"blk.{i}.{field}") for field in BlockLayer._fields)) for i in range(file.shape.layers)
+        ),
+        output_norm=part("output_norm"),
     )
-    return block, matrix(EMBEDDING) if EMBEDDING in file.tensors else None
+    return block, file.matrix("token_embd", floats=floats) if EMBEDDING in file.tensors else None

@@ -28,7 +28,6 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
 from specsparse.engine.model import Model
 from specsparse.engine.rope import halves, interleaved, rope_tables
-from specsparse.engine.weights import pack_matrix
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.speculative.base import DraftContext
@@ -41,7 +40,7 @@ from specsparse.speculative.drafters.heads.published import (
     PublishedHead,
     PublishedSpec,
     check_target,
-    loader,
+    fields_of_arrays,
     scored,
     write_head_gguf,
 )
@@ -249,7 +248,7 @@ def of_arrays(
         UserError: an array is missing, is of another shape, or is none of a head's.
     """
     return Eagle3File(
-        path=path,
+        **fields_of_arrays(arrays, ids, path),
         shape=shape,
         target_width=target.d_model,
         layers=layers,
@@ -257,9 +256,6 @@ def of_arrays(
         rope_factors=rope_factors,
         context=target.context_length,
         vocab_size=target.vocab_size,
-        ids=None if ids is None else np.asarray(ids, np.int64),
-        tensors={name: array.shape for name, array in arrays.items()},
-        load=loader(arrays, path),
     )
 
 
@@ -468,7 +464,7 @@ class Eagle3(PublishedSpec):
         floats = target.kernels.name != "native"
         weights, columns = scored(file, self.drafting, target, floats=floats)
         head = _packed(file, floats=floats)
-        embedding = pack_matrix(file.load(EMBEDDING), floats=floats) if EMBEDDING in file.tensors else None
+        embedding = file.matrix("token_embd", floats=floats) if EMBEDDING in file.tensors else None
         source = Eagle3Source(
             **of_target(target, columns),
             width=shape.width,
@@ -490,15 +486,9 @@ class Eagle3(PublishedSpec):
 
 
 def _packed(file: Eagle3File, *, floats: bool) -> Eagle3Weights:
-    def matrix(name: str) -> QTensor:
-        return pack_matrix(file.load(f"{name}.weight"), floats=floats)
-
-    def vector(name: str) -> jax.Array:
-        return jnp.asarray(file.values(name).reshape(-1))
-
-    s = file.shape
+    s, vector = file.shape, file.vector
     return Eagle3Weights(
-        fc=matrix("fc"),
+        fc=file.matrix("fc", floats=floats),
         token_norm=vector("blk.0.attn_norm.weight"),
         hidden_norm=vector("blk.0.attn_norm_2.weight"),
         ffn_norm=vector("blk.0.ffn_norm.weight"),
@@ -508,5 +498,5 @@ def _packed(file: Eagle3File, *, floats: bool) -> Eagle3Weights:
         q_norm=vector("blk.0.attn_q_norm.weight") if s.qk_norm else None,
         k_norm=vector("blk.0.attn_k_norm.weight") if s.qk_norm else None,
         biases={name: vector(f"blk.0.{name}.bias") for name in s.biases},
-        **{name: matrix(f"blk.0.{name}") for name in PROJECTIONS},
+        **{name: file.matrix(f"blk.0.{name}", floats=floats) for name in PROJECTIONS},
     )

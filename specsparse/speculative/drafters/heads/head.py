@@ -243,10 +243,9 @@ def read_head(path: Path, config: ModelConfig, *, floats: bool) -> HeadFile:
         raise UserError(f"{path}: {DRAFT_IDS} must hold ascending ids below {size}")
     count = len(below)
     for name, shape in (matrix_shapes(config, count) | dict.fromkeys(vector_names(count), (config.d_model,))).items():
-        if name not in f.tensors:
-            raise UserError(f"{path}: tensor {name} is missing")
-        if tuple(f.tensors[name].shape) != shape:
-            raise UserError(f"{path}: tensor {name} is {tuple(f.tensors[name].shape)}, the target needs {shape}")
+        own = tuple(f.tensors[name].shape) if name in f.tensors else "missing"
+        if own != shape:
+            raise UserError(f"{path}: tensor {name} is {own}, the target needs {shape}")
 
     def matrix(name: str) -> QTensor:
         return pack_matrix(f.tensors[f"{name}.weight"], floats=floats)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -16,6 +18,7 @@ from specsparse.engine.gguf.writer import NewTensor, encode, write_gguf
 from specsparse.engine.model import Model
 from specsparse.engine.weights import pack_matrix
 from specsparse.errors import UserError
+from specsparse.kernels import QTensor
 from specsparse.speculative.drafters.sources import DraftWeights
 from specsparse.speculative.drafters.spec import DrafterSpec, Drafting, Load
 from specsparse.support.files import Json
@@ -91,6 +94,14 @@ class PublishedHead:
         """A tensor as float32."""
         return np.ascontiguousarray(self.load(name).dequantize(), np.float32).reshape(self.tensors[name])
 
+    def matrix(self, name: str, *, floats: bool) -> QTensor:
+        """`name.weight`, packed for the kernels."""
+        return pack_matrix(self.load(f"{name}.weight"), floats=floats)
+
+    def vector(self, name: str) -> jax.Array:
+        """float32, flat."""
+        return jnp.asarray(self.values(name).reshape(-1))
+
     def check(self, wanted: Iterable[tuple[str, tuple[int, ...]]], *, most_ids: int) -> None:
         """Whether tensors and ids are those of such a head.
 
@@ -133,15 +144,16 @@ class PublishedHead:
             yield f"d2t names id {self.ids.max()}, the head is for {most_ids} ids"
 
 
-def loader(arrays: Mapping[str, np.ndarray], path: Path) -> Callable[[str], TensorInfo]:
-    """Reads arrays by name as float32 tensors of a file; `path` names it in messages."""
+def fields_of_arrays(arrays: Mapping[str, np.ndarray], ids: np.ndarray | None, path: Path) -> Json:
+    """Fields of a `PublishedHead` of arrays by GGUF name, such as a trained one; `path` names it in messages."""
 
     def load(name: str) -> TensorInfo:
         values = np.ascontiguousarray(arrays[name], np.float32)
         raw = values.view(np.uint8).reshape(*values.shape[:-1], -1)
         return TensorInfo(name, GGMLQuantizationType.F32, values.shape, raw, str(path))
 
-    return load
+    tensors = {name: np.shape(values) for name, values in arrays.items()}
+    return {"path": path, "ids": None if ids is None else np.asarray(ids, np.int64), "tensors": tensors, "load": load}
 
 
 class HeadKeys:
@@ -176,20 +188,17 @@ class HeadKeys:
 
     def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
         """An int in 1..most."""
-        full = self.name(key)
-        value = self.f.get(full, "int") if default is None else self.f.get(full, "int", default)
-        if not 1 <= value <= most:
-            raise UserError(f"{self.f.path}: metadata key '{full}' is {value}, 1 to {most} is allowed")
-        return value
+        return self._number(key, "int", default, 0, most)
 
     def number(self, key: str, default: float | None = None, low: float = 0.0, most: float = 1e12) -> float:
         """A finite float in (low, most]."""
+        return self._number(key, "float", default, low, most)
+
+    def _number(self, key: str, kind: Any, default: float | None, low: float, most: float) -> Any:
         full = self.name(key)
-        value = self.f.get(full, "float") if default is None else self.f.get(full, "float", default)
+        value = self.f.get(full, kind) if default is None else self.f.get(full, kind, default)
         if not low < value <= most:
-            raise UserError(
-                f"{self.f.path}: metadata key '{full}' is {value}, above {low:g} and up to {most:g} is allowed"
-            )
+            raise UserError(f"{self.f.path}: metadata key '{full}' is {value}, above {low:g} to {most:g} is allowed")
         return value
 
     def flag(self, key: str) -> bool:
