@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,8 +26,8 @@ from specsparse.speculative import loop as speculation
 from specsparse.speculative.base import Draft, Drafted, Verdict
 from specsparse.support.options import shown
 
-if TYPE_CHECKING:
-    from specsparse.runtime.session import Session
+Session = Any
+"""A `runtime.session.Session`; that module imports this one."""
 
 NOTED_ROUNDS = 16
 """Rounds between two looks at the texts."""
@@ -41,11 +41,11 @@ class RoundLoop(NamedTuple):
         rounds: to run between two looks at the texts, if a text may end in a stop string.
     """
 
-    advance: Callable[["Session", int], None]
+    advance: Callable[[Session, int], None]
     rounds: int
 
 
-def _in_one_program(session: "Session", rounds: int) -> None:
+def _in_one_program(session: Session, rounds: int) -> None:
     """One `lax.while_loop`; of at most `NOTED_ROUNDS` rounds if the session is `noting`."""
     assert not session.noting or rounds <= NOTED_ROUNDS
     note, room = (session.note, NOTED_ROUNDS) if session.noting else (None, 0)
@@ -86,7 +86,7 @@ class RoundView:
         stats: of the target's sparse FFN in this pass, see `ForwardOut`, or None.
     """
 
-    session: "Session"
+    session: Session
     number: int
     before: DecodeState
     after: DecodeState
@@ -149,7 +149,7 @@ def loop_for(model: Model, method: Method, *, loop: str = "jit", watch: Watch | 
     else:
         step = partial(_in_one_program, rounds=1) if whole else _plain_round_around_forward
 
-    def advance(session: "Session", rounds: int) -> None:
+    def advance(session: Session, rounds: int) -> None:
         for _ in range(rounds):
             if Finish.RUNNING not in session.finish:
                 return
@@ -158,11 +158,11 @@ def loop_for(model: Model, method: Method, *, loop: str = "jit", watch: Watch | 
     return RoundLoop(advance, rounds=1)
 
 
-def _log_round(session: "Session", times: Times) -> None:
+def _log_round(session: Session, times: Times) -> None:
     session.log.add(times, jax.tree.map(lambda a: a[None], session.note(session.state)) if session.noting else None)
 
 
-def _plain_round_around_forward(session: "Session") -> None:
+def _plain_round_around_forward(session: Session) -> None:
     """Plain decoding if no program may contain the forward pass: the rest of a step is one."""
     probs, kernels = session.sampling, session.model.sampling_kernels
 
@@ -180,7 +180,7 @@ def _plain_round_around_forward(session: "Session") -> None:
     _log_round(session, Times(total=session.clock() - begun))
 
 
-def round_of(session: "Session") -> speculation.Round:
+def round_of(session: Session) -> speculation.Round:
     """A round of its method."""
     method, model = session.method, session.model
     return speculation.Round(
@@ -189,7 +189,7 @@ def round_of(session: "Session") -> speculation.Round:
 
 
 def _speculative_round(
-    session: "Session", *, compile_forward: Callable[..., "Pruned | Unpruned"], watch: Watch | None
+    session: Session, *, compile_forward: Callable[..., "Pruned | Unpruned"], watch: Watch | None
 ) -> None:
     """Draft, verify, accept, commit; the stages are timed, and the rest of the time is the host's.
 
