@@ -10,7 +10,7 @@ import enum
 import numbers
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
 
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
@@ -21,9 +21,11 @@ if TYPE_CHECKING:  # for the types alone: kinds of draws are known without it
     import numpy as np
 
     from specsparse.engine.model import Model
-    from specsparse.speculative.drafters.spec import Load
-    from specsparse.speculative.policies.base import ActivePolicy, DraftView, Policy
-    from specsparse.speculative.verify import Rule
+
+# Types of modules that import this one.
+ActivePolicy = DraftView = Policy = Any  # specsparse.speculative.policies.base
+Load = Any  # specsparse.speculative.drafters.spec
+Rule = Any  # specsparse.speculative.verify
 
 # How many tokens a round drafts: `max_nodes` inside; outside it is gamma, or what other projects call it.
 
@@ -153,14 +155,14 @@ class DraftContext(NamedTuple):
     params: Pytree = None
     cache: Pytree = None
     text: Pytree = None
-    policies: "tuple[ActivePolicy, ...]" = ()
+    policies: tuple[ActivePolicy, ...] = ()
 
     @property
     def needs(self) -> frozenset[str]:
         """Fields of a `DraftView` that `stop` reads; empty if no policy ends drafts early."""
         return self.policies[0].policy.needs if self.policies else frozenset()
 
-    def stop(self, view: "DraftView") -> "jax.Array":
+    def stop(self, view: DraftView) -> "jax.Array":
         """bool[B]: whether to end the draft before its next node is drawn from the distribution in view."""
         return self.policies[0].stop(view) if self.policies else view.depth < 0
 
@@ -258,7 +260,7 @@ class AnyDrafter(abc.ABC):
         return None
 
     @property
-    def length_policy(self) -> "Policy | None":
+    def length_policy(self) -> Policy | None:
         """The draft-length policy that its own options say, or None."""
         return None
 
@@ -280,12 +282,12 @@ class AnyDrafter(abc.ABC):
         """
         return None
 
-    def with_policy(self, policy: "Policy") -> Self:
+    def with_policy(self, policy: Policy) -> Self:
         """The same with that policy among its options, if it has such options."""
         return self
 
     @abc.abstractmethod
-    def build(self, target: "Model", load: "Load") -> LoadedDrafter:
+    def build(self, target: "Model", load: Load) -> LoadedDrafter:
         """The drafter for this target, and its weights; `runtime.method.load_drafter` gives it room for a policy."""
 
 
@@ -322,7 +324,7 @@ class Drafter(AnyDrafter):
         """The same with room for drafts of so many nodes, if that is for a policy to say."""
         return self
 
-    def source_policies(self, policy: "Policy") -> "tuple[Policy, ...]":
+    def source_policies(self, policy: Policy) -> tuple[Policy, ...]:
         """The policy of each source of drafts; of several, `draft` says which one drafted."""
         return (policy,)
 
@@ -352,7 +354,7 @@ class Drafter(AnyDrafter):
             if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
                 raise UserError(f"{name}.{fact}={shown(value)} must be a whole number of at least 1")
 
-    def build(self, target: "Model", load: "Load") -> LoadedDrafter:
+    def build(self, target: "Model", load: Load) -> LoadedDrafter:
         """Itself."""
         return LoadedDrafter(self)
 
@@ -391,7 +393,7 @@ class Verifier:
     """
 
     name: str
-    rule: "Rule"
+    rule: Rule
     kinds: frozenset[DraftKind]
     tree: bool = False
     lossless: bool = True

@@ -46,8 +46,10 @@ class Registry(Generic[T]):
         builtin: Mapping[str, str] = types.MappingProxyType({}),
         aliases: Mapping[str, str] = types.MappingProxyType({}),
     ):
-        self.group, self._bases = group, (base,) if isinstance(base, str) else base
-        self._homes: dict[str, str | type] = {name: f"{package}.{home}" for name, home in builtin.items()}
+        self.group, self._bases, self._package = group, (base,) if isinstance(base, str) else base, package
+        self._homes: dict[str, str | type] = {
+            name: home if home.startswith("specsparse.") else f"{package}.{home}" for name, home in builtin.items()
+        }
         self.aliases = dict(aliases)
 
     def register(self, name: str, owner: type, *, aliases: tuple[str, ...] = ()) -> None:
@@ -79,7 +81,8 @@ class Registry(Generic[T]):
 
     def holds(self, name: str) -> bool:
         """Whether the name is known, or is a `module:Class` that may be."""
-        return self.is_builtin(str(name)) or ":" in str(name) or str(name) in entry_points(self.group)
+        word = str(name)
+        return self.is_builtin(word) or ":" in word or word in entry_points(self.group) or bool(self._file_of(word))
 
     def look(self, name: str) -> Any:
         """The object that a name, an alias or `module:Class` stands for.
@@ -88,7 +91,7 @@ class Registry(Generic[T]):
             UserError: an unknown name (with the nearest), or a module that cannot be imported.
         """
         key = self.canonical(str(name))
-        home = self._homes.get(key) or (key if ":" in key else entry_points(self.group).get(key))
+        home = self._homes.get(key) or (key if ":" in key else entry_points(self.group).get(key)) or self._file_of(key)
         if home is None:
             raise UserError(f"{self.group}={name} is unknown{nearest(key, [*self.names(), *self.aliases])}")
         return home if isinstance(home, type) else load(home, f"{self.group}={name}")
@@ -126,6 +129,19 @@ class Registry(Generic[T]):
         """
         self.options(name)  # it is a frozen dataclass
         return read(self.find(name), options, group=self.group, name=str(name))
+
+    def _file_of(self, name: str) -> str | None:
+        """The home of the one class of this group in the package's file of that name: it needs no line in a table."""
+        module = f"{self._package}.{name}"
+        if not (self._package and name.isidentifier() and importlib.util.find_spec(module)):
+            return None
+        bases = tuple(load(base, self.group) for base in self._bases)
+        found = [
+            value.__name__
+            for value in vars(importlib.import_module(module)).values()
+            if isinstance(value, type) and issubclass(value, bases) and value.__module__ == module
+        ]
+        return f"{module}:{found[0]}" if len(found) == 1 else None
 
     def _check_kind(self, name: str, found: object) -> None:
         """Refuses what is not derived from one of the bases."""

@@ -262,6 +262,24 @@ def test_one_file_of_python_and_one_of_yaml(here, model, capsys):
         assert record["config"]["drafter"] == {"name": "echo_part:Echo", "back": back}
 
 
+def test_a_file_of_the_package_needs_no_line_elsewhere(here, model, capsys, monkeypatch):
+    """A new built-in drafter is its file, whose name it has, and its choice in `conf/`."""
+    from specsparse.speculative import drafters
+
+    (here / "inside").mkdir()
+    (here / "inside" / "echo_last.py").write_text(ECHO)
+    monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(here / "inside")])
+    (here / "conf" / "drafter").mkdir(parents=True)
+    (here / "conf" / "drafter" / "echo_last.yaml").write_text("# The last tokens once more.\nname: echo_last\n")
+    argv = [f"model={model.path}", *SHORT, "drafter=echo_last", "drafter.back=2", "hydra.run.dir=out"]
+    assert run.main([*argv, "--config-dir=conf"]) == 0, capsys.readouterr().err
+    record = json.loads((here / "out" / "record.json").read_text())
+    assert record["config"]["drafter"] == {"name": "echo_last", "back": 2}
+    assert get_drafter("echo_last").back == 3
+    with pytest.raises(UserError, match="drafter=sources is unknown"):  # a file of the room that is no drafter
+        get_drafter("sources")
+
+
 @pytest.mark.slow  # its cells are runs like those above
 def test_a_sweep_over_one_s_own_and_a_built_in_one(here, model, capsys):
     assert (

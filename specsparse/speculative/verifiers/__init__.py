@@ -45,9 +45,9 @@ BUILTIN: Mapping[str, Verifier] = {v.name: v for v in (
 RULES: Registry[object] = Registry(
     "verifier",
     "specsparse.speculative.verify:Rule",
-    "specsparse.speculative",
-    {name: f"verifiers.{verifier.rule}" for name, verifier in BUILTIN.items()}
-    | {SYNTHETIC: "drafters.synthetic:SyntheticRates"},
+    "specsparse.speculative.verifiers",
+    {name: str(verifier.rule) for name, verifier in BUILTIN.items()}
+    | {SYNTHETIC: "specsparse.speculative.drafters.synthetic:SyntheticRates"},
 )
 """The rule of each verifier; its fields are the options. One's own is a `Rule` with `kinds`, or a `Verifier`."""
 
