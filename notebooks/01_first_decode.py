@@ -13,8 +13,8 @@
 # %% [markdown]
 # # A first decode
 #
-# One model, one prompt, decoded plainly and speculatively. The two texts are the same, token for token; what differs is
-# how many passes of the model they took.
+# One model decodes one prompt plainly and speculatively. The two texts are the same, token for token; the numbers of
+# passes of the model differ.
 
 # %%
 import os
@@ -32,7 +32,7 @@ chat = [{"role": "user", "content": question}]
 # %% [markdown]
 # ## Plain decoding
 #
-# A pass of the model for every token.
+# Plain decoding takes a pass of the model for every token.
 
 # %%
 plain = specsparse.generate(model, chat, max_tokens=TOKENS)
@@ -42,9 +42,9 @@ print(f"\n{len(plain.token_ids)} tokens in {plain.stats.counters.num_rounds} pas
 # %% [markdown]
 # ## Speculative decoding
 #
-# Prompt lookup guesses that what followed the last few tokens earlier in the text will follow again. The model then
-# checks the whole guess in one pass. `greedy` keeps what the model itself would have written, so the text cannot
-# change.
+# Prompt lookup finds the last few tokens earlier in the text and guesses that the same tokens follow again. The model
+# then checks the whole guess in one pass. `greedy` keeps the tokens that the model itself would have written, so the
+# text cannot change.
 
 # %%
 fast = specsparse.generate(model, chat, max_tokens=TOKENS, drafter="prompt_lookup", verifier="greedy")
@@ -53,7 +53,7 @@ counters = fast.stats.counters
 print(f"{counters.num_emitted_tokens} tokens in {counters.num_rounds} passes: the same text")
 
 # %% [markdown]
-# ## What happened, in numbers
+# ## The numbers
 #
 # Counters first, then rates; each rate has one definition.
 
@@ -64,8 +64,8 @@ for name, value in metrics.rates(counters).items():
 print("accepted at position      ", [round(a, 2) for a in metrics.rates(counters)["acceptance_per_position"]])
 
 # %% [markdown]
-# At a temperature the verifier `match` keeps the same promise: the noise belongs to the position, not to the pass, so
-# both write the same text for the same seed.
+# At a temperature above 0 the verifier `match` keeps the same promise. The noise depends on the position, not on the
+# pass, so both write the same text for the same seed.
 
 # %%
 sampling = {"max_tokens": TOKENS, "temperature": 0.8, "seed": 7}

@@ -13,8 +13,9 @@
 # %% [markdown]
 # # Why speculation pays here, or does not
 #
-# Two numbers decide: how often a drafted token stays (alpha), and what it costs to check n tokens in one pass instead
-# of one, v(n). A GPU or CPU that waits for memory checks a few tokens for the price of one; how few, this measures.
+# Two numbers decide: the rate at which drafted tokens are accepted (alpha), and the cost of checking n tokens in one
+# pass instead of one, v(n). A GPU or CPU that waits for memory checks a few tokens at the cost of one. This notebook
+# measures how many.
 
 # %%
 import os
@@ -37,7 +38,8 @@ model = specsparse.load(MODEL)
 # %% [markdown]
 # ## v(n)
 #
-# Time of a pass of n tokens in passes of one: medians of turns taken, so that a slow moment falls on all alike.
+# The time of a pass of n tokens, in passes of one token. Medians of interleaved trials, so that a slow moment affects
+# all alike.
 
 # %%
 capacity = model.capacity_for(64)
@@ -65,7 +67,7 @@ print({n: round(cost, 2) for n, cost in v.items()})
 # %% [markdown]
 # ## alpha
 #
-# Of the drafted tokens that were tested, how many stayed?
+# The share of tested draft tokens that were accepted.
 
 # %%
 prompt = "Say the alphabet three times. A B C D E F G, A B C D E F G,"
@@ -75,11 +77,11 @@ alpha = c.num_accepted_tokens / max(c.num_tested, 1)
 print(f"alpha {alpha:.2f}: {c.num_accepted_tokens} of {c.num_tested} tested tokens stayed")
 
 # %% [markdown]
-# ## What follows
+# ## The predicted speed-up
 #
 # A round of gamma drafted tokens yields (1 - alpha^(gamma+1)) / (1 - alpha) tokens on average (Leviathan et al. 2023,
-# eq. 1) and costs v(gamma+1) passes. Their ratio is the speed-up with a free drafter; between measured n we draw
-# straight lines.
+# eq. 1) and costs v(gamma+1) passes. Their ratio is the speed-up with a free drafter. Between measured n
+# we interpolate linearly.
 
 # %%
 

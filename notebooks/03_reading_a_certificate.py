@@ -13,9 +13,9 @@
 # %% [markdown]
 # # Reading a certificate
 #
-# A verifier is *lossless* if the distribution of the text is the target's distribution p, whatever the draft q. That is
-# not argued from a plot of samples: on a small vocabulary every draft and every outcome of every coin can be
-# enumerated, and the distribution of what comes out compared with p exactly.
+# A verifier is *lossless* if the distribution of the text is the target's distribution p, for every draft distribution
+# q. Samples cannot prove that. But on a small vocabulary every draft and every outcome of every coin can be enumerated,
+# and the distribution of the output is compared with p exactly.
 
 # %%
 import numpy as np
@@ -28,8 +28,8 @@ from specsparse.speculative.verifiers import get_verifier
 # %% [markdown]
 # ## By hand, one token
 #
-# Rejection: accept a drafted x with chance min(1, p/q), otherwise draw from what p has more than q, normalised
-# (Leviathan et al. 2023, algorithm 1). Sum over all x and both outcomes of the coin, and p comes out.
+# Rejection: accept a drafted x with chance min(1, p/q), otherwise draw from max(0, p - q), normalised
+# (Leviathan et al. 2023, algorithm 1). The sum over all x and both outcomes of the coin is p.
 
 # %%
 p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
@@ -40,8 +40,8 @@ print(out)
 assert np.allclose(out, p)
 
 # %% [markdown]
-# A real mistake: the draft takes its *likeliest* token, and the verifier treats it as if it had been drawn from q. With
-# p = q the coin always says yes, and the output is always the first token.
+# A real bug: the draft takes its *likeliest* token, and the verifier treats it as if it had been drawn from q. With p =
+# q the coin always accepts, and the output is always the first token.
 
 # %%
 p = q = np.array([0.5, 0.3, 0.2])
@@ -52,8 +52,8 @@ print(wrong, "total variation from p:", np.abs(wrong - p).sum() / 2)
 # %% [markdown]
 # ## By the package
 #
-# The same with context-dependent p and q, drafts of several tokens and trees. The joint distribution of all tokens of a
-# round is compared, so a mistake that shows only in the second token is found too.
+# The package does the same with context-dependent p and q, drafts of several tokens and trees. It compares the joint
+# distribution of all tokens of a round, so it also finds an error that shows only in the second token.
 
 # %%
 report = specsparse.certify([get_verifier("token"), get_verifier("typical")], vocab=3, gamma=2, mutants=False)
@@ -65,18 +65,17 @@ assert report.passed
 
 # %% [markdown]
 # * **total variation**: half the sum of |difference| over all texts of a round; 0: the same distribution, 1: no text in
-# common.
-# * **lossless** must be 0 but for the rounding of float64; *typical* promises nothing, and its
-#   number says how much it changes.
+#   common.
+# * **lossless** must be 0 up to the rounding of float64. *typical* is lossy, and its number is the size of the change.
 
 # %%
 print(f"lossless: at most {LOSSLESS_TV:.0e}; a mutant must show more than {MUTANT_TV:.0e}")
 
 # %% [markdown]
-# ## Would it notice?
+# ## Does it find errors?
 #
-# A certificate that passes everything proves nothing. So mistakes that were really made elsewhere are kept as mutants,
-# and each must be caught.
+# A certificate that passes everything proves nothing. So errors that were really made elsewhere are kept as mutants,
+# and the certificate must catch each of them.
 
 # %%
 for name in list(MUTANTS)[:2]:
@@ -85,12 +84,12 @@ for name in list(MUTANTS)[:2]:
     assert found.tv > MUTANT_TV
 
 # %% [markdown]
-# ## Yours, or anybody's
+# ## Your own verifier
 #
-# A verifier is a function of p, q, the drafts and uniforms that hands back how many drafts it accepts and the token
+# A verifier is a function of p, q, the drafts and uniforms. It returns the number of accepted drafts and the token
 # after them. This one forgets the residual: after a rejection it draws from p itself. Every draft is enumerated, every
-# uniform bisected, and the report names the texts that are most wrong. Real mistakes with their sizes, and what other
-# libraries do, are in [certified.md](../certified.md).
+# uniform bisected, and the report names the texts with the largest errors. [certified.md](../certified.md) has real
+# bugs with their sizes, and the verifiers of other libraries.
 
 
 # %%

@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Trees
 #
-# A chain bets on one continuation. A tree bets on several and has the target check them in the same pass: each node
-# attends to its own ancestors only. What is accepted is one path from the root.
+# A chain drafts one continuation. A tree drafts several, and the target checks them in the same pass: each node attends
+# to its own ancestors only. The accepted tokens are one path from the root.
 
 # %%
 import os
@@ -62,12 +62,12 @@ def draw(axes, tree, title):
 
 
 # %% [markdown]
-# ## What shape?
+# ## The best shape
 #
-# Sequoia (Chen et al. 2024) asks how often the target takes the likeliest child, the second likeliest and so on, and
-# what a pass of n nodes costs, and finds the shape with the most tokens per time by dynamic programming. Here where ten
-# nodes cost no more than one, as on a machine that waits for memory: for a draft that is often right, and for one that
-# is rarely right.
+# Sequoia (Chen et al. 2024) measures how often the target takes the likeliest child, the second likeliest and so on,
+# and the cost of a pass of n nodes. Dynamic programming then finds the shape with the most tokens per time. In this
+# example ten nodes cost no more than one, as on a machine that waits for memory. One draft is often right, the other
+# rarely.
 
 # %%
 sure, unsure = (0.8, 0.1, 0.04, 0.02), (0.35, 0.2, 0.12, 0.08)
@@ -91,14 +91,14 @@ for name, rates in {"sure": sure, "unsure": unsure}.items():
         print(f"{name:<7} {shape:<19} {template.size:>2} nodes: {tokens:.2f} tokens a round")
 
 # %% [markdown]
-# The trees were held to six levels (`depth=6`). For the sure draft the chain of ten goes deeper and yields more: there
-# depth is worth more than width. For the unsure one it is the other way round.
+# The trees were limited to six levels (`depth=6`). For the draft that is often right, the chain of ten goes deeper and
+# yields more: depth is worth more than width. For the other draft, width is worth more.
 
 # %% [markdown]
 # ## On a model
 #
-# Some of the target's own layers draft, the whole target verifies. The text is plain decoding's whatever the shape. The
-# draft is untrained, so this shows the mechanism, not a gain.
+# Some of the target's own layers draft, and the whole target verifies. The text is plain decoding's for every shape.
+# The draft is untrained, so this shows the mechanism, not a gain.
 
 # %%
 model = specsparse.load(MODEL)

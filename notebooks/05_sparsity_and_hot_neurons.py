@@ -13,9 +13,9 @@
 # %% [markdown]
 # # Sparsity and hot neurons
 #
-# In a feed-forward network most neurons matter little for most tokens. What is not computed is not read from memory,
-# and reading is what decoding waits for. Two questions: how many can be left out, and are they the same ones every
-# time?
+# In a feed-forward network most neurons matter little for most tokens. A neuron that is not computed is not read from
+# memory, and decoding waits for memory. Two questions follow: how many neurons can be left out, and are they always the
+# same ones?
 
 # %%
 import os
@@ -41,8 +41,8 @@ fit_on, judge_on = cut[:2] if SMALL else cut[:12], cut[-1:] if SMALL else cut[-4
 # ## Leave out the small ones
 #
 # CATS (Lee et al. 2024): a neuron counts if its gate activation is large; the threshold of each layer is a quantile
-# over a text. Keeping everything is the model itself; keeping less changes its distribution of the next token, measured
-# by the KL divergence. This is lossy, and says so.
+# over a text. If all neurons are kept, the model is unchanged. With fewer, its distribution of the next token changes,
+# as measured by the KL divergence. The method is lossy and labelled so.
 
 # %%
 judge, rows = Evaluator(model, judge_on), collect(model, fit_on)
@@ -65,8 +65,8 @@ _ = axes.legend(frameon=False)
 # %% [markdown]
 # ## Hot neurons
 #
-# How often is each neuron of a layer among those kept? If a few are always needed and many hardly ever, the few can
-# live in fast memory (PowerInfer's idea). A flat curve would mean that there is nothing to place.
+# How often is each neuron of a layer among those kept? If a few are always needed and many hardly ever, the few can be
+# held in fast memory (PowerInfer's idea). With a flat curve, placement could not help.
 
 # %%
 layer = model.config.n_layers // 2

@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Your own drafter in 20 lines
 #
-# A drafter proposes tokens; it may be as wrong as it likes, since the verifier decides. So an idea can be tried with
-# little code, and what it is worth is measured by the same run as everything else.
+# A drafter proposes tokens. They may be wrong, since the verifier decides. So an idea needs little code, and the same
+# run as for all drafters measures its gain.
 
 # %%
 import os
@@ -30,15 +30,15 @@ TOKENS = int(os.environ.get("SPECSPARSE_NOTEBOOK_TOKENS", "96"))
 # %% [markdown]
 # ## The idea
 #
-# What followed this token the last time it was written will follow again. No weights and no state; everything is an
-# array operation over the batch, since it runs inside the compiled decode loop.
+# The drafter finds the last occurrence of the newest token and proposes the tokens that followed it. It has no weights
+# and no state. All code is array operations over the batch, since it runs inside the compiled decode loop.
 #
 # * the fields are the options, with their defaults and bounds; `max_nodes` is the length of a draft;
 # * `kind` says how tokens were chosen, which decides the verifiers that are allowed;
 # * `draft` sees the text so far (`ctx.tokens[:, :ctx.length]`) and proposes at most `ctx.budget` tokens;
 # * `init` and `commit`, left out here, would make a state and update it after the verdict.
 #
-# The class lies in a file of its own, which specsparse knows nothing of:
+# The class is in a file outside the package:
 
 # %%
 print(Path("last_seen.py").read_text())
@@ -50,8 +50,8 @@ print(Path("last_seen.py").read_text())
 #
 # ## Does it keep the contract?
 #
-# One line, which belongs in your own tests: shapes and budgets, nothing read beyond the text, rows of a batch that do
-# not depend on each other, one compilation for every text.
+# One line of your own tests checks it: shapes and budgets, no read beyond the text, independent rows of a batch, one
+# compilation for all texts.
 
 # %%
 check_drafter(get_drafter("last_seen:LastSeen", max_nodes=4))
@@ -59,7 +59,7 @@ check_drafter(get_drafter("last_seen:LastSeen", max_nodes=4))
 # %% [markdown]
 # ## Is it right?
 #
-# `greedy` keeps plain decoding's tokens, so the text is the proof.
+# `greedy` keeps plain decoding's tokens, so the two texts must be equal.
 
 # %%
 model = specsparse.load(MODEL)
@@ -73,7 +73,7 @@ print(mine.text)
 # %% [markdown]
 # ## Is it good?
 #
-# Beside prompt lookup, which wants two tokens to agree before it dares to guess.
+# Compare it with prompt lookup, which drafts only after a match of two tokens.
 
 # %%
 theirs = specsparse.generate(model, chat, max_tokens=TOKENS, drafter="prompt_lookup", verifier="greedy")
@@ -83,10 +83,10 @@ for name, run in {"last seen": mine, "prompt lookup": theirs}.items():
     print(f"{name:<14} {c.num_emitted_tokens / c.num_rounds:.2f} tokens a pass, {share:.0%} of the drafted ones stayed")
 
 # %% [markdown]
-# A package makes it a name for everybody who installs it, with an entry point in its `pyproject.toml`:
+# A package gives it a name by an entry point in its `pyproject.toml`:
 #
 #     [project.entry-points."specsparse.drafters"]
 #     last_seen = "last_seen:LastSeen"
 #
-# Trees and policies are classes by the same rule (`tree=`, `policy=`); a verifier is a `Verifier` made of a rule
+# Trees and policies are classes in the same way (`tree=`, `policy=`); a verifier is a `Verifier` made of a rule
 # (`verifier=mine:VERIFIER`).

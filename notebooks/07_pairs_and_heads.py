@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Pairs and heads
 #
-# A target is drafted for by a smaller model, or by a head that reads its hidden states. The catalogue has names for the
-# pairs that people run; here are some that come with packages or are made on the spot, so that nothing is downloaded.
+# A smaller model can draft for a target, or a head that reads its hidden states. The catalogue has names for common
+# pairs. The pairs of this notebook come with packages or are made here, so nothing is downloaded.
 
 # %%
 import os
@@ -48,8 +48,8 @@ for entry in catalogue.entries().values():
 # %% [markdown]
 # ## One pair, by draft length and temperature
 #
-# `match` writes plain decoding's tokens at every temperature: the draft changes the time and never the text. What it
-# changes is how many tokens a pass of the target yields.
+# `match` writes plain decoding's tokens at every temperature: the draft never changes the text. It changes the number
+# of tokens that a pass of the target yields.
 
 # %%
 model = specsparse.load(MODEL)
@@ -82,8 +82,8 @@ _ = axes.legend()
 # %% [markdown]
 # ## A head
 #
-# A head has no layers of its own but one, and reads what the target computed anyway: a drafted token costs less than
-# one of a draft model. It fits one target only.
+# A head is one layer that reads hidden states which the target has computed already. So a drafted token costs less than
+# one of a draft model. A head fits one target only.
 
 # %%
 if SHIPPED:
@@ -97,8 +97,8 @@ if SHIPPED:
 # ## A head that somebody published
 #
 # An EAGLE-3 head is a folder of two files, and reads three of the target's layers. Published ones belong to models of
-# gigabytes (`python -m specsparse models` names some), so this one is made: random weights in the authors' form. What
-# it drafts is almost always wrong, and the text is plain decoding's all the same.
+# gigabytes (`python -m specsparse models` names some), so this one has random weights in the authors' form. Its drafts
+# are almost always wrong, and the text is still plain decoding's.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -120,9 +120,9 @@ print(f"{fast.stats.counters.num_accepted_tokens} of {fast.stats.counters.num_dr
 # %% [markdown]
 # ## Two vocabularies
 #
-# A draft model may cut text in another way than the target. `tli` drafts the tokens that both have, by id; `slem` lets
+# A draft model may have another tokenizer than the target. `tli` drafts the tokens that both have, by id; `slem` lets
 # the draft write text and cuts that into the target's tokens (arXiv:2502.05202). Here the draft is a tiny random model
-# with a vocabulary of SentencePiece's kind: almost nothing is accepted, and again no token differs.
+# with a SentencePiece vocabulary: almost nothing is accepted, and again no token differs.
 
 # %%
 draft = specsparse.load(write_tiny_gguf(folder / "draft.gguf", tokenizer="spm", vocab_size=600))
@@ -135,7 +135,7 @@ for vocabulary in ("tli", "slem"):
     print(f"{vocabulary}: {counters.num_accepted_tokens} of {counters.num_draft_tokens} drafted tokens accepted")
 
 # %% [markdown]
-# What two models have in common, without decoding, and TinyLlama drafted for by SmolLM2-135M:
+# These commands compare two vocabularies without decoding, and run TinyLlama with SmolLM2-135M as its draft model:
 #
 #     python -m specsparse inspect TARGET --draft DRAFT
 #     python -m specsparse.run +experiment=spec_two_vocabularies download=yes

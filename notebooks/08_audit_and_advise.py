@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Audit and advise
 #
-# Two questions before one speculates. Does this engine write the same text with speculation as without? And would it be
-# faster? `python -m specsparse audit` and `advise` answer them; here are the functions behind both.
+# Before you speculate, ask two questions. Does this engine write the same text with speculation as without? Would it be
+# faster? `python -m specsparse audit` and `advise` answer them; this notebook uses the functions behind both.
 
 # %%
 import os
@@ -38,10 +38,10 @@ DRAFT = "smollm2-draft" if SHIPPED else MODEL
 # %% [markdown]
 # ## Does a verification of n rows give the bits of one row?
 #
-# Plain decoding computes one row of logits at a time, a verification the rows of a whole draft together. Where the sums
-# of a row have another order in a batch, its last bits are others, and where two tokens are about equally likely the
-# text forks. So an audit computes the same rows by several widths and compares their bits. Widths with the same bits
-# are a group; here there must be one.
+# Plain decoding computes one row of logits at a time, a verification the rows of a whole draft together. If the sums of
+# a row have another order in a batch, its last bits differ. If two tokens are then about equally likely, the text
+# forks. So an audit computes the same rows with several widths and compares their bits. Widths with the same bits are a
+# group; here there must be one.
 
 # %%
 plan = same_bits.AuditPlan(MODEL, widths=(1, 2, 4, 8, 16), windows=2, prompt_tokens=24, tokens=TOKENS)
@@ -61,12 +61,12 @@ show(case)
 assert case["verdict"] == same_bits.ONE_GROUP
 
 # %% [markdown]
-# No fork in so few rows would prove little: the interval says how often they may still happen. Equal bits say more. A
-# row with the same bits has the same most likely token, always.
+# No fork in so few rows would prove little: the interval says how often forks may still happen. Equal bits prove more.
+# A row with the same bits always has the same most likely token.
 #
 # ## An engine that forks
 #
-# An engine is any object that writes a greedy text and hands out rows of logits. This one is made up: it is ours, but
+# An engine is any object that writes a greedy text and returns rows of logits. This one is an example: it is ours, but
 # in batches of four rows or more its logits are rounded to coarse steps.
 
 
@@ -88,8 +88,8 @@ print(forking["verdict"])
 show(forking)
 
 # %% [markdown]
-# A flip is a row whose most likely token is another one than alone. Its margin is how far the two likeliest tokens were
-# apart: forks happen where it is small.
+# A flip is a row whose most likely token in a batch differs from the one alone. Its margin is the distance of the two
+# likeliest tokens: forks happen if it is small.
 
 # %%
 flips = forking["groups"][1]["flips"]
@@ -103,8 +103,8 @@ assert forking["verdict"] == same_bits.FORKS
 # %% [markdown]
 # ## Two runs of any engine
 #
-# Where nothing but the texts is known, `audit diff A B` finds their first forks, from files with a line of token ids
-# for each text. Here A is the text written one row at a time, and B ends where a verification of that engine would
+# If only the texts are known, `audit diff A B` finds their first forks, from files with a line of token ids for each
+# text. Here A is the text written one row at a time, and B ends where a verification of that engine would
 # have written another token.
 
 # %%
@@ -120,15 +120,15 @@ print(f"{len(difference.forked)} of {len(difference.forks)} texts fork; in 1,000
 assert len(difference.forked) == len({flip["window"] for flip in flips if flip["position"] + 1 < TOKENS})
 
 # %% [markdown]
-# Peers are audited by `python -m specsparse audit --engine specsparse,llama.cpp --threads 1,2`; what came out is in
-# [audit.md](../audit.md).
+# Peers are audited by `python -m specsparse audit --engine specsparse,llama.cpp --threads 1,2`; [audit.md](../audit.md)
+# has the results.
 #
 # ## Should I speculate at all?
 #
-# Advice needs headers alone: what a token reads and computes, what a device can do, and how often drafts are accepted.
-# Here both devices are on paper, so that this page is the same anywhere: two cores of a Xeon, by figures measured once,
-# and an H200. For the machine that you sit at, `HERE = "this"` measures forwards and drafts, half a minute, and keeps
-# them.
+# Advice needs only file headers: the bytes and operations of a token, the speed of a device, and the acceptance of
+# drafts. Here both devices are given by figures, so this page is the same anywhere: two cores of a Xeon, measured once,
+# and the data sheet of an H200. For your own machine, `HERE = "this"` measures forwards and drafts in half a minute and
+# keeps the times.
 
 # %%
 HERE = "xeon2"
@@ -146,12 +146,13 @@ for found in answers:
     print("   ", verdict(size))
 
 # %% [markdown]
-# * **v(8)**: the time of a forward of eight rows in plain steps. **c**: what a drafted token, or a tree's level, costs.
+# * **v(8)**: the time of a forward of eight rows in plain steps. **c**: the cost of a drafted token, or of a tree's
+#   level.
 # * **break-even**: the least acceptance at which some draft length is as fast as plain decoding. Copied drafts cost
 #   nothing, so they need little; a draft model must win back its own passes.
 #
 # The same as a curve: predicted speed-up of the best length against the acceptance. It crosses 1 at the break-even.
-# Here every round drafts; above, copied drafts are few where the text has nothing to copy.
+# Here every round drafts; above, copied drafts are few if the text has nothing to copy.
 
 # %%
 alphas = np.linspace(0, 0.98, 50)

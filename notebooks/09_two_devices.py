@@ -13,11 +13,11 @@
 # %% [markdown]
 # # Hot and cold neurons on two devices
 #
-# A model that does not fit a card is usually cut by layers: some on the card, the others on the host, which decides the
-# speed. In a ReLU model few neurons do most of the work. PowerInfer (Song et al. 2023) cuts by neurons: the hot ones of
-# every layer on the card, the cold ones on the host, both at the same time. Here a second CPU device stands for the
-# card, so that what is computed, moved and waited for is seen; what a card gains by it is predicted at the end, not
-# measured.
+# A model that does not fit a card is usually divided by layers: some on the card, the others on the host, which then
+# limits the speed. In a ReLU model few neurons do most of the work. PowerInfer (Song et al. 2023) divides by neurons:
+# the hot ones of every layer on the card, the cold ones on the host, both at the same time. Here a second CPU device
+# stands for the card, to show the computation, the transfers and the waiting. The gain by a real card is predicted at
+# the end, not measured.
 
 # %%
 import contextlib
@@ -68,7 +68,7 @@ print(f"{config.n_layers} predictors of rank {RANK}, {config.d_model} inputs, {c
 # %% [markdown]
 # ## Which neurons are hot
 #
-# Counted over a text: how often does the predictor keep each neuron? The more unequal that is, the more of the work
+# This counts over a text how often the predictor keeps each neuron. The more unequal the counts, the more of the work
 # fits a small card.
 
 # %%
@@ -95,9 +95,9 @@ plt.show()
 # %% [markdown]
 # ## One device and two
 #
-# The same file, the same placement. Attention, predictor and hot neurons run on device 0, cold neurons in a thread on
-# device 1. Sums are added in one order wherever they are made, so the tokens are the same. Beside a card,
-# `devices=("cuda:0", "cpu")` is all that changes.
+# Both use the same file and the same placement. Attention, predictor and hot neurons run on device 0, cold neurons in a
+# thread on device 1. Sums are added in one order on any device, so the tokens are the same. With a card, only
+# `devices=("cuda:0", "cpu")` changes.
 
 # %%
 folder = tempfile.TemporaryDirectory()
@@ -113,10 +113,10 @@ assert alone.token_ids == shared.token_ids
 print(pair, shared.text)
 
 # %% [markdown]
-# ## What ran when, what crossed, who waited
+# ## Computation, transfers, waiting
 #
-# A row of D numbers and the mask of the cold neurons go over for each layer, and a row of D comes back: that is little
-# beside the weights. What costs is waiting: the sum needs both parts.
+# For each layer a row of D numbers and the mask of the cold neurons go to device 1, and a row of D comes back. That is
+# little beside the weights. The cost is waiting: the sum needs both parts.
 
 # %%
 spans = []
@@ -143,10 +143,11 @@ axes.set(yticks=(0, 1), yticklabels=("attention, hot", "cold"), xlabel="ms, firs
 plt.show()
 
 # %% [markdown]
-# ## What a card would gain: predicted, not measured
+# ## The gain by a card: predicted, not measured
 #
-# By the sheets of an RTX 5090 and a 12-channel server at 80 % of their bandwidth: whole layers on a card that holds as
-# many bytes, against hot neurons there and cold ones on the host at once, 20 us a layer for the way there and back.
+# By the data sheets of an RTX 5090 and a 12-channel server at 80 % of their bandwidth: whole layers on a card that
+# holds as many bytes, against hot neurons there and cold ones on the host at once, 20 us a layer for the way there and
+# back.
 
 # %%
 devices = sheets()
