@@ -199,7 +199,6 @@ def score(state: DecodeState, logits_BmV, tokens_Bm, count_B, start_B) -> Decode
 
 
 def make_step(forward: ForwardFn, sampling: SamplingConfig, kernels: SamplingKernels) -> Step:
-    """One token for every running sequence."""
 
     def step(params, job: Job, state: DecodeState) -> DecodeState:
         live_B = running(state).astype(jnp.int32)

@@ -198,7 +198,6 @@ class Model:
         return self.devices.everywhere(tree)
 
     def new_cache(self, batch: int, capacity: int) -> kv.KVCache:
-        """An empty cache for `batch` sequences."""
         c = self.config
         return self.devices.new_cache(
             layers=c.n_layers, batch=batch, capacity=capacity, kv_heads=c.n_kv_heads, head_dim=c.head_dim,

@@ -63,7 +63,6 @@ class ModelSpec:
     width: int | Literal["auto"] | None = None
 
     def overrides(self) -> dict[str, object]:
-        """Keyword arguments of `specsparse.load`."""
         return {k: v for k, v in dataclasses.asdict(self).items() if k != "path" and v is not None}
 
 

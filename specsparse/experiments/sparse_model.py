@@ -140,7 +140,6 @@ def residuals(cfg: ModelSettings, model: Model, console: Console) -> np.ndarray:
 
 
 def collected(model: Model, text_Wn: np.ndarray, console: Console, *, what: str = "reading text", **more: Any) -> Any:
-    """`predictors.collect.collect` with a bar."""
     from specsparse.predictors.collect import collect
 
     with terminal.counting(console, what, len(text_Wn)) as bar:

@@ -56,7 +56,6 @@ class SignRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes read by one prediction."""
         return int(self.data.size)
 
 
@@ -241,7 +240,6 @@ def skippable(matrix: QTensor) -> bool:
 
 
 def skip_weights(up: QTensor, down: QTensor) -> SkipWeights:
-    """The weights of one layer."""
     return SkipWeights(regroup_neurons(up), stripes(down))
 
 

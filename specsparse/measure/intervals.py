@@ -37,11 +37,9 @@ class Interval(NamedTuple):
     skewed: bool = False
 
     def cells(self) -> dict[str, float | int | None]:
-        """As columns of a table."""
         return self._asdict()
 
     def ends(self) -> str:
-        """For a cell of a table."""
         return shown(self.low, self.high)
 
     def sentence(self) -> str:

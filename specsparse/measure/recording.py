@@ -177,7 +177,6 @@ class Recorder:
         self._prompts.append(prompt_id)
 
     def round(self, view: RoundView) -> None:
-        """Keeps one round."""
         if not self._about:
             self._about = _about(view, self.top)
         draft, verdict, p_nV = view.draft, view.verdict, np.asarray(view.probs()[0])

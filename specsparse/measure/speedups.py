@@ -48,7 +48,6 @@ class Speedup(NamedTuple):
 
     @property
     def interval(self) -> Interval:
-        """Interval of `ratio_of_totals` over prompts."""
         return Interval(self.ratio_of_totals, self.low, self.high, self.prompts, self.skewed)
 
     def to_dict(self) -> Json:

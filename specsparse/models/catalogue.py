@@ -350,7 +350,6 @@ class DownloadPlan:
 
     @property
     def missing(self) -> int:
-        """Bytes that are still to come."""
         return self.bytes - sum(hub.at_hand(self.repository.repo, file) for file in self.files)
 
     @property

@@ -320,7 +320,6 @@ def _program(forward: ForwardFn) -> Callable:
 
 
 def _added(total: Pytree | None, more: Pytree) -> Pytree:
-    """Sums in float64 on the host."""
     more = jax.tree.map(np.float64, more)
     return more if total is None else jax.tree.map(np.add, total, more)
 

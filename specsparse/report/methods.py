@@ -106,7 +106,6 @@ class ReportedMethod:
         return intervals.share([part(s) for s in self.samples], [whole(s) for s in self.samples])
 
     def measured(self, name: str) -> Interval | None:
-        """One of `MEASURES`."""
         numerator, denominator = MEASURES[name]
         of = self.share if name in SHARES else self.ratio
         return of(numerator, denominator)

@@ -76,7 +76,6 @@ class Pass:
         )
 
     def row(self) -> Json:
-        """A line of prompts.jsonl."""
         return {
             **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "counters"},
             "tokens": len(self.token_ids),

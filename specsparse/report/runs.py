@@ -68,7 +68,6 @@ class Run:
 
     @property
     def manifest(self) -> Json:
-        """See `specsparse.measure.manifest`."""
         return self.record.get("manifest") or {}
 
     @property

@@ -181,7 +181,6 @@ def _plain_round_around_forward(session: Session) -> None:
 
 
 def round_of(session: Session) -> speculation.Round:
-    """A round of its method."""
     method, model = session.method, session.model
     return speculation.Round(
         model.forward, session.sampling, model.sampling_kernels, method.drafter, method.verifier, method.policy

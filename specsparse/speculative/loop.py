@@ -64,7 +64,6 @@ def context(params, job: Job, state: DecodeState, *, max_nodes: int) -> DraftCon
 
 
 def coins(job: Job, state: DecodeState, *, max_nodes: int) -> Noise:
-    """The verifier's noise of a round."""
     use = {
         "sample": job.sample[:, None],
         "position": state.length[:, None],
@@ -167,7 +166,6 @@ class Round:
         return verdict._replace(tokens=tokens, nodes=nodes)
 
     def accept(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> Verdict:
-        """The verdict of the verifier's rule."""
         _check_vocab(self.drafter, draft, logits_BnV.shape[2])
         target = RoundTarget(self, job, state, draft, logits_BnV)
         return self.verifier.rule.verdict(draft, target, coins(job, state, max_nodes=draft.max_nodes))
@@ -200,7 +198,6 @@ class Round:
         return jnp.where(found.ok, found.token, -1).reshape(B, n), share_Bn
 
     def targets(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> jax.Array:
-        """The target's own tokens alone."""
         return self.sampled(job, state, draft, logits_BnV)[0]
 
     def probs(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> jax.Array:
@@ -306,7 +303,6 @@ class RoundTarget(Target):
         return jnp.where(ok_R, self.draw(p_RV, u_RU), -1).reshape(self._given[3].shape[:2])
 
     def at(self, tokens_BK: jax.Array) -> jax.Array:
-        """Of the draft's own tokens."""
         return super().at(tokens_BK) if self._round.verifier.needs_p else self._sampled[1][:, :-1]
 
     @functools.cached_property

@@ -69,5 +69,4 @@ def _colour(origin: TokenSource) -> str:
 
 
 def _title(origin: TokenSource) -> str:
-    """Beside the mouse."""
     return f"{origin.kind}, position {origin.position} of its draft" if origin.position else origin.kind

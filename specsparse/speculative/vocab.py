@@ -202,7 +202,6 @@ class Intersection:
 
     @property
     def pieces_per_token(self) -> float:
-        """Mean length of an image."""
         return len(self.pieces) / max(len(self.starts) - 1, 1)
 
     def facts(self) -> dict[str, object]:
@@ -222,7 +221,6 @@ class Intersection:
         }
 
     def sentence(self) -> str:
-        """The same in a line."""
         roles = [f"{p.role} {p.target} as {p.draft}" for p in self.specials if p.role in ROLES]
         return (
             f"{self.texts} tokens shared, {self.texts / max(self.target_texts, 1):.0%} of the target's and "

@@ -305,7 +305,6 @@ def _fields(owner: type) -> tuple[Option, ...]:
 
 
 def _parts(hint: object) -> tuple[Any, tuple[object, ...]]:
-    """A type and what is annotated."""
     return (hint.__origin__, hint.__metadata__) if typing.get_origin(hint) is Annotated else (hint, ())
 
 

@@ -97,7 +97,6 @@ def _fitted(out: Console, table: Table) -> Table:
 
 
 def _of(table: Table, columns: Sequence[Column]) -> Table:
-    """A table of these columns alone."""
     made = Table(box=table.box, pad_edge=table.pad_edge, collapse_padding=table.collapse_padding)
     for c in columns:
         made.add_column(c.header, justify=c.justify, no_wrap=c.no_wrap, overflow=c.overflow, style=c.style)

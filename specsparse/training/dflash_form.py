@@ -91,7 +91,6 @@ class DFlashForm(FeatureForm):
 
     @property
     def shape(self) -> BlockShape:
-        """A layer of the target's width."""
         c = self.model.config
         return BlockShape(
             width=c.d_model, heads=c.n_heads, kv_heads=c.n_heads, head_dim=c.head_dim, d_ff=c.d_ff, eps=c.norm_eps,

@@ -252,7 +252,6 @@ class HeadForm(Form):
         return [times(rms_norm(y, w.output_norm, eps), frozen.head) for y in found]
 
     def write(self, path: Path, weights: HeadWeights, ids: np.ndarray, *, quant: str) -> Path:
-        """A file for `drafter=head`."""
         return write_head(path, self.model, weights.tensors(), ids, quant=quant, below=self.below)
 
 

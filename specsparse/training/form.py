@@ -121,7 +121,6 @@ class FeatureForm(Form):
 
     @property
     def read(self) -> tuple[int, ...]:
-        """The layers that it reads."""
         return self.below or default_layers(self.model.config.n_layers)
 
     @property

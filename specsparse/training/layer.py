@@ -178,6 +178,5 @@ def _one_head(q_md, k_nd, v_nd, bias_mn, drafted: list[Keys]) -> jax.Array:
 
 
 def feed_forward(config: ModelConfig, w: LayerWeights, x_mD: jax.Array) -> jax.Array:
-    """x and its feed-forward part."""
     z = rms_norm(x_mD, w.ffn_norm, config.norm_eps)
     return x_mD + times(jax.nn.silu(times(z, w.ffn_gate)) * times(z, w.ffn_up), w.ffn_down)

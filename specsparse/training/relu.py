@@ -125,13 +125,11 @@ def frozen_layers(model: Model, positions: int) -> FrozenLayers:
 
 
 def ffn_of(model: Model, layer: int) -> FfnMatrices:
-    """The matrices of one layer, dequantised."""
     found = model.params.layers[layer]
     return FfnMatrices(*(dequantize(getattr(found, f"ffn_{n}")) for n in FfnMatrices._fields))
 
 
 def ffns_of(model: Model) -> FfnMatrices:
-    """The matrices of all layers, stacked."""
     return jax.tree.map(lambda *each: jnp.stack(each), *(ffn_of(model, i) for i in range(model.config.n_layers)))
 
 
@@ -377,7 +375,6 @@ def _judge(ffn: FfnMatrices, original: FfnMatrices, z_nD: jax.Array) -> tuple[ja
 
 
 def judge(ffn: FfnMatrices, original: FfnMatrices, z_nD: np.ndarray) -> Judged:
-    """A rebuilt layer against its original."""
     return Judged(*map(float, _judge(ffn, original, jnp.asarray(z_nD, jnp.float32))))
 
 

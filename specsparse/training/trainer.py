@@ -114,7 +114,6 @@ class Trainer:
         self._features = Features(model, form.layers)
 
     def start(self, texts: Sequence[Text]) -> TrainState:
-        """The state before the first step."""
         return self._state(self.form.first(texts), self.form.ids(texts, self.options.draft_vocab))
 
     def like(self) -> TrainState:
@@ -203,7 +202,6 @@ class Trainer:
         return *updated(self._optimiser, grads, opt, weights), losses
 
     def _losses(self, weights, frozen: Frozen, embedding: QTensor, window: Window) -> HeadLosses:
-        """Sums over a window, by stream."""
         o = self.options
         drafts = self.form.logits(halved(weights, o.precision), frozen, embedding, window, o.streams)
         z_mN = times(rms_norm(window.after, frozen.output_norm, self.config.norm_eps), frozen.head)  # the target's own

@@ -111,7 +111,6 @@ class Log:
         return state
 
     def add(self, step: int, state: Stepped) -> None:
-        """A point of the curve."""
         seconds = time.perf_counter() - self._begun
         counted = {"step": step, self.unit: self._seen, "seconds": seconds, "rate": self.rate}
         self.curve.append(counted | self.point(state, self._recent))

@@ -310,7 +310,6 @@ class Prediction:
 
     @property
     def over_measured(self) -> float:
-        """1 if the model is right."""
         return self.predicted / self.measured
 
     @property

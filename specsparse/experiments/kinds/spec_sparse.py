@@ -80,7 +80,6 @@ class SparseCell:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Of the target."""
         return self.counters.num_emitted_tokens / self.counters.num_rounds
 
 
@@ -274,7 +273,6 @@ def _cells(passes: list[Pass], read: dict[str, FfnReading], whole: int, *, as_de
 
 
 def parts(found: Joined) -> Iterator[Table | str]:
-    """Tables and lines to print."""
     yield _cells_table(found)
     yield f"both together: {found.over_better:.2f} times as fast as the better of the two alone"
     yield f"product of the two speed-ups alone: {found.product:.2f}"

@@ -321,7 +321,6 @@ def _row_sums(layout: Layout, x, dx, width: int):
 
 
 def _nothing(shape):
-    """Sums of integers, zero."""
     return mgpu.FragmentedArray.splat(_i32(0), shape, _ACC, is_signed=True)
 
 
@@ -405,7 +404,6 @@ def _fragment(words, layout, shape):
 
 
 def _at(value, i: int):
-    """Element i of a vector."""
     return vector.extract(value, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
 
 

@@ -268,7 +268,6 @@ class Clocks:
     def from_table(
         cls, table: CostTable, keys: Mapping[str, str], footprint: float, kv_length: float, batch: int = 1
     ) -> "Clocks":
-        """The arguments are those of `Timed`."""
         made = [Timed(table, keys, footprint, kv_length, batch, doubt) for doubt in (0.0, *DOUBTS)]
         forwards = [value for name, value in _spread(table).items() if name.startswith("near ")]
         usual, note = statistics.median(forwards) if forwards else 0.0, None
@@ -434,7 +433,6 @@ class Forecast:
 
     @property
     def best(self) -> ForecastPoint:
-        """The fastest length."""
         return max(self.points, key=lambda p: p.speedup)
 
     @property

@@ -40,7 +40,6 @@ class HfClass:
 
     @property
     def family(self) -> Architecture:
-        """The engine's row of the architecture."""
         return ARCHITECTURES[self.architecture]
 
 

@@ -246,7 +246,6 @@ class DrafterSpec(AnyDrafter):
 
     @property
     def style(self) -> Drafting:
-        """How the model drafts."""
         return self.drafting
 
     @property
@@ -256,7 +255,6 @@ class DrafterSpec(AnyDrafter):
 
     @property
     def tree(self) -> bool:
-        """Whether drafts branch."""
         return self.style.shape is not None and self.style.shape.branches
 
     @property

@@ -103,7 +103,6 @@ class SyntheticRates(Rule):
     needs_p = False
 
     def measures_alpha(self, *, tree: bool, greedy: bool) -> bool:
-        """The rates themselves."""
         return True
 
     def verdict(self, draft: Draft, target: Target, noise: Noise) -> Verdict:

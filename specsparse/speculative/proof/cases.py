@@ -44,7 +44,6 @@ def tempered(temperature: float) -> Change:
 
 
 def keep_top(k: int) -> Change:
-    """Top-k truncation."""
 
     def change(probs_V):
         kept = np.where(probs_V >= np.sort(probs_V)[-min(k, probs_V.shape[0])], probs_V, 0.0)

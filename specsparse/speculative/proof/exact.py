@@ -163,5 +163,4 @@ def output_probs(rule: Any, outcomes: Iterable[Outcome], p: Sequence[np.ndarray]
 
 
 def total_variation(a: np.ndarray, b: np.ndarray) -> float:
-    """Half the L1 distance."""
     return float(np.abs(a - b).sum() / 2)

@@ -312,7 +312,6 @@ RIGHT_HEAD = ("name", "what it does", "see", "certificate", "TV, worst case", "b
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table."""
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
 
 

@@ -284,7 +284,6 @@ class CertificateReport:
 
 
 def _shapes(several: set[tuple[int, ...]]) -> str:
-    """Drafts by their parents, in words."""
     chains = sorted(len(parents) for parents in several if parents == tuple(range(-1, len(parents) - 1)))
     trees = [parents for parents in several if parents != tuple(range(-1, len(parents) - 1))]
     words = [f"chains of {', '.join(map(str, chains))}"] if chains else []

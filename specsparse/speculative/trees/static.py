@@ -67,7 +67,6 @@ class TemplateTree(TreeShape):
 
     @functools.cached_property
     def levels(self) -> Levels:
-        """The template by levels."""
         t = self.template
         depths = np.array(t.depths)
         parents = [sorted({t.parents[node] for node in np.flatnonzero(depths == d + 1)}) for d in range(t.max_depth)]

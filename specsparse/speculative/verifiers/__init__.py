@@ -85,7 +85,6 @@ def get_verifier(name: str, **options: object) -> Verifier:
 
 
 def _made(name: str, options: Mapping[str, object]) -> Verifier:
-    """The built-in verifier of that name."""
     return dataclasses.replace(BUILTIN[name], rule=RULES.make(name, options))
 
 

@@ -23,7 +23,6 @@ class Rejection(SiblingRule):
         return not tree
 
     def enter(self, p_V: Array, q_V: Array, siblings: Array) -> tuple:
-        """Nothing to remember."""
         return ()
 
     def accept(self, p_x: Array, q_x: Array, memo: tuple) -> Array:

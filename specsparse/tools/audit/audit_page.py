@@ -37,7 +37,6 @@ def spans(widths: Sequence[int], among: Sequence[int]) -> str:
 
 
 def state(group: Json) -> str:
-    """A key of `STATES`."""
     if group["wrong"]:
         return "wrong logits"
     if group["same_bits"]:
@@ -46,7 +45,6 @@ def state(group: Json) -> str:
 
 
 def case_name(case: Json) -> str:
-    """Engine and setting."""
     parts = [case["engine"], case["weights"], f"{case['threads']} thread{'s' * (case['threads'] != 1)}"]
     return ", ".join(parts + ([] if case["flash"] is None else [f"flash {'on' if case['flash'] else 'off'}"]))
 
@@ -101,7 +99,6 @@ def group_rows(report: Json) -> list[list[str]]:
 
 
 def cases_table(report: Json) -> Table:
-    """A line a case."""
     made = tables.new(*HEADS, left=(0, 1, 3, 4, 5))
     for case in report["cases"]:
         made.add_row(*cells(case, _all_widths(report)))

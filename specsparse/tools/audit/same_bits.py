@@ -199,7 +199,6 @@ class AuditPlan:
 
     @property
     def room(self) -> int:
-        """Tokens of the longest context."""
         return max(self.prompt_tokens + self.tokens, CHECKED) + max(self.widths)
 
     def settings(self) -> list[tuple[str, int | None, bool | None]]:

@@ -47,7 +47,6 @@ class TextsDifference:
 
     @property
     def positions(self) -> int:
-        """Tokens compared."""
         return sum(fork.compared for fork in self.forks)
 
     @property

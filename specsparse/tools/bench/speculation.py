@@ -278,7 +278,6 @@ def break_even(rows: Sequence[Json], method: str) -> float | None:
 
 
 def break_even_line(name: str, at: float | None, rows: Sequence[Json]) -> str:
-    """`break_even` in words."""
     speedups = {row["batch"]: row["speculative"][name]["speedup"]["value"] for row in rows}
     (least, first), (most, last) = min(speedups.items()), max(speedups.items())
     if at is not None:

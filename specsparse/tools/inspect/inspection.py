@@ -265,7 +265,6 @@ def _table(*columns: str) -> Table:
 
 
 def pairs(title: str, values: Mapping[str, str]) -> Table:
-    """Keys and values under a title."""
     table = _table(title, "")
     for key, value in values.items():
         table.add_row(Text(key), Text(value))

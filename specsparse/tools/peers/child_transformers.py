@@ -47,7 +47,6 @@ class Engine(RowWriter):
         self.filled = False
 
     def fill(self) -> None:
-        """A cache of `depth` tokens."""
         if not self.filled or not self.depth:
             self.cache = self.make_cache()
             if self.depth:

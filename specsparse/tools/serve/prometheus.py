@@ -107,5 +107,4 @@ class ServerMetrics:
                 gauge.set(value)
 
     def text(self) -> bytes:
-        """The body of `/metrics`."""
         return generate_latest(self._registry)

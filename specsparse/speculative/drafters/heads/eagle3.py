@@ -404,7 +404,6 @@ class Eagle3Source(OneLayerSource):
     wants_hidden = property(attrgetter("layers"))
 
     def read(self, weights: DraftWeights, hidden_BnE: jax.Array, n_valid_B: jax.Array) -> jax.Array:
-        """The target's features, fused."""
         batch, n, width = hidden_BnE.shape
         with jax.named_scope("head/fuse"):
             features_RE = hidden_BnE.reshape(batch * n, width)

@@ -91,7 +91,6 @@ class PublishedHead:
     rope_scaling: Json | None = None
 
     def values(self, name: str) -> np.ndarray:
-        """A tensor as float32."""
         return np.ascontiguousarray(self.load(name).dequantize(), np.float32).reshape(self.tensors[name])
 
     def matrix(self, name: str, *, floats: bool) -> QTensor:
