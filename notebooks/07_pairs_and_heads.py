@@ -33,7 +33,7 @@ from specsparse.testing.drafting import random_eagle3
 MODEL = os.environ.get("SPECSPARSE_NOTEBOOK_MODEL", "smollm2-135m")
 TOKENS = int(os.environ.get("SPECSPARSE_NOTEBOOK_TOKENS", "96"))
 SHIPPED = "SPECSPARSE_NOTEBOOK_MODEL" not in os.environ
-DRAFT = "smollm2-draft" if SHIPPED else MODEL  # a model drafts for itself where there is no other: all is accepted
+DRAFT = "smollm2-draft" if SHIPPED else MODEL  # without a draft model the target drafts for itself: all is accepted
 
 # %% [markdown]
 # ## The names

@@ -72,7 +72,7 @@ assert case["verdict"] == same_bits.ONE_GROUP
 
 # %%
 class Coarse(OurRows):
-    """Ours, rounded where the batch is wide."""
+    """Ours, rounded if the batch is wide."""
 
     def rows(self, prompt, text, width):
         exact = super().rows(prompt, text, width)

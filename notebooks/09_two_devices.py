@@ -29,7 +29,7 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 
-with contextlib.suppress(RuntimeError):  # where jax has begun with one device both parts run on it, in two threads
+with contextlib.suppress(RuntimeError):  # if jax has begun with one device, both parts run on it, in two threads
     jax.config.update("jax_num_cpu_devices", 2)
 
 import specsparse
