@@ -115,7 +115,7 @@ for flip in reversed(flips):  # the first of each window is what stays
     other[name] = (*plain[name][: row + 1], flip["batch"])
 difference = compare_texts(plain, other)
 for fork in difference.forked:
-    print(f"{fork.text}: token {fork.position} is {fork.a} in A and {fork.b} in B")
+    print(f"{fork.id}: token {fork.position} is {fork.a} in A and {fork.b} in B")
 print(f"{len(difference.forked)} of {len(difference.forks)} texts fork; in 1,000 tokens: {difference.rate}")
 assert len(difference.forked) == len({flip["window"] for flip in flips if flip["position"] + 1 < TOKENS})
 

@@ -12,6 +12,7 @@ from specsparse.errors import UserError
 from specsparse.speculative.base import PAD, Draft
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates
+from specsparse.speculative.verify import Noise, Target
 from specsparse.testing.drafting import draft_context
 from tests.cells import cells
 
@@ -74,7 +75,7 @@ def test_the_verdict_follows_the_rates(drafter):
         node=jnp.arange(gamma, dtype=jnp.int32)[None],
     )
     target = jnp.full((batch, gamma + 1), 3, jnp.int32)  # equal to the draft everywhere: still rejected
-    step = jax.jit(lambda x, t, c: rates.verdict(drafter.draft(None, None, x).draft, t, coins_BK=c))
+    step = jax.jit(lambda x, t, c: rates.verdict(drafter.draft(None, None, x).draft, Target(tokens=t), Noise(c, None)))
     verdict = step(ctx, target, coins)
     expected = enumerated(drafter)
     seen = np.bincount(np.asarray(verdict.accepted), minlength=gamma + 1) / batch
@@ -92,7 +93,7 @@ def test_emitted_tokens_and_short_drafts():
     assert draft.tokens.tolist() == [[5, 5, 5], [6, 6, 0], [0, 0, 0]]
     target = jnp.array([[10, 11, 12, 13]] * 3, jnp.int32)
     coins = jnp.array([[0.1, 0.9, 0.1], [0.1, 0.1, 0.1], [0.1, 0.1, 0.1]], jnp.float32)
-    verdict = jax.jit(lambda d, t, c: rates.verdict(d, t, coins_BK=c))(draft, target, coins)
+    verdict = jax.jit(lambda d, t, c: rates.verdict(d, Target(tokens=t), Noise(c, None)))(draft, target, coins)
     assert verdict.tokens.tolist() == [[5, 11, PAD, PAD], [6, 6, 12, PAD], [10, PAD, PAD, PAD]]
     assert verdict.accepted.tolist() == [1, 2, 0] and verdict.tested.tolist() == [2, 2, 0]
     assert verdict.nodes.tolist() == [[0, PAD, PAD], [0, 1, PAD], [PAD, PAD, PAD]]
@@ -109,14 +110,16 @@ def test_a_target_that_is_no_distribution_fails_the_sequence():
     rates = SyntheticRates(rate=0.0)
     ctx = draft_context([[5]], capacity=4, budget=2)
     no_target, coins = jnp.full((1, 3), -1, jnp.int32), jnp.zeros((1, 2), jnp.float32)
-    step = jax.jit(lambda x: rates.verdict(Synthetic(2, rates).draft(None, None, x).draft, no_target, coins_BK=coins))
+    target, noise = Target(tokens=no_target), Noise(coins, None)
+    step = jax.jit(lambda x: rates.verdict(Synthetic(2, rates).draft(None, None, x).draft, target, noise))
     assert bool(step(ctx).failed[0])
 
 
 def test_a_round_without_a_draft_is_the_targets_token():
     none = Draft(jnp.zeros((1, 0), jnp.int32), jnp.zeros((1, 0), jnp.int32), jnp.zeros((1,), jnp.int32))
     rates = SyntheticRates(rate=0.5)
-    verdict = rates.verdict(none, jnp.full((1, 1), 7, jnp.int32), coins_BK=jnp.zeros((1, 0), jnp.float32))
+    target, noise = Target(tokens=jnp.full((1, 1), 7, jnp.int32)), Noise(jnp.zeros((1, 0), jnp.float32), None)
+    verdict = rates.verdict(none, target, noise)
     assert verdict.tokens.tolist() == [[7]] and verdict.tested.tolist() == verdict.accepted.tolist() == [0]
     assert verdict.alpha.tolist() == [0.0]
 
