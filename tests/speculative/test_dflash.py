@@ -100,7 +100,7 @@ def draft_logits(drafter, weights, ctx, hidden):
     @jax.jit
     def run(weights, ctx, hidden):
         state = drafter.init(weights, ctx, hidden=hidden)
-        cache, _ = drafter.source.open(weights, state, ctx, ctx.budget > 0)
+        cache, _ = drafter.source.open(weights, state.source if drafter.tree else state, ctx, ctx.budget > 0)
         return cache.logits, drafter.draft(weights, state, ctx).draft
 
     return run(weights, ctx, hidden)
