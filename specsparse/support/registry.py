@@ -82,7 +82,12 @@ class Registry(Generic[T]):
     def holds(self, name: str) -> bool:
         """Whether the name is known, or is a `module:Class` that may be."""
         word = str(name)
-        return self.is_builtin(word) or ":" in word or word in entry_points(self.group) or bool(self._file_of(word))
+        return (
+            self.is_builtin(word)
+            or ":" in word
+            or word in entry_points(self.group)
+            or self._registered_by_its_file(word) is not None
+        )
 
     def look(self, name: str) -> Any:
         """The object that a name, an alias or `module:Class` stands for.
@@ -91,7 +96,8 @@ class Registry(Generic[T]):
             UserError: an unknown name (with the nearest), or a module that cannot be imported.
         """
         key = self.canonical(str(name))
-        home = self._homes.get(key) or (key if ":" in key else entry_points(self.group).get(key)) or self._file_of(key)
+        home = self._homes.get(key) or (key if ":" in key else entry_points(self.group).get(key))
+        home = home or self._registered_by_its_file(key)
         if home is None:
             raise UserError(f"{self.group}={name} is unknown{nearest(key, [*self.names(), *self.aliases])}")
         return home if isinstance(home, type) else load(home, f"{self.group}={name}")
@@ -130,18 +136,12 @@ class Registry(Generic[T]):
         self.options(name)  # it is a frozen dataclass
         return read(self.find(name), options, group=self.group, name=str(name))
 
-    def _file_of(self, name: str) -> str | None:
-        """The home of the one class of this group in the package's file of that name: it needs no line in a table."""
+    def _registered_by_its_file(self, name: str) -> str | type | None:
+        """The class that the package's file of that name registers: such a part needs no line in the table."""
         module = f"{self._package}.{name}"
-        if not (self._package and name.isidentifier() and importlib.util.find_spec(module)):
-            return None
-        bases = tuple(load(base, self.group) for base in self._bases)
-        found = [
-            value.__name__
-            for value in vars(importlib.import_module(module)).values()
-            if isinstance(value, type) and issubclass(value, bases) and value.__module__ == module
-        ]
-        return f"{module}:{found[0]}" if len(found) == 1 else None
+        if self._package and name.isidentifier() and importlib.util.find_spec(module):
+            importlib.import_module(module)
+        return self._homes.get(name)
 
     def _check_kind(self, name: str, found: object) -> None:
         """Refuses what is not derived from one of the bases."""

@@ -267,8 +267,10 @@ def test_a_file_of_the_package_needs_no_line_elsewhere(here, model, capsys, monk
     from specsparse.speculative import drafters
 
     (here / "inside").mkdir()
-    (here / "inside" / "echo_last.py").write_text(ECHO)
+    registered = ECHO.replace("import lookup\n", "import lookup, register\n") + '\n\nregister("echo_last", Echo)\n'
+    (here / "inside" / "echo_last.py").write_text(registered)
     monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(here / "inside")])
+    monkeypatch.setattr(drafters.DRAFTERS, "_homes", dict(drafters.DRAFTERS._homes))
     (here / "conf" / "drafter").mkdir(parents=True)
     (here / "conf" / "drafter" / "echo_last.yaml").write_text("# The last tokens once more.\nname: echo_last\n")
     argv = [f"model={model.path}", *SHORT, "drafter=echo_last", "drafter.back=2", "hydra.run.dir=out"]
@@ -276,8 +278,9 @@ def test_a_file_of_the_package_needs_no_line_elsewhere(here, model, capsys, monk
     record = json.loads((here / "out" / "record.json").read_text())
     assert record["config"]["drafter"] == {"name": "echo_last", "back": 2}
     assert get_drafter("echo_last").back == 3
-    with pytest.raises(UserError, match="drafter=sources is unknown"):  # a file of the room that is no drafter
-        get_drafter("sources")
+    for helper in ("sources", "slem", "spec"):  # files of the room that register nothing
+        with pytest.raises(UserError, match=f"drafter={helper} is unknown"):
+            get_drafter(helper)
 
 
 @pytest.mark.slow  # its cells are runs like those above
