@@ -27,9 +27,8 @@ class SiblingRule(Rule):
     """Base of the rules that test siblings one after the other.
 
     Rules are final frozen dataclasses, written for numpy and jax.numpy. `probs` is the distribution still owed at the
-    current
-    parent: p there, less what rejected siblings have taken. `memo` is a tuple of scalars that lives as long as the walk
-    stays at one parent.
+    current parent: p there, less what rejected siblings have taken. `memo` is a tuple of scalars that lives as long as
+    the walk stays at one parent.
 
     One's own rule says what `Rule` asks for.
     """
