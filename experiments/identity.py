@@ -34,7 +34,7 @@ from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.spec import DrafterSpec
 from specsparse.speculative.policies.base import Policy
 from specsparse.speculative.trees import get_tree
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.support.terminal import console, counting
 
 ROWS = 8

@@ -24,7 +24,7 @@ import matplotlib.pyplot as plt
 import specsparse
 from specsparse.speculative.expected import expected_tokens_tree
 from specsparse.speculative.trees import get_tree
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.trees.template import TreeTemplate
 
 MODEL = os.environ.get("SPECSPARSE_NOTEBOOK_MODEL", "smollm2-135m")
 TOKENS = int(os.environ.get("SPECSPARSE_NOTEBOOK_TOKENS", "96"))

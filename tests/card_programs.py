@@ -18,7 +18,7 @@ from specsparse.engine.weights import Layer, Params
 from specsparse.kernels import Kernels
 from specsparse.speculative import loop, token_sources
 from specsparse.speculative.drafters.synthetic import Scripted
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import get_verifier
 
 PROMPT = 128

@@ -6,9 +6,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specsparse.engine.sampling.params import Truncation
 from specsparse.engine.sampling.probs import SamplingKernels
+from specsparse.errors import UserError
 from specsparse.speculative.base import PAD, Draft, DraftKind, Verdict, Verifier
 from specsparse.speculative.verifiers import residuals
 
@@ -74,6 +76,30 @@ class Target:
         return jnp.take_along_axis(self.probs[:, :K], tokens_BK[:, :, None], axis=2)[:, :, 0]
 
 
+class Coin(NamedTuple):
+    """One coin of a path to an end: it is under `chance` (`passed`) or not."""
+
+    node: int
+    chance: float
+    passed: bool
+
+
+class End(NamedTuple):
+    """One way a round ends.
+
+    Attributes:
+        weight: probability of this end, given the draft.
+        path: accepted nodes from the root down.
+        probs: float64[V], distribution of the token after them.
+        coins: coin intervals that lead here (empty for match, which has none).
+    """
+
+    weight: float
+    path: tuple[int, ...]
+    probs: np.ndarray
+    coins: tuple[Coin, ...] = ()
+
+
 class Rule(abc.ABC):
     """Base of all rules: final frozen dataclasses whose fields are the options.
 
@@ -103,6 +129,14 @@ class Rule(abc.ABC):
     @abc.abstractmethod
     def verdict(self, draft: Draft, target: Target, noise: Noise) -> Verdict:
         """The verdict on a draft of a kind that it accepts. Rows of a batch do not depend on each other."""
+
+    def ends(self, draft: Draft, p_nV: np.ndarray) -> list[End]:
+        """All ends of positive probability of a round on one sequence's draft, for the certificate, in numpy.
+
+        Raises:
+            UserError: the rule does not say.
+        """
+        raise UserError(f"{type(self).__name__} has no `ends`, which certify needs: derive it from a SiblingRule")
 
     def reads_alpha(self, *, tree: bool, greedy: bool) -> bool:
         """Whether it reads alpha off the target's distributions: it accepts position by position, with a probability

@@ -1,6 +1,6 @@
 """Two vocabularies against each other: whether a draft model's fits the target's, and the tokens that both have.
 
-Whether it fits is said by llama.cpp's rules, every difference in one table: one family of tokenizer; the same BOS and
+Whether it fits is said by llama.cpp's rules: one family of tokenizer; the same BOS and
 EOS added, with the same ids where they are used; sizes within 128; the same text for each id from 5 to the smaller
 size. The ids below 5 are specials, which often differ in name only.
 
@@ -10,9 +10,7 @@ al. 2025, "Accelerating LLM Inference with Lossless Speculative Decoding Algorit
 (arXiv:2502.05202), call drafting from the tokens that both have token-level intersection (TLI).
 """
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -23,41 +21,11 @@ FIRST_CHECKED = 5
 """Ids below it are special tokens, whose texts are not compared."""
 MAX_SIZE_DIFFERENCE = 128
 """Padding rows that models of one family may differ by."""
-_SHOWN = 8
 
 
-class Vocabulary(Protocol):
-    """What is compared: `engine.text.tokenizer.Tokenizer` has it."""
-
-    type: str
-    add_bos: bool
-    add_eos: bool
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids."""
-
-    @property
-    def bos_id(self) -> int | None:
-        """BOS."""
-
-    @property
-    def eos_id(self) -> int | None:
-        """EOS."""
-
-    def token_text(self, index: int) -> str:
-        """Text of an id."""
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class VocabDifference:
-    """One line of the table.
-
-    Attributes:
-        what: what was compared.
-        target, draft: the two values.
-        special: whether `special_tokens=target` settles it: special ids, and whether they are added.
-    """
+    """Two values that differ. `special_tokens=target` settles the `special` ones: ids, and whether they are added."""
 
     what: str
     target: str
@@ -65,7 +33,7 @@ class VocabDifference:
     special: bool = False
 
 
-def compare(target: Vocabulary, draft: Vocabulary) -> list[VocabDifference]:
+def compare(target: Tokenizer, draft: Tokenizer) -> list[VocabDifference]:
     """All differences that break a rule; empty if the two fit."""
     found = []
 
@@ -87,29 +55,16 @@ def compare(target: Vocabulary, draft: Vocabulary) -> list[VocabDifference]:
     return found
 
 
-def table(differences: list[VocabDifference]) -> str:
-    """The differences as aligned text, one a line, long lists cut."""
-    rows = [("", "target", "draft"), *((d.what, d.target, d.draft) for d in differences[:_SHOWN])]
-    widths = [max(len(row[i]) for row in rows) for i in range(2)]
-    lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows]
-    more = len(differences) - _SHOWN
-    return "\n".join([*lines, f"and {more} more"] if more > 0 else lines)
-
-
 def check_compatible(
-    target: Vocabulary, draft: Vocabulary, *, special_tokens: str | None = None, where: str = "the draft model"
+    target: Tokenizer, draft: Tokenizer, *, special_tokens: str | None = None, where: str = "the draft model"
 ) -> list[VocabDifference]:
-    """Refuses a draft model whose vocabulary is another one.
+    """Refuses a draft model whose vocabulary is another one; the differences that were let through.
 
     Args:
-        target: the target's vocabulary.
-        draft: the draft's.
-        special_tokens: "target" goes on with the target's ids where only specials differ: the draft is fed those, and
+        target, draft: their vocabularies.
+        special_tokens: "target" goes on with the target's ids if only specials differ: the draft is fed those, and
             drafts are read as those.
         where: the draft model's file, for the message.
-
-    Returns:
-        The differences that were let through.
 
     Raises:
         UserError: what differs, and what to do.
@@ -119,15 +74,13 @@ def check_compatible(
     if not real and (special_tokens == "target" or not differences):
         return differences
     shown = "; ".join(f"{d.what} {d.target} against {d.draft}" for d in (real or differences)[:3])
-    count = len(real or differences)
-    more = f"; {count - 3} more" if count > 3 else ""
+    more = f"; {count - 3} more" if (count := len(real or differences)) > 3 else ""
+    advice = "drafter.special_tokens=target goes on with the target's ids"
     if real:
         advice = (
             "take a draft model of the target's family, drafter.vocabulary=tli or slem, or a drafter without a model "
             "(drafter=prompt_lookup)"
         )
-    else:
-        advice = "drafter.special_tokens=target goes on with the target's ids"
     raise UserError(f"{where} has another vocabulary than the target ({shown}{more}): {advice}")
 
 

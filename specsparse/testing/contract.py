@@ -33,7 +33,8 @@ from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.loop import check_drafted, traced
 from specsparse.speculative.policies.base import DraftView, Policy
 from specsparse.speculative.proof.results import LEVEL, POWER
-from specsparse.speculative.trees.base import TreeShape, check_parents
+from specsparse.speculative.trees.base import TreeShape
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import valid_verifiers
 from specsparse.speculative.verifiers.draft_rules import match_verdict
 from specsparse.testing.drafting import draft_context, drafted_ids, on_spec
@@ -243,7 +244,7 @@ def _check_draft(drafter: Drafter, draft: Draft, budget: list[int]) -> None:
         count, parents = int(draft.count[b]), np.asarray(draft.parents[b]).tolist()
         assert 0 <= count <= min(most, drafter.max_nodes), f"{count} nodes on a budget of {most}"
         try:
-            check_parents(parents, count)
+            TreeTemplate(tuple(parents[:count]))
         except UserError as error:
             raise AssertionError(str(error)) from error
         depths: list[int] = []

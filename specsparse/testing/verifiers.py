@@ -16,10 +16,9 @@ from specsparse.speculative.base import Draft, DraftKind, Verdict, Verifier
 from specsparse.speculative.policies.base import Policy
 from specsparse.speculative.proof.certify import Certifiable, cases, certify
 from specsparse.speculative.proof.driver import Decided, Drafts, sound
-from specsparse.speculative.proof.exact import ends
 from specsparse.speculative.proof.external import ExternalVerifier, external
 from specsparse.speculative.proof.results import CertificateReport
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verify import Noise, Target
 
 VOCAB, GAMMA, BATCH = 3, 2, 4
@@ -90,7 +89,7 @@ def every_round_ends_somewhere(verifier: Verifier) -> None:
     """The ways a round can end have the probability 1 in all, and each ends in a distribution."""
     for case in cases(verifier, vocab=VOCAB, gamma=GAMMA, seed=0):
         for outcome in case.outcomes():
-            found = ends(verifier.rule, outcome.draft, outcome.p)
+            found = verifier.rule.ends(outcome.draft, outcome.p)
             total = sum(end.weight for end in found)
             assert abs(total - 1) < 1e-9, f"on {case.name} drafts the ends of a round have the probability {total:g}"
             masses = [float(end.probs.sum()) for end in found if end.weight > 1e-12]

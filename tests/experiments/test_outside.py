@@ -59,7 +59,7 @@ from specsparse.predictors.base import as_mask
 from specsparse.speculative.base import Drafter, DraftKind, Verifier
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.trees.static import StaticTree
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers.draft_rules import Match
 from specsparse.speculative.verifiers.siblings import SiblingRule
 from specsparse.support.options import Internal, Range, Share

@@ -8,7 +8,7 @@ from specsparse import SamplingParams
 from specsparse.runtime import metrics
 from specsparse.speculative.base import ROOT
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.testing import write_tiny_gguf
 from tests.cells import cells
 

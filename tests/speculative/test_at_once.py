@@ -9,7 +9,7 @@ from specsparse.engine.sampling.probs import REFERENCE
 from specsparse.kernels.native import cpu
 from specsparse.speculative.base import Draft
 from specsparse.speculative.drafters.sources import DraftWeights, VocabMap
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import VERIFIERS
 from tests.speculative.verdicts import verify, verify_rows
 

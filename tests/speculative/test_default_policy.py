@@ -28,7 +28,7 @@ from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, D
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.lookup import Either
 from specsparse.speculative.policies import default_policy
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import get_verifier
 from specsparse.testing.drafting import tiny_model
 from tests.cells import cells

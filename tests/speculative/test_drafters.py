@@ -16,7 +16,7 @@ from specsparse.speculative.drafters import DRAFTERS, get_drafter
 from specsparse.speculative.drafters.synthetic import Scripted
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.trees import get_tree
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers.draft_rules import match_verdict
 from specsparse.testing.contract import CAPACITY, DRAFTER_CHECKS, GAMMA, VOCAB, DrafterCase, check_drafter
 from specsparse.testing.drafting import draft_context, drafted_ids, model_case, tiny_model

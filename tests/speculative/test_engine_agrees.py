@@ -9,8 +9,7 @@ import pytest
 
 from specsparse.speculative.base import PAD, Draft, DraftKind
 from specsparse.speculative.proof.cases import make_case
-from specsparse.speculative.proof.exact import ends
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import VERIFIERS
 from specsparse.speculative.verifiers.draft_rules import match_verdict
 from tests.cells import cells
@@ -42,7 +41,7 @@ POINTS = [
 def probes(rule, outcome):
     """(end, coins, u, token): both edges of each coin's interval and the middle of each token's."""
     K = outcome.draft.max_nodes
-    for end in ends(rule, outcome.draft, outcome.p):
+    for end in rule.ends(outcome.draft, outcome.p):
         if end.weight < LEAST:
             continue
         cdf = np.cumsum(end.probs)

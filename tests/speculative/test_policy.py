@@ -24,7 +24,7 @@ from specsparse.speculative.policies.base import (
 )
 from specsparse.speculative.policies.cost import AutoOff, CostModel, CostOptimal
 from specsparse.speculative.proof.certify import certify
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import VERIFIERS
 from specsparse.testing import contract
 from tests.speculative.verdicts import verify

@@ -21,7 +21,7 @@ from specsparse.speculative.proof.cases import outcomes, random_tables
 from specsparse.speculative.proof.exact import continuations, output_probs, total_variation
 from specsparse.speculative.proof.results import LOSSLESS_TV, MUTANT_TV
 from specsparse.speculative.trees import get_tree
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import VERIFIERS, residuals
 from specsparse.speculative.verifiers.draft_rules import match_verdict
 from specsparse.speculative.vocab import intersect

@@ -4,14 +4,8 @@ import pytest
 
 from specsparse.errors import UserError
 from specsparse.speculative.base import PAD, Verdict
-from specsparse.speculative.trees.base import (
-    TreeTemplate,
-    ancestor_paths,
-    check_parents,
-    node_depths,
-    path_rows,
-    row_parents,
-)
+from specsparse.speculative.trees.base import ancestor_paths, node_depths, path_rows, row_parents
+from specsparse.speculative.trees.template import TreeTemplate
 
 
 def test_chain():
@@ -48,12 +42,8 @@ def test_bad_templates():
         TreeTemplate.kary((2, 0))
     with pytest.raises(UserError, match="negative rank"):
         TreeTemplate.from_paths([(0, -1)])
-
-
-def test_only_existing_nodes_are_checked():
-    check_parents([-1, 7, 9], count=1)
-    with pytest.raises(UserError):
-        check_parents([-1, 7, 9], count=2)
+    with pytest.raises(UserError, match="node 1 has parent 7"):
+        TreeTemplate((-1, 7))
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -11,9 +11,9 @@ from specsparse.speculative.base import ROOT, DraftKind
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.expected import expected_tokens_tree
 from specsparse.speculative.trees import get_tree
-from specsparse.speculative.trees.base import TreeTemplate
 from specsparse.speculative.trees.dynamic import DynamicTree, PSplit
 from specsparse.speculative.trees.static import StaticTree, sequoia
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.testing.contract import check_tree
 
 

@@ -11,7 +11,7 @@ from specsparse.engine.sampling.pipeline import kernels_of
 from specsparse.engine.sampling.probs import REFERENCE
 from specsparse.kernels import get
 from specsparse.speculative.base import PAD, Draft
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import VERIFIERS
 from specsparse.speculative.verifiers.draft_rules import match_verdict
 from specsparse.speculative.verify import Noise, Target, has_native_call, of_nothing

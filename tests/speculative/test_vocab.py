@@ -6,7 +6,7 @@ import pytest
 
 from specsparse.errors import UserError
 from specsparse.speculative.drafters.sources import DraftWeights, VocabMap
-from specsparse.speculative.vocab import check_compatible, compare, table
+from specsparse.speculative.vocab import check_compatible
 
 
 class Vocabulary:
@@ -50,12 +50,6 @@ def test_the_known_llama_160m_file_goes_on_with_the_targets_specials():
     with pytest.raises(UserError, match=r"BOS id 1 against 0.*special_tokens=target"):
         check_compatible(TARGET, draft)
     assert [d.what for d in check_compatible(TARGET, draft, special_tokens="target")] == ["BOS id"]
-
-
-def test_the_table():
-    lines = table(compare(TARGET, Vocabulary(429, bos_id=0, odd=dict.fromkeys(range(50, 60), "x")))).splitlines()
-    assert lines[0].split() == ["target", "draft"] and lines[1].split() == ["BOS", "id", "1", "0"]
-    assert lines[-1] == "and 4 more" and len(lines) == 10
 
 
 def test_ids_and_distributions_between_vocabularies():

@@ -16,8 +16,8 @@ import pytest
 
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.trees import get_tree
-from specsparse.speculative.trees.base import TreeTemplate
 from specsparse.speculative.trees.static import StaticTree
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import VERIFIERS
 from tests.statistics.chi_square import ALPHA, chi_square, least_tv
 from tests.statistics.tabular import Engine, Key, drafter, joint_distribution, random_tables

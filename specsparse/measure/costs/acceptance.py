@@ -33,7 +33,7 @@ from specsparse.speculative import expected
 from specsparse.speculative.base import Drafter, Verifier
 from specsparse.speculative.drafters.spec import DrafterSpec
 from specsparse.speculative.trees import CHAIN
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import RULES
 from specsparse.support.files import Json
 from specsparse.support.options import Positive, Range, read

@@ -20,8 +20,8 @@ from specsparse.runtime.timing_cache import FREE, STEP_FLOOR, CostTable, DraftCo
 from specsparse.speculative import expected
 from specsparse.speculative.drafters.heads.head import DRAFT_IDS, shipped_for
 from specsparse.speculative.drafters.self_draft import default_layers
-from specsparse.speculative.trees.base import TreeTemplate
 from specsparse.speculative.trees.static import GUESSED_ACCEPTANCE, sequoia
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.support.files import Json
 
 LOOKUPS = ("prompt_lookup", "ngram_simple", "suffix")

@@ -25,8 +25,9 @@ from specsparse.runtime.metrics import Counters
 from specsparse.runtime.timing_cache import CostTable, DraftCost, cost_key
 from specsparse.speculative.drafters.synthetic import Scripted
 from specsparse.speculative.policies.base import Fixed
-from specsparse.speculative.trees.base import TreeShape, TreeTemplate
+from specsparse.speculative.trees.base import TreeShape
 from specsparse.speculative.trees.static import DRAWS, StaticTree
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import get_verifier
 from specsparse.support.interleaved import interleaved
 from specsparse.support.registry import Choice

@@ -25,7 +25,7 @@ from specsparse.speculative.base import (
     MaxNodes,
 )
 from specsparse.speculative.policies.base import Fixed, Policy
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.support.options import Also, Count, Range
 
 NgramSize = Annotated[int, Range(1, 64)]

@@ -20,7 +20,8 @@ from specsparse.speculative.drafters.sources import (
     draft_uniforms,
 )
 from specsparse.speculative.policies.base import draft_view
-from specsparse.speculative.trees.base import Expander, TreeShape, TreeTemplate
+from specsparse.speculative.trees.base import Expander, TreeShape
+from specsparse.speculative.trees.template import TreeTemplate
 
 
 class _Chain(NamedTuple):

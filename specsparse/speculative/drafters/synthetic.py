@@ -31,7 +31,7 @@ from specsparse.speculative.base import (
     Verifier,
 )
 from specsparse.speculative.drafters import lookup
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import SYNTHETIC
 from specsparse.speculative.verifiers.draft_rules import match_verdict
 from specsparse.speculative.verify import Noise, Rule, Target

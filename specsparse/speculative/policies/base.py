@@ -70,39 +70,28 @@ def draft_view(q_BV: jax.Array, *, depth_B: jax.Array, last_B: jax.Array, needs:
 class Policy:
     """Base of all policies: frozen dataclasses whose fields are the options, and pure.
 
-    State is a pytree with a leading axis B, so rows stay independent. `name` is for messages, by default that of the
-    class.
+    State is a pytree with a leading axis B, so rows stay independent.
 
     Attributes:
         gamma: tokens to draft in a round, at most; a drafter needs room for as many.
+        name: for messages; by default that of the class.
+        needs: fields of `DraftView` that `stop` reads; empty if it never stops.
+        one_hot_only: whether `keep` may drop tokens, which only one-hot drafts survive without loss. True of a class
+            that overrides `keep` and says nothing else.
+        always: whether every round drafts `gamma` tokens if it can, and all are verified: as without a policy.
     """
 
     name: ClassVar[str]
+    needs: ClassVar[frozenset[str]] = frozenset()
+    one_hot_only: ClassVar[bool] = False
+    always: ClassVar[bool] = False
     gamma: Gamma = DEFAULT_GAMMA
 
     def __init_subclass__(cls) -> None:
         cls.name = vars(cls).get("name", cls.__name__)
         last = next(c for c in cls.__mro__ if {"keep", "one_hot_only"} & vars(c).keys())
         if "one_hot_only" not in vars(last):  # what a base says of its own `keep` does not hold of this one
-            cls.one_hot_only = True  # type: ignore[assignment]
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Fields of `DraftView` that `stop` reads; empty if it never stops."""
-        return frozenset()
-
-    @property
-    def one_hot_only(self) -> bool:
-        """Whether `keep` may drop tokens, which only one-hot drafts survive without loss.
-
-        True of a class that overrides `keep` and says nothing else.
-        """
-        return False
-
-    @property
-    def always(self) -> bool:
-        """Whether every round drafts `gamma` tokens if it can, and all are verified: as without a policy."""
-        return False
+            cls.one_hot_only = True
 
     def check_times(self) -> None:
         """Refuses a policy that weighs times and has none; by default it weighs none.
@@ -198,12 +187,12 @@ class Fixed(Policy):
             raise UserError(f"policy.n_min={self.n_min} must lie in 0..gamma={self.gamma}")
 
     @property
-    def always(self) -> bool:
-        """Where no draft is too short; a class derived from this one may do otherwise."""
+    def always(self) -> bool:  # type: ignore[override]
+        """If no draft is too short; a class derived from this one may do otherwise."""
         return type(self) in (Fixed, NMin) and not self.one_hot_only
 
     @property
-    def one_hot_only(self) -> bool:
+    def one_hot_only(self) -> bool:  # type: ignore[override]
         """With `n_min`."""
         return self.n_min > 1
 
@@ -232,7 +221,7 @@ class PMin(Fixed):
     p_min: Annotated[Unit, Also("draft_p_min")] = 0.75
 
     @property
-    def needs(self) -> frozenset[str]:
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
         """The renormalised top probability."""
         return frozenset({"top10"}) if self.p_min > 0 else frozenset()
 
@@ -253,12 +242,8 @@ class Confidence(Policy):
 
     name: ClassVar[str] = "confidence"
     gamma: Gamma = 20
+    needs: ClassVar[frozenset[str]] = frozenset({"last"})
     threshold: Annotated[Unit, Also("assistant_confidence_threshold")] = 0.4
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The probability of the last token."""
-        return frozenset({"last"})
 
     def stop(self, state: Any, view: DraftView) -> jax.Array:
         """After an unlikely token."""
@@ -278,12 +263,8 @@ class Entropy(Policy):
 
     name: ClassVar[str] = "entropy"
     threshold: Unit = 0.4
+    needs: ClassVar[frozenset[str]] = frozenset({"entropy"})
     scale: Positive = 0.2
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The entropy."""
-        return frozenset({"entropy"})
 
     def stop(self, state: Any, view: DraftView) -> jax.Array:
         """Before a distribution that is too flat."""

@@ -7,7 +7,6 @@ all uniforms falls into boxes of one verdict each, and the volume of a box is th
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 LANES = 1024
@@ -40,29 +39,25 @@ class Boxes(NamedTuple):
     high: np.ndarray
 
 
-class Divided(NamedTuple):
-    """Boxes with more than one verdict: that of the lowest corner, one row each, and a point that has another."""
+class Probed(NamedTuple):
+    """Boxes whose lowest corner has the verdict int[N, R]. `goal` is a point that has another one; of a settled box,
+    which has one verdict, it is the highest corner."""
 
-    boxes: Boxes
-    at_low: np.ndarray
-    goal: np.ndarray
-
-
-class Settled(NamedTuple):
-    """Boxes of one verdict each: the boxes, and the verdict int[N, R] of each."""
-
-    boxes: Boxes
+    draft: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
     verdict: np.ndarray
+    goal: np.ndarray
 
     def volume(self, steps: int) -> np.ndarray:
         """float64[N]: the probability of each box, if a uniform has `steps` values."""
-        return ((self.boxes.high - self.boxes.low) / steps).prod(axis=1)
+        return ((self.high - self.low) / steps).prod(axis=1)
 
 
 def settle(
     judge: Judge, *, drafts: int, uniforms: int, steps: int, seed: int, inside: int = 1, most: int = MOST_BOXES,
     spots: int = 0,
-) -> Settled:  # fmt: skip
+) -> Probed:  # fmt: skip
     """The cube of uniforms of each draft, cut into boxes of one verdict.
 
     A box is settled when its lowest corner, its highest and points drawn inside have one verdict. Otherwise the way
@@ -85,13 +80,13 @@ def settle(
     whole = Boxes(np.arange(drafts), np.zeros(shape, np.int64), np.full(shape, steps))
     found = _settle(judge, whole, None, rng, inside, most * drafts)
     few, rounds = min(spots, FEW_SPOTS), SPOT_ROUNDS  # a few show a verdict without thresholds
-    while few and found.boxes.draft.size:
+    while few and found.draft.size:
         divided, rest = _surprises(judge, found, rng, steps, few)
-        if divided.goal.size and not rounds:
+        if divided.draft.size and not rounds:
             return rest
-        if divided.goal.size:
-            none = jax.tree.map(lambda a: a[:0], whole)
-            found, rounds = _join(rest, _settle(judge, none, divided, rng, inside, most * drafts)), rounds - 1
+        if divided.draft.size:
+            more = _settle(judge, _take(whole, slice(0)), divided, rng, inside, most * drafts)
+            found, rounds = _join(rest, more), rounds - 1
         elif few == spots:
             break
         else:
@@ -99,28 +94,70 @@ def settle(
     return found
 
 
+def _take(several, index):
+    """Entries of a tuple of arrays."""
+    return type(several)(*(a[index] for a in several))
+
+
+def _join(*several):
+    """Tuples of arrays, one behind the other."""
+    return type(several[0])(*map(np.concatenate, zip(*several)))
+
+
 def _settle(
-    judge: Judge, boxes: Boxes, divided: Divided | None, rng: np.random.Generator, inside: int, most: int
-) -> Settled:
+    judge: Judge, boxes: Boxes, divided: Probed | None, rng: np.random.Generator, inside: int, most: int
+) -> Probed:
+    last, others = slice(-LANES, None), slice(None, -LANES)
     found, probed = [], 0
     while probed < most and (boxes.draft.size or divided):
         if boxes.draft.size:
-            chunk, boxes = _last(boxes)
+            chunk, boxes = _take(boxes, last), _take(boxes, others)
             settled, more = _probe(judge, chunk, rng, inside)
             found.append(settled)
             divided = more if divided is None else _join(divided, more)
             probed += chunk.draft.size
-        if divided.goal.shape[0] >= LANES or not boxes.draft.size:
-            chunk, divided = _last(divided)
-            boxes = _join(boxes, *_cut(judge, chunk))
-            divided = divided if divided.goal.size else None
+        if divided.draft.size >= LANES or not boxes.draft.size:
+            boxes = _join(boxes, *_cut(judge, _take(divided, last)))
+            divided = _take(divided, others) if divided.draft.size > LANES else None
     return _join(*found)
 
 
-def _surprises(
-    judge: Judge, found: Settled, rng: np.random.Generator, steps: int, spots: int
-) -> tuple[Divided, Settled]:
-    """Boxes in which a point has another verdict, with the point; and the other boxes."""
+def _probe(judge: Judge, boxes: Boxes, rng: np.random.Generator, inside: int) -> tuple[Probed, Probed]:
+    """The boxes that are settled, and the others."""
+    verdicts = judge(boxes.draft)
+    at_low, goal = verdicts(boxes.low), boxes.high - 1
+    done = (verdicts(goal) == at_low).all(axis=1)
+    for _ in range(inside):
+        point = rng.integers(boxes.low, boxes.high)
+        other = done & ~(verdicts(point) == at_low).all(axis=1)
+        goal, done = np.where(other[:, None], point, goal), done & ~other
+    probed = Probed(*boxes, at_low, goal)
+    # No cut helps a point with two verdicts.
+    return _take(probed, done), _take(probed, ~done & (goal != boxes.low).any(axis=1))
+
+
+def _cut(judge: Judge, divided: Probed) -> tuple[Boxes, Boxes]:
+    """Both parts of each box, cut at the end of the lowest corner's verdict on the way to the goal."""
+    draft, low, high, at_low, goal = divided
+    verdicts = judge(draft)
+    width_Nn = goal - low
+    before_Nn = width_Nn.cumsum(axis=1) - width_Nn
+
+    def point(step_N):
+        return low + np.clip(step_N[:, None] - before_Nn, 0, width_Nn)
+
+    same_N, other_N = np.zeros(len(goal), np.int64), width_Nn.sum(axis=1)
+    while (other_N - same_N > 1).any():
+        middle_N = (same_N + other_N) // 2
+        same = (verdicts(point(middle_N)) == at_low).all(axis=1) | (middle_N == same_N)
+        same_N, other_N = np.where(same, middle_N, same_N), np.where(same, other_N, middle_N)
+    edge_Nn = point(other_N)
+    cut_Nn = edge_Nn != point(same_N)  # the one uniform that was raised last
+    return Boxes(draft, low, np.where(cut_Nn, edge_Nn, high)), Boxes(draft, np.where(cut_Nn, edge_Nn, low), high)
+
+
+def _surprises(judge: Judge, found: Probed, rng: np.random.Generator, steps: int, spots: int) -> tuple[Probed, Probed]:
+    """Boxes in which a point has another verdict, with the point as their goal; and the other boxes."""
 
     def other(home, ticks):
         home, ticks = home[home >= 0], ticks[home >= 0]
@@ -129,12 +166,12 @@ def _surprises(
         wrong = (np.concatenate(got) != found.verdict[home]).any(axis=1) if got else home < 0
         return home[wrong], ticks[wrong]
 
-    draft, low, high = found.boxes
+    draft, low, high = found[:3]
     n, known = low.shape[1], np.unique(draft)
     # one point in each of as many parts of every uniform
     part = rng.permuted(np.tile(np.arange(spots)[:, None], n), axis=0) + rng.random((spots, n))
     ticks = np.minimum((part * (steps / spots)).astype(np.int64), steps - 1)
-    home = _home(found.boxes, rng.choice(known, spots), ticks)
+    home = _home(found, rng.choice(known, spots), ticks)
     # at every scale from the edges of boxes, which are the verdict's own thresholds
     near = rng.integers(len(draft), size=spots // 4)
     width = high[near] - low[near]
@@ -148,11 +185,11 @@ def _surprises(
         more = other(np.concatenate([np.flatnonzero(boxes) for boxes in place]), np.concatenate(there))
         home, ticks = (np.concatenate(both) for both in zip((home, ticks), more))
     boxes, spot = np.unique(home, return_index=True)
-    divided = Divided(jax.tree.map(lambda a: a[boxes], found.boxes), found.verdict[boxes], ticks[spot])
-    return divided, jax.tree.map(lambda a: np.delete(a, boxes, axis=0), found)
+    rest = np.delete(np.arange(len(draft)), boxes)
+    return _take(found, boxes)._replace(goal=ticks[spot]), _take(found, rest)
 
 
-def _home(boxes: Boxes, draft_N: np.ndarray, ticks_Nn: np.ndarray) -> np.ndarray:
+def _home(boxes: Probed, draft_N: np.ndarray, ticks_Nn: np.ndarray) -> np.ndarray:
     """int[N]: which of the boxes each point of a draft lies in, -1 if it lies in none."""
     order = np.argsort(boxes.draft, kind="stable")
     low, high = boxes.low[order], boxes.high[order]
@@ -165,48 +202,3 @@ def _home(boxes: Boxes, draft_N: np.ndarray, ticks_Nn: np.ndarray) -> np.ndarray
         here = ((low[box] <= ticks_Nn[spot]) & (ticks_Nn[spot] < high[box])).all(axis=1)
         home[spot[here]] = order[box[here]]
     return home
-
-
-def _last(several):
-    """The last `LANES` entries of a tuple of arrays, and the others."""
-    return jax.tree.map(lambda a: a[-LANES:], several), jax.tree.map(lambda a: a[:-LANES], several)
-
-
-def _join(*several):
-    """Tuples of arrays, one behind the other."""
-    return jax.tree.map(lambda *parts: np.concatenate(parts), *several)
-
-
-def _probe(judge: Judge, boxes: Boxes, rng: np.random.Generator, inside: int) -> tuple[Settled, Divided]:
-    """The boxes that are settled, and the others."""
-    verdicts = judge(boxes.draft)
-    at_low, goal = verdicts(boxes.low), boxes.high - 1
-    done = (verdicts(goal) == at_low).all(axis=1)
-    for _ in range(inside):
-        point = rng.integers(boxes.low, boxes.high)
-        other = done & ~(verdicts(point) == at_low).all(axis=1)
-        goal, done = np.where(other[:, None], point, goal), done & ~other
-    settled = Settled(jax.tree.map(lambda a: a[done], boxes), at_low[done])
-    divided = ~done & (goal != boxes.low).any(axis=1)  # no cut helps a point with two verdicts
-    return settled, jax.tree.map(lambda a: a[divided], Divided(boxes, at_low, goal))
-
-
-def _cut(judge: Judge, divided: Divided) -> tuple[Boxes, Boxes]:
-    """Both parts of each box, cut at the end of the lowest corner's verdict on the way to the goal."""
-    boxes, at_low, goal = divided
-    verdicts = judge(boxes.draft)
-    width_Nn = goal - boxes.low
-    before_Nn = width_Nn.cumsum(axis=1) - width_Nn
-
-    def point(step_N):
-        return boxes.low + np.clip(step_N[:, None] - before_Nn, 0, width_Nn)
-
-    same_N, other_N = np.zeros(len(goal), np.int64), width_Nn.sum(axis=1)
-    while (other_N - same_N > 1).any():
-        middle_N = (same_N + other_N) // 2
-        same = (verdicts(point(middle_N)) == at_low).all(axis=1) | (middle_N == same_N)
-        same_N, other_N = np.where(same, middle_N, same_N), np.where(same, other_N, middle_N)
-    edge_Nn = point(other_N)
-    cut_Nn = edge_Nn != point(same_N)  # the one uniform that was raised last
-    below = boxes._replace(high=np.where(cut_Nn, edge_Nn, boxes.high))
-    return below, boxes._replace(low=np.where(cut_Nn, edge_Nn, boxes.low))

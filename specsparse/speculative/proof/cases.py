@@ -7,7 +7,7 @@ import numpy as np
 
 from specsparse.speculative.base import ROOT, Draft, DraftKind
 from specsparse.speculative.proof.exact import Outcome
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import residuals
 
 Tables = list[np.ndarray]
@@ -80,6 +80,18 @@ def draw_probs(kind: DraftKind, q: Tables) -> RowProbs:
     return probs
 
 
+def draw_rows(kind: DraftKind, q_NV: np.ndarray, elders_NE: np.ndarray) -> np.ndarray:
+    """float64[N, V]: `draw_probs` of N drafts at once, from the drafter's distributions and the elder siblings."""
+    if kind is DraftKind.ONE_HOT:
+        rank_N = np.argsort(-q_NV, axis=1, kind="stable")[:, elders_NE.shape[1] % q_NV.shape[1]]
+        return (np.arange(q_NV.shape[1]) == rank_N[:, None]).astype(np.float64)
+    if kind is DraftKind.WOR and elders_NE.shape[1]:
+        rest_NV = np.where((elders_NE[:, :, None] == np.arange(q_NV.shape[1])).any(axis=1), 0.0, q_NV)
+        left_N1 = rest_NV.sum(axis=1, keepdims=True)
+        return rest_NV / np.where(left_N1 > 0, left_N1, 1)
+    return q_NV
+
+
 def outcomes(
     template: TreeTemplate, p: Tables, *, draw: RowProbs, record: RowProbs | None = None, one_hot: bool = False
 ) -> Iterator[Outcome]:
@@ -143,6 +155,11 @@ class Case:
     def length(self) -> int:
         """Tokens whose joint distribution is compared: the most a round can emit."""
         return self.template.max_depth + 1
+
+    def after(self, context: tuple[int, ...]) -> "Case":
+        """The case behind some tokens, to which the tables must reach."""
+        behind = ([table[context] for table in tables[len(context) :]] for tables in (self.p, self.q))
+        return dataclasses.replace(self, **dict(zip("pq", behind)))
 
     def outcomes(self) -> Iterator[Outcome]:
         one_hot = self.kind is DraftKind.ONE_HOT

@@ -20,15 +20,15 @@ from specsparse.errors import UserError
 from specsparse.speculative.base import DraftKind, Verifier
 from specsparse.speculative.policies.base import Policy
 from specsparse.speculative.proof.cases import CORNERS, Case, at_temperature_0, make_case
-from specsparse.speculative.proof.driver import driver_probs, driver_tv, jitted
+from specsparse.speculative.proof.driver import driver_probs, jitted
 from specsparse.speculative.proof.exact import continuations, output_probs
 from specsparse.speculative.proof.external import ExternalVerifier, external
 from specsparse.speculative.proof.known_bugs import KNOWN_BUGS
 from specsparse.speculative.proof.measured import measure_external
 from specsparse.speculative.proof.mutants import DRIVER_MUTANTS, MUTANTS, measure_mutant
 from specsparse.speculative.proof.policies import measure_policy
-from specsparse.speculative.proof.results import DRIVER, CertificateReport, MutantResult, Result
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.proof.results import DRIVER, CertificateReport, MutantResult, Result, driver_tv
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import VERIFIERS, get_verifier
 from specsparse.support.options import Range, Seed, read
 

@@ -24,8 +24,7 @@ from specsparse.speculative.base import PAD, ROOT, Draft, Verdict, Verifier
 from specsparse.speculative.proof import boxes
 from specsparse.speculative.proof.boxes import LANES
 from specsparse.speculative.proof.cases import Case
-from specsparse.speculative.proof.exact import continuations
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.proof.exact import text_probs
 from specsparse.speculative.verify import Draw, LogitRows, Noise, Target, has_native_call
 
 STEPS = 1 << 24
@@ -146,24 +145,23 @@ def stack(cases: Sequence[Case], verifier: Verifier, *, seed: int) -> tuple[Draf
 def settle(driver: Driver, drafts: Drafts, *, seed: int) -> Decided:
     """The cube of uniforms of each draft, cut into boxes of one verdict; see `boxes.settle`."""
     N, n = drafts.p.shape[:2]
-    found = boxes.settle(functools.partial(_verdicts, driver, drafts), drafts=N, uniforms=n, steps=STEPS, seed=seed)
+
+    def judge(index: np.ndarray) -> boxes.Verdicts:
+        """The verdict of each of the drafts `index` (at most `LANES`) in one row, two sequences to a batch."""
+        shape = (LANES // 2, 2)
+        draft, p = jax.tree.map(lambda a: a[np.resize(index, LANES)].reshape(*shape, *a.shape[1:]), drafts)
+
+        def verdicts(ticks_Nn):
+            ticks_Ln = np.resize(ticks_Nn, (LANES, ticks_Nn.shape[1]))
+            v = driver(draft, p, (ticks_Ln / STEPS).astype(np.float32).reshape(*shape, -1))
+            rows = [np.asarray(a, np.int32).reshape(LANES, -1) for a in (v.tokens, v.count, v.nodes, v.failed)]
+            return np.concatenate(rows, axis=1)[: index.size]
+
+        return verdicts
+
+    found = boxes.settle(judge, drafts=N, uniforms=n, steps=STEPS, seed=seed)
     tokens, count, nodes, failed = np.split(found.verdict, [n, n + 1, 2 * n], axis=1)
-    return Decided(found.boxes.draft, found.volume(STEPS), tokens, count[:, 0], nodes, failed[:, 0])
-
-
-def _verdicts(driver: Driver, drafts: Drafts, index: np.ndarray) -> boxes.Verdicts:
-    """The verdict of each of the drafts `index` (at most `LANES`) in one row, two sequences to a batch."""
-    shape = (LANES // 2, 2)
-    draft, p = jax.tree.map(lambda a: a[np.resize(index, LANES)].reshape(*shape, *a.shape[1:]), drafts)
-
-    def verdicts(ticks_Nn):
-        ticks_Ln = np.resize(ticks_Nn, (LANES, ticks_Nn.shape[1]))
-        uniforms = (ticks_Ln / STEPS).astype(np.float32).reshape(*shape, -1)
-        v = driver(draft, p, uniforms)
-        rows = [np.asarray(a, np.int32).reshape(LANES, -1) for a in (v.tokens, v.count, v.nodes, v.failed)]
-        return np.concatenate(rows, axis=1)[: index.size]
-
-    return verdicts
+    return Decided(found.draft, found.volume(STEPS), tokens, count[:, 0], nodes, failed[:, 0])
 
 
 def sound(drafts: Drafts, found: Decided) -> np.ndarray:
@@ -197,33 +195,10 @@ def driver_probs(
     """
     drafts, case_N, weight_N = stack(cases, verifier, seed=seed)
     found = settle(driver, drafts, seed=seed)
-    rest = [continuations(case.p, case.length) for case in cases]
-    probs = [np.zeros_like(rest_c[0]) for rest_c in rest]
-    usable = sound(drafts, found)
+    vocab_N = np.array([len(case.p[0]) for case in cases])[case_N[found.draft]]
+    usable = sound(drafts, found) & (found.tokens < vocab_N[:, None]).all(axis=1)
+    texts: list[list[tuple[tuple[int, ...], float]]] = [[] for _ in cases]
     for i, volume, tokens_n, count in zip(*(field[usable] for field in found[:4])):
-        c, text = case_N[i], tuple(tokens_n[:count])
-        if max(text) < probs[c].shape[0]:
-            probs[c][text] += weight_N[i] * volume * rest[c][count][text]
-    return list(zip(probs, np.bincount(case_N, minlength=len(cases)).tolist()))
-
-
-def driver_tv(template: TreeTemplate, *, vocab: int, steps: int = STEPS) -> float:
-    """Most total variation of a lossless driver: float32 rounding, in the worst case of everything.
-
-    With e = 1 / steps (2^-24: float32's unit roundoff, and the step of a uniform), V tokens, T coins on a path at most:
-
-    * A token drawn from a distribution: each of V-1 edges is off by at most 2V e (two sums of V terms, a product, a
-      step), and p itself by e. Together 2V^2 e. `match` draws T+1 tokens, all others one.
-    * A distribution after a rejection: at most (V+8) e in L1 (p and q rounded, the difference, its sum, the division;
-      an earlier weight or rho) over the chance to be there, which its weight in the joint distribution cancels. After j
-      rejections it is j (V+8) e.
-    * A coin: 6 e (p and q rounded, a product, the division, a step), and the error of its distribution.
-
-    All of it adds up to less than (T+1) ((T+1) (V+8) + 2V^2) e.
-    """
-
-    def coins(row: int) -> int:
-        return max((tested + coins(node + 1) for tested, node in enumerate(template.children[row], 1)), default=0)
-
-    draws = coins(0) + 1
-    return draws * (draws * (vocab + 8) + 2 * vocab**2) / steps
+        texts[case_N[i]].append((tuple(tokens_n[:count]), weight_N[i] * volume))
+    drafts_C = np.bincount(case_N, minlength=len(cases)).tolist()
+    return [(text_probs(said, case.p, case.length), n) for said, case, n in zip(texts, cases, drafts_C)]

@@ -16,10 +16,10 @@ from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, DraftKind, Verdict
 from specsparse.speculative.policies.base import Policy, draft_view
 from specsparse.speculative.proof.cases import CORNERS, Case, make_case
-from specsparse.speculative.proof.driver import driver_probs, driver_tv, jitted
+from specsparse.speculative.proof.driver import driver_probs, jitted
 from specsparse.speculative.proof.exact import Outcome, continuations
-from specsparse.speculative.proof.results import DRIVER, Result
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.proof.results import DRIVER, Result, driver_tv
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import get_verifier
 
 MOST_NODES = 7

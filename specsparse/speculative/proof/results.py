@@ -12,6 +12,7 @@ from rich.text import Text
 
 from specsparse.speculative.proof.cases import Case
 from specsparse.speculative.proof.exact import total_variation
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.support import tables
 
 RULE, DRIVER, CALLABLE, SAMPLED = "rule", "driver", "callable", "sampled"
@@ -74,6 +75,28 @@ def power(target: np.ndarray, samples: int, *, cases: int) -> Power:
     chance = math.sqrt(math.log(1 / level) / (2 * samples))
     bound = float(np.sqrt(target * (1 - target) / samples).sum() / 2) + chance
     return Power(samples, level, bound, bound + math.sqrt(math.log(1 / (1 - POWER)) / (2 * samples)))
+
+
+def driver_tv(template: TreeTemplate, *, vocab: int, steps: int = 1 << 24) -> float:
+    """Most total variation of a lossless driver: float32 rounding, in the worst case of everything.
+
+    With e = 1 / steps (2^-24: float32's unit roundoff, and the step of a uniform), V tokens, T coins on a path at most:
+
+    * A token drawn from a distribution: each of V-1 edges is off by at most 2V e (two sums of V terms, a product, a
+      step), and p itself by e. Together 2V^2 e. `match` draws T+1 tokens, all others one.
+    * A distribution after a rejection: at most (V+8) e in L1 (p and q rounded, the difference, its sum, the division;
+      an earlier weight or rho) over the chance to be there, which its weight in the joint distribution cancels. After j
+      rejections it is j (V+8) e.
+    * A coin: 6 e (p and q rounded, a product, the division, a step), and the error of its distribution.
+
+    All of it adds up to less than (T+1) ((T+1) (V+8) + 2V^2) e.
+    """
+
+    def coins(row: int) -> int:
+        return max((tested + coins(node + 1) for tested, node in enumerate(template.children[row], 1)), default=0)
+
+    draws = coins(0) + 1
+    return draws * (draws * (vocab + 8) + 2 * vocab**2) / steps
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,8 @@ from specsparse.engine.cache import KVCache
 from specsparse.errors import UserError
 from specsparse.speculative.base import ROOT, Draft, DraftKind
 from specsparse.speculative.drafters.sources import draft_uniforms
-from specsparse.speculative.trees.base import Depth, Expanded, Expander, Nodes, TreeShape, TreeTemplate
+from specsparse.speculative.trees.base import Depth, Expanded, Expander, Nodes, TreeShape
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.support.options import Count, Range, Size
 
 

@@ -6,11 +6,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specsparse.speculative.base import PAD, Draft, Verdict
 from specsparse.speculative.verifiers import residuals
 from specsparse.speculative.verifiers.residuals import Array, namespace
 from specsparse.speculative.verify import (
+    Coin,
+    End,
     Noise,
     Rule,
     Target,
@@ -46,6 +49,22 @@ class Match(Rule):
         K = tokens_K.shape[0]
         hit_K = (parents_K == at - 1) & (tokens_K == token) & (xp.arange(K) < count)
         return xp.where(hit_K.any(), hit_K.argmax(), K).astype(xp.int32)
+
+    def ends(self, draft: Draft, p_nV: np.ndarray) -> list[End]:
+        """Every token the target may sample at every row that is reached."""
+        found: list[End] = []
+
+        def visit(at: int, weight: float, path: tuple[int, ...]):
+            nodes = [int(self.child(draft.tokens, draft.parents, draft.count, at, x)) for x in range(p_nV.shape[1])]
+            off = np.where(np.array(nodes) == draft.max_nodes, p_nV[at], 0.0)
+            if off.sum() > 0:
+                found.append(End(weight * off.sum(), path, off / off.sum()))
+            for x, node in enumerate(nodes):
+                if node < draft.max_nodes and p_nV[at, x] > 0:
+                    visit(node + 1, weight * p_nV[at, x], (*path, node))
+
+        visit(0, 1.0, ())
+        return found
 
 
 class MatchEnd(NamedTuple):
@@ -130,6 +149,26 @@ class Block(Rule):
         accepted_B, probs_BV = jax.lax.map(lambda b: judge(self, draft, p_BnV, noise.coins, b), sequences)
         nodes_BK, tested_B = along_chain(draft, accepted_B)
         return emitted(draft, nodes_BK, accepted_B, tested_B, *drawn(probs_BV, noise.last, target.draw))
+
+    def ends(self, draft: Draft, p_nV: np.ndarray) -> list[End]:
+        """The largest passed coin decides: walk from the last node to the first."""
+        count, q_KV = int(draft.count), draft.q
+        if q_KV is None:
+            q_KV = [residuals.one_hot(p_nV[i], draft.tokens[i]) for i in range(count)]
+        weights, stops = [np.float64(1)], []
+        for i in range(count):
+            x = draft.tokens[i]
+            weights.append(self.weight(weights[-1], p_nV[i, x], q_KV[i][x]))
+            end = i + 1 == count
+            stops.append(float(weights[-1] if end else self.stop(weights[-1], p_nV[i + 1], q_KV[i + 1])))
+        found, open_weight, coins = [], 1.0, ()
+        for i in range(count, -1, -1):
+            chance = stops[i - 1] if i else 1.0
+            probs = p_nV[i] if i == count else self.probs(weights[i], p_nV[i], q_KV[i])
+            here = (*coins, Coin(i - 1, chance, True)) if i else coins
+            found.append(End(open_weight * chance, tuple(range(i)), probs, here))
+            open_weight, coins = open_weight * (1 - chance), (*coins, Coin(i - 1, chance, False))
+        return [end for end in found if end.weight > 0]
 
     def weight(self, before: Array, p_x: Array, q_x: Array) -> Array:
         """p_i from p_{i-1} and both distributions at x_i."""

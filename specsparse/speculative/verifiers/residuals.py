@@ -1,28 +1,25 @@
 """Arithmetic on distributions over the vocabulary, for numpy (float64) and jax.numpy (float32) alike."""
 
+import importlib
 from collections.abc import Callable
 from types import ModuleType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine.sampling.probs import mass
-
-Array: TypeAlias = jax.Array | np.ndarray | np.generic | float
+Array: TypeAlias = Any
 """What rules compute with: traced by jax, numpy's in float64 (the exact certificate), or a plain number."""
 
 
 def namespace(x: Array) -> ModuleType:
-    """numpy for numpy values, jax.numpy for everything else (tracers included)."""
-    return np if isinstance(x, np.ndarray | np.generic) else jnp
+    """numpy for numpy values, jax.numpy for everything else (tracers included), which numpy alone never imports."""
+    return np if isinstance(x, np.ndarray | np.generic) else importlib.import_module("jax.numpy")
 
 
 def repeat_while(condition: Callable, step: Callable, state: tuple) -> tuple:
     """`step` applied to a tuple of arrays while `condition` holds: a Python loop for numpy, a compiled one for jax."""
-    if namespace(state[0]) is jnp:
-        return jax.lax.while_loop(condition, step, state)
+    if namespace(state[0]) is not np:
+        return importlib.import_module("jax").lax.while_loop(condition, step, state)
     while condition(state):
         state = step(state)
     return state
@@ -30,7 +27,9 @@ def repeat_while(condition: Callable, step: Callable, state: tuple) -> tuple:
 
 def total(x_V: Array) -> Array:
     """Sum over the vocabulary, by jax in the order of `probs.mass`, which kernels of other makes keep too."""
-    return x_V.sum() if namespace(x_V) is np else mass(x_V[None])[0]
+    if namespace(x_V) is np:
+        return x_V.sum()
+    return importlib.import_module("specsparse.engine.sampling.probs").mass(x_V[None])[0]
 
 
 def one_hot(like_V: Array, token: Array) -> Array:

@@ -1,19 +1,32 @@
 """Verification node by node: siblings are tested in draw order, an accepted one becomes the new parent.
 
 A rule says how likely a node is accepted and what the distribution becomes when it is not. `walk` turns that into a
-path with coins; `exact._sibling_ends` turns the same rule into exact weights.
+path with coins; `SiblingRule.ends` turns the same rule into exact weights.
 """
 
 import abc
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specsparse.speculative.base import PAD, Draft, Verdict
 from specsparse.speculative.verifiers import residuals
 from specsparse.speculative.verifiers.residuals import Array
-from specsparse.speculative.verify import Noise, Rule, Target, drawn, emitted, has_child, judged_at_once, with_alpha
+from specsparse.speculative.verify import (
+    Coin,
+    End,
+    Noise,
+    Rule,
+    Target,
+    drawn,
+    emitted,
+    has_child,
+    judged_at_once,
+    with_alpha,
+)
 
 
 class Child(NamedTuple):
@@ -48,6 +61,38 @@ class SiblingRule(Rule):
         verdict = emitted(draft, nodes_BK, accepted_B, tested_B, *drawn(probs_BV, noise.last, target.draw))
         return with_alpha(verdict, draft, target)
 
+    def ends(self, draft: Draft, p_nV: np.ndarray) -> list[End]:
+        """Both sides of every coin, depth first."""
+        found: list[End] = []
+        K, count = draft.max_nodes, draft.count
+
+        def q_row(node: int) -> np.ndarray:
+            return residuals.one_hot(p_nV[0], draft.tokens[node]) if draft.q is None else draft.q[node]
+
+        def enter(at: int, node: int) -> tuple:
+            siblings = int(children(draft.parents, count, at))
+            return _entered(self, p_nV[at].tobytes(), q_row(node).tobytes(), siblings)
+
+        def visit(node, at, probs, memo, weight, path, coins):
+            if weight == 0:
+                return
+            if node == K:
+                found.append(End(weight, path, probs, coins))
+                return
+            x, q_V = draft.tokens[node], q_row(node)
+            chance = float(self.accept(probs[x], q_V[x], memo))
+            below, beside = (int(next_child(draft.parents, count, row, node)) for row in (node + 1, at))
+            deeper = enter(node + 1, below) if below < K else ()
+            yes, no = (*coins, Coin(node, chance, True)), (*coins, Coin(node, chance, False))
+            visit(below, node + 1, p_nV[node + 1], deeper, weight * chance, (*path, node), yes)
+            if chance < 1:
+                rest, memo = self.reject(probs, q_V, Child(x, q_V[x]), memo, beside == K)
+                visit(beside, at, rest, memo, weight * (1 - chance), path, no)
+
+        first = int(next_child(draft.parents, count, 0, -1))
+        visit(first, 0, p_nV[0], enter(0, first) if first < K else (), 1.0, (), ())
+        return found
+
     @abc.abstractmethod
     def enter(self, p_V: Array, q_V: Array, siblings: Array) -> tuple:
         """Memo at a parent with distribution `p_V` and `siblings` children, the first of them drawn from `q_V`."""
@@ -59,6 +104,12 @@ class SiblingRule(Rule):
     @abc.abstractmethod
     def reject(self, probs_V: Array, q_V: Array, child: Child, memo: tuple, last: Array) -> tuple[Array, tuple]:
         """Distribution and memo after a child drawn from `q_V` is rejected; `last`: it has no younger sibling."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _entered(rule: SiblingRule, p: bytes, q: bytes, siblings: int) -> tuple:
+    """The memo at a parent. Many drafts have the same parents."""
+    return rule.enter(np.frombuffer(p), np.frombuffer(q), np.float64(siblings))
 
 
 class Walk(NamedTuple):

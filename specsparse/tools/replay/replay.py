@@ -16,7 +16,6 @@ from specsparse.engine.sampling.params import GREEDY_TEMPERATURE
 from specsparse.errors import UserError
 from specsparse.measure.recording import Recording
 from specsparse.speculative.base import ROOT, Draft, DraftKind, Verifier
-from specsparse.speculative.proof.exact import ends
 from specsparse.speculative.verifiers import get_verifier, valid_verifiers
 from specsparse.speculative.verifiers.draft_rules import Match
 
@@ -131,7 +130,7 @@ def _places(recording: Recording, r: int) -> list[tuple[int, int]]:
 
 
 class _Round(NamedTuple):
-    """A round for `exact.ends`: tokens are columns of their parent's row, the last column is the rest."""
+    """A round for `Rule.ends`: tokens are columns of their parent's row, the last column is the rest."""
 
     draft: Draft
     p: np.ndarray
@@ -174,7 +173,7 @@ def _judged(verifier: Verifier, one: _Round, gamma: int) -> tuple[np.ndarray, in
     chance, (tokens, parents, count) = np.zeros(gamma), one.draft[:3]
     if not isinstance(verifier.rule, Match):
         realised = None
-        for end in ends(verifier.rule, one.draft, one.p):
+        for end in verifier.rule.ends(one.draft, one.p):
             chance[: len(end.path)] += end.weight
             met = all((one.coins[coin.node] < np.float32(coin.chance)) == coin.passed for coin in end.coins)
             realised = len(end.path) if met and realised is None else realised

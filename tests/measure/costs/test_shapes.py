@@ -14,8 +14,8 @@ from specsparse.measure.costs.forecast import (
     tree_for,
 )
 from specsparse.measure.costs.roofline import outline
-from specsparse.speculative.trees.base import TreeTemplate
 from specsparse.speculative.trees.static import GUESSED_ACCEPTANCE
+from specsparse.speculative.trees.template import TreeTemplate
 
 IDLE = Device("idle", "a made device", bandwidth=1e12, f32=1e17, int8=1e17, source="made")
 """Its arithmetic costs nothing."""

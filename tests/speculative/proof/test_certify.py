@@ -8,10 +8,10 @@ import pytest
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.proof.cases import CORNERS, draw_probs, make_case, outcomes
 from specsparse.speculative.proof.certify import certify, measure
-from specsparse.speculative.proof.exact import continuations, ends, output_probs, total_variation
+from specsparse.speculative.proof.exact import continuations, output_probs, total_variation
 from specsparse.speculative.proof.mutants import MUTANTS, measure_mutant
 from specsparse.speculative.proof.results import LOSSLESS_TV, MUTANT_TV
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import VERIFIERS, get_verifier
 from tests.cells import cells
 
@@ -62,7 +62,7 @@ def test_llama_cpp_argmax_example():
 
 
 def expected_accepted(rule, outcomes):
-    return sum(o.weight * e.weight * len(e.path) for o in outcomes for e in ends(rule, o.draft, o.p))
+    return sum(o.weight * e.weight * len(e.path) for o in outcomes for e in rule.ends(o.draft, o.p))
 
 
 @pytest.mark.parametrize("corner", CORNERS)
@@ -97,8 +97,8 @@ def test_width_one_equals_token_bit_for_bit(name):
     template = TreeTemplate.chain(1)
     case = make_case("random", DraftKind.SAMPLED, template, vocab=6, seed=3)
     for outcome in case.outcomes():
-        ours = ends(VERIFIERS[name].rule, outcome.draft, outcome.p)
-        token = ends(VERIFIERS["token"].rule, outcome.draft, outcome.p)
+        ours = VERIFIERS[name].rule.ends(outcome.draft, outcome.p)
+        token = VERIFIERS["token"].rule.ends(outcome.draft, outcome.p)
         assert [(e.weight, e.path, e.probs.tobytes()) for e in ours] == [
             (e.weight, e.path, e.probs.tobytes()) for e in token
         ]
@@ -126,7 +126,7 @@ def test_weights_of_ends_sum_to_one():
     for name, kind in [("mss", DraftKind.IID), ("kseq", DraftKind.IID), ("block", DraftKind.SAMPLED)]:
         template = TreeTemplate.chain(3) if name == "block" else TreeTemplate.kary((2, 1))
         for outcome in make_case("random", kind, template, vocab=3, seed=0).outcomes():
-            assert sum(e.weight for e in ends(VERIFIERS[name].rule, outcome.draft, outcome.p)) == pytest.approx(1)
+            assert sum(e.weight for e in VERIFIERS[name].rule.ends(outcome.draft, outcome.p)) == pytest.approx(1)
 
 
 def test_continuations_are_distributions():

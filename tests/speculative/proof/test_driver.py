@@ -20,7 +20,6 @@ from specsparse.speculative.proof.driver import (
     STEPS,
     Drafts,
     driver_probs,
-    driver_tv,
     jitted,
     settle,
     sound,
@@ -28,8 +27,8 @@ from specsparse.speculative.proof.driver import (
 )
 from specsparse.speculative.proof.exact import output_probs, total_variation
 from specsparse.speculative.proof.mutants import DRIVER_MUTANTS, measure_mutant
-from specsparse.speculative.proof.results import DRIVER, MUTANT_TV, RULE
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.proof.results import DRIVER, MUTANT_TV, RULE, driver_tv
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import VERIFIERS, draft_rules, siblings
 from specsparse.speculative.verify import has_native_call
 from tests.cells import cells

@@ -14,12 +14,11 @@ from specsparse.errors import UserError
 from specsparse.speculative.base import PAD, DraftKind
 from specsparse.speculative.proof import certify, measured
 from specsparse.speculative.proof.cases import CORNERS, Case, keep_top, make_case, random_tables, tempered
-from specsparse.speculative.proof.driver import driver_tv
 from specsparse.speculative.proof.exact import continuations, output_probs, total_variation
 from specsparse.speculative.proof.external import ExternalVerifier
 from specsparse.speculative.proof.measured import measure_external, round_probs, sampled_probs, several_rounds
-from specsparse.speculative.proof.results import CALLABLE, LEVEL, SAMPLED, power
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.proof.results import CALLABLE, LEVEL, SAMPLED, driver_tv, power
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers.rejection import Rejection
 from tests.cells import cells
 
@@ -83,9 +82,9 @@ def case(corner="random", vocab=3, kind=DraftKind.SAMPLED):
     return make_case(corner, kind, CHAIN, vocab=vocab, seed=0)
 
 
-def long_case(vocab, depth):
+def long_case(vocab, depth, K=2):
     p, q = (random_tables(np.random.default_rng(1), vocab=vocab, depth=depth) for _ in range(2))
-    return Case("long", DraftKind.SAMPLED, CHAIN, p, q)
+    return Case("long", DraftKind.SAMPLED, TreeTemplate.chain(K), p, q)
 
 
 def test_a_function_is_certified_exactly():
@@ -164,12 +163,12 @@ def test_sampling_parameters_of_the_callable():
 
 
 def test_several_rounds_are_the_targets_chain():
-    long = long_case(2, 3)
-    probs, drafts = several_rounds(few(leviathan), long, 1, 3, seed=0)
+    long = long_case(2, 3, K=1)
+    probs, drafts = several_rounds(few(leviathan), long, 3, seed=0)
     assert drafts == 2 * (1 + 2 + 4)
     assert total_variation(probs, continuations(long.p, 3)[0]) < 1e-9
-    wrong, _ = several_rounds(few(no_residual), long, 1, 3, seed=0)
-    [(once, _)] = round_probs(few(no_residual), [dataclasses.replace(long, template=TreeTemplate.chain(1))], seed=0)
+    wrong, _ = several_rounds(few(no_residual), long, 3, seed=0)
+    [(once, _)] = round_probs(few(no_residual), [long], seed=0)
     assert total_variation(wrong, continuations(long.p, 3)[0]) > total_variation(once, continuations(long.p, 2)[0])
 
 
@@ -205,9 +204,9 @@ def test_samples_find_what_the_power_says():
         return np.zeros(len(p), int), np.minimum(first, 2)
 
     how = ExternalVerifier(skewed, batched=True, samples=2000)
-    assert sum(total_variation(sampled_probs(how, even, 1, 3, seed=s), target) > can.bound for s in range(60)) >= 52
+    assert sum(total_variation(sampled_probs(how, even, 3, seed=s), target) > can.bound for s in range(60)) >= 52
     right = ExternalVerifier(by_generator_rows, batched=True, samples=2000)
-    assert not any(total_variation(sampled_probs(right, even, 1, 3, seed=s), target) > can.bound for s in range(60))
+    assert not any(total_variation(sampled_probs(right, even, 3, seed=s), target) > can.bound for s in range(60))
 
 
 def test_power_grows_with_samples():
@@ -239,14 +238,14 @@ def test_seeds_and_keys_are_new_for_each_call():
         seen.append(seed)
         return leviathan(p, q, drafts, np.random.default_rng(seed).random(3))
 
-    sampled_probs(ExternalVerifier(by_seed, samples=50), long_case(2, 3), 2, 2, seed=0)
+    sampled_probs(ExternalVerifier(by_seed, samples=50), long_case(2, 3), 2, seed=0)
     assert len(set(seen)) == len(seen) >= 50
 
     def by_key(p, q, drafts, key):
         return leviathan_rows(p, q, drafts, jax.random.uniform(key, (len(p), 3)))
 
     probs = sampled_probs(
-        ExternalVerifier(by_key, arrays="jax", batched=True, samples=4000), long_case(2, 3), 2, 2, seed=0
+        ExternalVerifier(by_key, arrays="jax", batched=True, samples=4000), long_case(2, 3), 2, seed=0
     )
     assert total_variation(probs, continuations(long_case(2, 3).p, 2)[0]) < 0.05
 

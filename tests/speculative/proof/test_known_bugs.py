@@ -13,7 +13,7 @@ from specsparse.speculative.proof.known_bugs import KNOWN_BUGS
 from specsparse.speculative.proof.libraries import known_bug_tables
 from specsparse.speculative.proof.measured import round_probs
 from specsparse.speculative.proof.results import SAMPLED
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers.draft_rules import Match
 from specsparse.speculative.verifiers.rejection import Rejection
 

@@ -10,7 +10,6 @@ import pytest
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.proof.cases import make_case
-from specsparse.speculative.proof.driver import driver_tv
 from specsparse.speculative.proof.exact import continuations, total_variation
 from specsparse.speculative.proof.libraries import (
     LIBRARY_HEAD,
@@ -24,8 +23,8 @@ from specsparse.speculative.proof.libraries import (
     vllm_random,
 )
 from specsparse.speculative.proof.measured import measure_external, round_probs, sampled_probs
-from specsparse.speculative.proof.results import power
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.proof.results import driver_tv, power
+from specsparse.speculative.trees.template import TreeTemplate
 
 ONE = TreeTemplate.chain(1)
 needs_torch = pytest.mark.skipif(
@@ -85,7 +84,7 @@ def test_llama_cpp_samples_and_matches():
     for top_k in (0, 2):
         how = dataclasses.replace(llama_cpp_match(top_k=top_k), samples=3000)
         c = make_case("random", DraftKind.SAMPLED, TreeTemplate.chain(3), vocab=3, seed=0)
-        probs = sampled_probs(how, c, 2, 2, seed=0)
+        probs = sampled_probs(how, dataclasses.replace(c, template=TreeTemplate.chain(2)), 2, seed=0)
         keeps = c.p if how.target_transform is None else [np.apply_along_axis(how.target_transform, -1, t) for t in c.p]
         target = continuations(keeps, 2)[0]
         can = power(target, 3000, cases=1)

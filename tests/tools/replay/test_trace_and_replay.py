@@ -18,7 +18,7 @@ from specsparse.runtime.session import Request, Session
 from specsparse.speculative.base import ROOT
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.trees import get_tree
-from specsparse.speculative.trees.base import TreeTemplate
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.damaged import mutate
 from specsparse.tools.replay.replay import replay, verifiers_of
