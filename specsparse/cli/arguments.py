@@ -2,6 +2,7 @@
 
 import argparse
 import collections.abc
+import dataclasses
 import json
 import typing
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -43,28 +44,22 @@ NO_OPTION = ("logits_processors", "guided_decoding", "use_beam_search")
 # Types of arguments.
 
 
-def count(text: str) -> int:
-    """A whole number from 0 on."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    if len(text) > 18:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is too large")
-    return int(text)
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """A type of whole numbers from `least` on."""
+def whole(least: int, most: int = 10**18 - 1) -> Callable[[str], int]:
+    """A type of whole numbers from `least` to `most`."""
 
     def number(text: str) -> int:
-        if (value := count(text)) < least:
-            raise argparse.ArgumentTypeError(f"{value} is too small, {least} is the least")
-        return value
+        if not text.isdecimal():
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+        if len(text) > 18 or int(text) > most:
+            raise argparse.ArgumentTypeError(f"{shown(text)} is too large, {most:,} is the most")
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is too small, {least} is the least")
+        return int(text)
 
     return number
 
 
-positive = at_least(1)
-"""A whole number from 1 on."""
+count, positive = whole(0), whole(1)
 
 
 def share(text: str, *, zero: bool = False) -> float:
@@ -90,11 +85,11 @@ def list_of(read: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
 
 def sizes(text: str) -> tuple[int, ...]:
     """Whole numbers from 1 to 64, ascending: `1..16`, `1,4,8`."""
-    found: set[int] = set()
+    found, length = set[int](), whole(1, 64)
     for part in text.split(","):
         first, dots, last = part.partition("..")
-        low, high = positive(first), positive(last if dots else first)
-        if high > 64 or low > high:
+        low, high = length(first), length(last if dots else first)
+        if low > high:
             raise argparse.ArgumentTypeError(f"{part!r}: lengths from 1 to 64, the smaller first")
         found.update(range(low, high + 1))
     return tuple(sorted(found))
@@ -261,6 +256,12 @@ def sampling_params(args: argparse.Namespace) -> "SamplingParams":
     return SamplingParams.from_dict({**args.sampling_defaults, **given_sampling(args)})
 
 
+def from_args(kind: type[T], args: argparse.Namespace, **more: Any) -> T:
+    """A dataclass of the arguments that have its fields' names; `more` are values of other fields."""
+    given = vars(args)
+    return kind(**{field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given} | more)
+
+
 # Reports: as tables and lines, as JSON, as a figure.
 
 
@@ -270,11 +271,7 @@ def add_json(add: Callable[..., argparse.Action], about: str = "the report as on
 
 
 def need_places(files: list[str | Path | None], pictures: list[Path | None], *sources: str | Path | None) -> None:
-    """Checks before the work that every file can be written and is none of `sources`, which are read.
-
-    Raises:
-        UserError: see `need_place`.
-    """
+    """Checks before the work, by `need_place`, that every file can be written and is none of `sources`."""
     for path in (*files, *pictures):
         if path not in (None, STDOUT):
             need_place(path, *sources, picture=any(path is picture for picture in pictures))

@@ -13,17 +13,18 @@ from specsparse.cli.arguments import (
     STDOUT,
     add_json,
     draw,
+    from_args,
     list_of,
     need_places,
-    positive,
     share,
     show,
     sizes,
+    whole,
+    write_json,
 )
 from specsparse.errors import UserError
 
-_MOST = 1 << 24
-"""Most sequences, and most tokens."""
+_size = whole(1, 1 << 24)  # of sequences, and of tokens
 _MOST_SIZES, _MOST_ALPHAS = 32, 16
 """Most pairs of a batch and a context, and most acceptances: every method is looked at in each."""
 
@@ -37,10 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--refresh", action="store_true", help="measure this machine again, whatever was kept")
     add("--batch", type=list_of(_size), default=(1,), metavar="LIST", help="sequences at once: 1,4,16 (1)")
     add("--context", type=list_of(_size), default=(), metavar="LIST", help="tokens in each cache: 512,4096 (512)")
-    add("--gamma", type=sizes, metavar="LIST", help="draft lengths to look at, up to 64: 1..8,12 (1 to 16)")
-    add(
-        "--alpha", type=list_of(_acceptance), default=(), metavar="LIST", help="acceptances to suppose: 0.5,0.6,0.7,0.8"
-    )
+    about = "draft lengths to look at, up to 64: 1..8,12 (1 to 16)"
+    add("--gamma", dest="lengths", type=sizes, default=argparse.SUPPRESS, metavar="LIST", help=about)
+    about = "acceptances to suppose: 0.5,0.6,0.7,0.8"
+    add("--alpha", type=list_of(_acceptance), default=(), metavar="LIST", help=about)
     add("--acceptance", type=Path, metavar="FILE", help="take the acceptances of a run: its record.json")
     add("--task", metavar="NAME", help="take only the acceptances of texts of this kind")
     add("--kv-dtype", choices=("f16", "bf16", "f32", "q8_0"), default="f16", help="type of the caches (%(default)s)")
@@ -70,24 +71,16 @@ def main(args: argparse.Namespace) -> int:
     from specsparse.experiments.decoding import bar_on  # after the names: JAX takes a second
     from specsparse.measure.costs import acceptance
     from specsparse.support import terminal
-    from specsparse.support.files import to_json, write_atomically
     from specsparse.tools.advise.advise import Question, advise, figure, parts
 
     out = terminal.console()
-    question = Question(
-        args.target, tuple(args.drafts), args.device, batches, contexts, alphas=alphas,
-        counted=acceptance.from_record(args.acceptance) if args.acceptance else None, task=args.task,
-        kv_dtype=args.kv_dtype, paper=args.paper, refresh=args.refresh,
-        **({"lengths": args.gamma} if args.gamma else {}),
-    )  # fmt: skip
+    counted = acceptance.from_record(args.acceptance) if args.acceptance else None
+    sizes_given = {"batches": batches, "contexts": contexts, "alphas": alphas}
+    question = from_args(Question, args, draft_models=tuple(args.drafts), counted=counted, **sizes_given)
     advice = advise(question, bar=bar_on(out))
-    report = advice.to_dict()
-    if args.json == STDOUT:
-        print(to_json(report))
-    else:
+    if args.json != STDOUT:
         show(out, parts(advice))
-    if args.json not in (None, STDOUT):
-        write_atomically(Path(args.json), to_json(report) + "\n")
+    write_json(args.json, report := advice.to_dict(), out)
     draw(args.plot, figure, report, out)
     return 0
 
@@ -96,12 +89,6 @@ def _device(text: str) -> str:
     from specsparse.data.devices import known
 
     return known(text)
-
-
-def _size(text: str) -> int:
-    if (value := positive(text)) > _MOST:
-        raise argparse.ArgumentTypeError(f"{value} is too large, {_MOST:,} is the most")
-    return value
 
 
 def _acceptance(text: str) -> float:

@@ -16,8 +16,8 @@ from specsparse.cli.arguments import (
     MODEL,
     STDOUT,
     add_json,
-    at_least,
     draw,
+    from_args,
     list_of,
     names,
     names_among,
@@ -25,6 +25,7 @@ from specsparse.cli.arguments import (
     positive,
     show,
     sizes,
+    whole,
     write_json,
 )
 from specsparse.errors import UserError
@@ -47,17 +48,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sub.set_defaults(run=_bits)
     add = sub.add_argument
     add("--model", default=MODEL, help=f"{ANY_MODEL} (%(default)s)")
-    engines = ("specsparse", *PEERS)
-    add("--engine", type=names_among("engine", engines), default=("specsparse",), metavar="LIST",
-        help=f"some of {', '.join(engines)} (specsparse)")  # fmt: skip
+    engines, about = ("specsparse", *PEERS), f"some of {', '.join(('specsparse', *PEERS))} (specsparse)"
+    add(
+        "--engine", dest="engines", type=names_among("engine", engines), default=engines[:1], metavar="LIST", help=about
+    )
     add("--threads", type=list_of(positive), default=(), metavar="LIST", help="numbers of threads: 1,2 (all cores)")
     add("--widths", type=sizes, default=sizes("1..16,24,32,48"), metavar="LIST", help="of a batch (1..16,24,32,48)")
-    add("--quantise", type=names, default=(), metavar="LIST", help="requantise the file: Q4_0,Q8_0,F16 (as it is)")
+    about = "requantise the file: Q4_0,Q8_0,F16 (as it is)"
+    add("--quantise", dest="types", type=names, default=(), metavar="LIST", help=about)
     about = "flash attention of peers: on, off (both)"
     add("--flash", type=_switches, default=(True, False), metavar="LIST", help=about)
     add("--windows", type=positive, default=4, metavar="N", help="places of the text to audit (%(default)s)")
     add("--prompt-tokens", type=positive, default=40, metavar="N", help="tokens before the rows (%(default)s)")
-    add("--tokens", type=at_least(2), default=48, metavar="N", help="rows of each window, 2 or more (%(default)s)")
+    add("--tokens", type=whole(2), default=48, metavar="N", help="rows of each window, 2 or more (%(default)s)")
     rows = "greedy: rows of the engine's own greedy text, where a flip is a fork; text: of the real one (%(default)s)"
     add("--rows", choices=("greedy", "text"), default="greedy", help=rows)
     add("--text", type=Path, metavar="FILE", help="a real text (the built-in prompts)")
@@ -80,20 +83,17 @@ def rewritten(argv: Sequence[str]) -> list[str]:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Audit and print; 1 if specsparse itself is not one group."""
     return args.run(args)
 
 
 def _bits(args: argparse.Namespace) -> int:
+    """Audit and print; 1 if specsparse itself is not one group."""
     need_places([args.json, args.html], [args.figure], args.model, args.text)
     from specsparse.tools.audit import audit_page, same_bits  # after the arguments: JAX takes a second
 
     out, report = terminal.console(), Json()
-    plan = same_bits.AuditPlan(
-        model=args.model, engines=args.engine, threads=tuple(dict.fromkeys(args.threads)), widths=args.widths,
-        types=args.quantise, flash=args.flash, windows=args.windows, prompt_tokens=args.prompt_tokens,
-        tokens=args.tokens, greedy=args.rows == "greedy", text=args.text,
-    )  # fmt: skip
+    threads = tuple(dict.fromkeys(args.threads))
+    plan = from_args(same_bits.AuditPlan, args, threads=threads, greedy=args.rows == "greedy")
 
     def after_case(so_far: Json) -> None:
         report.update(so_far)

@@ -14,7 +14,6 @@ interleaved with ours.
 """
 
 import argparse
-import dataclasses
 import importlib
 import shlex
 import sys
@@ -29,6 +28,7 @@ from specsparse.cli.arguments import (
     add_json,
     count,
     draw,
+    from_args,
     list_of,
     names,
     names_among,
@@ -37,6 +37,7 @@ from specsparse.cli.arguments import (
     share,
     show,
     sizes,
+    whole,
     write_json,
 )
 from specsparse.support.files import Json
@@ -46,8 +47,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
-
-_LONGEST = 2**31 - 1
 
 
 class Benchmark(Protocol):
@@ -132,8 +131,7 @@ def main(args: argparse.Namespace) -> int:
         vn_entries.check(Path(args.publish), args.ns)
     module, _, name = _BENCHES[args.bench].partition(":")
     owner = getattr(importlib.import_module(f"specsparse.tools.bench.{module}"), name)
-    fields = (field.name for field in dataclasses.fields(owner))
-    bench = owner(**{name: getattr(args, name) for name in fields if hasattr(args, name)})
+    bench = from_args(owner, args)
     bench.check()
     out = terminal.console()
     with timing_lock(lambda line: out.print(line, soft_wrap=True)):
@@ -153,13 +151,10 @@ def _types(text: str) -> tuple[str, ...]:
 
 
 def _shape(text: str) -> tuple[int, int]:
-    width, cross, neurons = text.partition("x")
+    (width, cross, neurons), length = text.partition("x"), whole(1, 2**31 - 1)
     if not cross:
         raise argparse.ArgumentTypeError(f"{text!r}: two lengths, for instance 4096x11008")
-    found = positive(width), positive(neurons)
-    if max(found) > _LONGEST:
-        raise argparse.ArgumentTypeError(f"{text!r}: lengths go up to {_LONGEST}, for instance 4096x11008")
-    return found
+    return length(width), length(neurons)
 
 
 def _widths(text: str) -> tuple[int, ...]:
@@ -178,7 +173,7 @@ _BENCHES = {
     "ffn": "kernel_benches:FfnBench",
     "products": "kernel_benches:ProductsBench",
     "lut": "kernel_benches:LutBench",
-    "device": "card.card_stages:DeviceBench",
+    "device": "device_stages:DeviceBench",
 }
 """Sub-command -> its `Benchmark`."""
 _RUNNING = "threads kv-dtype kernels peer"

@@ -7,12 +7,13 @@ import itertools
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from matplotlib.figure import Figure as Canvas
@@ -31,6 +32,7 @@ from specsparse.report import plots
 from specsparse.report.plots import Figure, Row
 from specsparse.runtime.load import load
 from specsparse.runtime.method import Method, MethodSpec, resolve
+from specsparse.runtime.metrics import Counters
 from specsparse.runtime.session import Request, Session, prompt_ids
 from specsparse.speculative.drafters import DRAFTERS
 from specsparse.speculative.policies.base import Fixed
@@ -41,7 +43,7 @@ from specsparse.support.registry import Choice
 from specsparse.tools.peers import PEERS
 from specsparse.tools.peers.peer import Peer, TimedText, perplexities, wrong_logits
 
-PLAIN, PEER_PLAIN = "ours plain", "peer plain"
+PLAIN, PEER_PLAIN, _PROMPTS = "ours plain", "peer plain", "prompts"
 PROMPT = 900
 """Tokens of a prompt at most, the last ones."""
 TASKS = ("summarise", "code-edit", "chat", "maths")
@@ -245,16 +247,6 @@ class DraftBench(SpeculationBench):
 # Several sequences at once.
 
 
-class TimedBatch(NamedTuple):
-    """Seconds of all texts once in batches of one size."""
-
-    prompt: float | None  # of the prompt test
-    plain: float
-    fast: dict[str, float]  # of speculation, by method
-    tokens_per_pass: dict[str, float]  # tokens that the target wrote in a round, by method
-    peers: dict[str, float]  # by name
-
-
 def batches_of(texts: Sequence[np.ndarray], size: int) -> list[list[np.ndarray]]:
     """The fewest batches of one size that hold every text equally often."""
     endless = itertools.cycle(texts)
@@ -359,7 +351,12 @@ class BatchBench(SpeculationBench):
         side in time, and the peers' of the same prompts and as many tokens, each with flash attention on or off,
         whichever is faster at that size. `done` is called after each repeat of each size, the warm-up counted.
         """
-        texts = self.texts(model)
+        most = model.config.context_length
+        if (room := most - self.tg - 1) < 1 or self.pp > most:
+            raise UserError(f"pp {self.pp} and tg {self.tg} do not fit the context of {most} tokens: choose less")
+        cut = SamplingParams(temperature=0.0, truncate_prompt_tokens=min(room, _MOST_PROMPT))
+        given = [p for task in TASKS for p in prompts.load(tasks=[task], limit_per_task=1)]
+        texts = [prompt_ids(model, _chat(model, p.text), cut) for p in given]
         params = SamplingParams(temperature=0.0, max_tokens=self.tg, ignore_eos=True)
         batches = {size: batches_of(texts, size) for size in self.sizes}
         methods = {
@@ -370,68 +367,48 @@ class BatchBench(SpeculationBench):
         for peer in peers:
             peer.check(model, widest=max(self.sizes))
 
-        def once(size: int) -> TimedBatch:
-            """All batches once, plain and by each method; the prompt test once for one batch."""
-            prompt_s, named = None, methods[size]
-            seconds = dict.fromkeys(("", *named), 0.0)
-            emitted, rounds = dict.fromkeys(named, 0), dict.fromkeys(named, 0)
+        def once(size: int) -> tuple[Counter[str], dict[str, Counters]]:
+            """Seconds of all batches by side, of one batch's prompts for `_PROMPTS`; counters by method."""
+            seconds, counted = Counter[str](), dict.fromkeys(methods[size], Counters())
             if self.pp > 1:
                 ids, one = trials.token_ids(self.pp, model.config.vocab_size), params.merged(max_tokens=1)
-                prompt_s = Session(model, [Request(ids, one, seed=0)] * size, Method()).times.prefill
+                seconds[_PROMPTS] = Session(model, [Request(ids, one, seed=0)] * size, Method()).times.prefill
             for batch in batches[size]:
                 requests = [Request(ids, params, seed=0) for ids in batch]
-                for name, method in {"": Method(), **named}.items():
+                for name, method in {PLAIN: Method(), **methods[size]}.items():
                     session = Session(model, requests, method)
                     session.advance()
                     seconds[name] += session.times.total
-                    if name:
-                        counters = session.counters()
-                        emitted[name] += sum(c.num_emitted_tokens for c in counters)
-                        rounds[name] += sum(c.num_rounds for c in counters)
-            per_pass = {name: emitted[name] / rounds[name] for name in named}
-            theirs = {p.name: sum(p.batch(b, self.tg, flash[p.name][size]) for b in batches[size]) for p in peers}
-            return TimedBatch(prompt_s, seconds.pop(""), seconds, per_pass, theirs)
+                    if name in counted:
+                        counted[name] = sum(session.counters(), counted[name])
+                for peer in peers:
+                    seconds[peer.name] += peer.batch(batch, self.tg, flash[peer.name][size])
+            return seconds, counted
+
+        def row(size: int, timed: Sequence[tuple[Counter[str], dict[str, Counters]]]) -> Json:
+            seconds = {name: [by[name] for by, _ in timed] for name in timed[0][0]}
+            plain, sequences, fast, theirs = seconds[PLAIN], sum(map(len, batches[size])), {}, {}
+            rates = {n: trials.summary([sequences * self.tg / s for s in each]) for n, each in seconds.items()}
+            for name, counted in timed[-1][1].items():
+                pairs = zip(plain, seconds[name], strict=True)
+                ratio = intervals.geometric_mean([a / b for a, b in pairs], least=2)
+                fast[name] = {
+                    "tokens_per_second": rates[name],
+                    "tokens_per_target_pass": counted.num_emitted_tokens / counted.num_rounds,
+                    "speedup": {"value": ratio.value, "low": ratio.low, "high": ratio.high, "repeats": len(timed)},
+                }
+            for peer in peers:
+                ratio, on = paired_ratio(seconds[peer.name], plain), flash[peer.name][size]
+                theirs[peer.name] = {"flash": on, "tokens_per_second": rates[peer.name], "ratio": ratio}
+            prompts = [size * (self.pp - 1) / s for s in seconds.get(_PROMPTS, ())]
+            return {
+                "batch": size, "sequences": sequences,
+                "pp_tokens_per_second": trials.summary(prompts) if prompts else None,
+                "plain_tokens_per_second": rates[PLAIN], "speculative": fast, "peers": theirs,
+            }  # fmt: skip
 
         found = interleaved({size: partial(once, size) for size in self.sizes}, repeats=self.repeats, done=done)
-        return [
-            self._row(size, sum(map(len, batches[size])), timed, {name: by[size] for name, by in flash.items()})
-            for size, timed in found.items()
-        ]
-
-    def texts(self, model: Model) -> list[np.ndarray]:
-        """Built-in prompts int32[n], cut so that they and the output fit the context."""
-        most = model.config.context_length
-        room = most - self.tg - 1
-        if room < 1 or self.pp > most:
-            raise UserError(f"pp {self.pp} and tg {self.tg} do not fit the context of {most} tokens: choose less")
-        plain = SamplingParams(temperature=0.0, truncate_prompt_tokens=min(room, _MOST_PROMPT))
-        rows = [p for task in TASKS for p in prompts.load(tasks=[task], limit_per_task=1)]
-        return [prompt_ids(model, _chat(model, p.text), plain) for p in rows]
-
-    def _row(self, size: int, sequences: int, timed: Sequence[TimedBatch], flash: dict[str, bool]) -> Json:
-        plain, prompt = [t.plain for t in timed], [t.prompt for t in timed if t.prompt is not None]
-
-        def rate(seconds: Sequence[float]) -> dict[str, float]:
-            return trials.summary([sequences * self.tg / s for s in seconds])
-
-        fast, theirs = {}, {}
-        for name in timed[0].fast:
-            seconds = [t.fast[name] for t in timed]
-            ratio = intervals.geometric_mean([a / b for a, b in zip(plain, seconds, strict=True)], least=2)
-            fast[name] = {
-                "tokens_per_second": rate(seconds),
-                "tokens_per_target_pass": timed[-1].tokens_per_pass[name],
-                "speedup": {"value": ratio.value, "low": ratio.low, "high": ratio.high, "repeats": len(timed)},
-            }
-        for name in timed[0].peers:
-            seconds = [t.peers[name] for t in timed]
-            ratio = paired_ratio(seconds, plain)
-            theirs[name] = {"flash": flash[name], "tokens_per_second": rate(seconds), "ratio": ratio}
-        return {
-            "batch": size, "sequences": sequences,
-            "pp_tokens_per_second": trials.summary([size * (self.pp - 1) / s for s in prompt]) if prompt else None,
-            "plain_tokens_per_second": rate(plain), "speculative": fast, "peers": theirs,
-        }  # fmt: skip
+        return [row(size, timed) for size, timed in found.items()]
 
     def parts(self, report: Json) -> Iterator[Table | str]:
         """One row a batch size, medians; where each method stops paying, and what to know of the peers' figures."""

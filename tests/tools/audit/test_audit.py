@@ -182,7 +182,7 @@ def test_a_broken_promise_of_ours_is_exit_code_one(tiny, capsys, monkeypatch):
     [
         (("--engine", "vllm"), "unknown engine 'vllm': there are specsparse, llama.cpp"),
         (("--widths", "0"), "1 is the least"),
-        (("--widths", "1..65"), "1 to 64"),
+        (("--widths", "1..65"), "64 is the most"),
         (("--flash", "maybe"), "on, off or on,off"),
         (("--engine", ","), "names between commas"),
         (("--quantise", "Q9"), "choose one of"),

@@ -11,9 +11,9 @@ from specsparse.cli.main import main
 from specsparse.kernels import TILE_ROWS, Fragments
 from specsparse.kernels.gpu.fragments import widened
 from specsparse.kernels.packing.dequant import dequantize
-from specsparse.tools.bench.card import card_stages, random_models, speeds
-from specsparse.tools.bench.card.card_stages import DeviceBench, Stage, StageReport, run_apart, run_here, shown
-from specsparse.tools.bench.card.random_models import CardPlan
+from specsparse.tools.bench import device_figures, device_stages
+from specsparse.tools.bench.device_figures import CardPlan
+from specsparse.tools.bench.device_stages import DeviceBench, Stage, StageReport, run_apart, run_here, shown
 from tests.cells import cells
 
 TINY = CardPlan("cpu", tiny=True, tokens=6, repeats=1, backend="xla")
@@ -21,7 +21,7 @@ TINY = CardPlan("cpu", tiny=True, tokens=6, repeats=1, backend="xla")
 
 def ran(*names: str, plan: CardPlan = TINY) -> dict[str, list]:
     """The rows of some stages, none of which failed."""
-    found = card_stages.run(plan, names, lambda line: None, apart=False)
+    found = device_stages.run(plan, names, lambda line: None, apart=False)
     assert found["failed"] == [], found["stages"]
     return {stage["name"]: stage["rows"] for stage in found["stages"]}
 
@@ -30,9 +30,9 @@ def ran(*names: str, plan: CardPlan = TINY) -> dict[str, list]:
 def test_rows_are_equal_and_their_checks_can_fail(monkeypatch):
     found = ran("equality")["equality"][0]
     assert found["equal"] and found["width"] == 8 and found["values"] > 10_000 and not found["differing"]
-    exact = random_models.fixed_width
+    exact = device_figures.fixed_width
     monkeypatch.setattr(
-        random_models, "fixed_width", lambda forward, width: exact(forward, width) if width == 16 else forward
+        device_figures, "fixed_width", lambda forward, width: exact(forward, width) if width == 16 else forward
     )
     broken = ran("equality")["equality"][0]  # programs of as many rows as there are tokens
     assert not broken["equal"] and broken["differing"]
@@ -74,16 +74,16 @@ def test_hot_and_cold_neurons_beside_their_baselines():
 
 @pytest.mark.parametrize("kind", cells(["F32", "BF16", "Q8_0", "Q4_0"], ["BF16", "Q4_0"]))
 def test_random_weights_have_the_deviation_that_keeps_rows_near_one(kind):
-    w = random_models.random_matrix(3, kind, (72, 256))
+    w = device_figures.random_matrix(3, kind, (72, 256))
     values = np.asarray(dequantize(w))
     assert values.shape == (72, 256) and w.layout.source == kind
     assert values.std() * 16 == pytest.approx(1.0, abs=0.05) and abs(values.mean()) * 16 < 0.15
-    assert (np.asarray(dequantize(random_models.random_matrix(4, kind, (72, 256)))) != values).any()
+    assert (np.asarray(dequantize(device_figures.random_matrix(4, kind, (72, 256)))) != values).any()
 
 
 def test_random_weights_for_a_card_have_the_same_deviation():
-    packed = random_models.random_matrix(3, "Q4_0", (72, 256), kept="packed")
-    plain = random_models.random_matrix(3, "Q4_0", (72, 256), kept="bf16")
+    packed = device_figures.random_matrix(3, "Q4_0", (72, 256), kept="packed")
+    plain = device_figures.random_matrix(3, "Q4_0", (72, 256), kept="bf16")
     assert isinstance(packed, Fragments) and str(plain.data.dtype) == "bfloat16"
     for values in (np.asarray(jax.jit(lambda w: widened(w, np.float32))(packed)), np.asarray(plain.data, np.float32)):
         assert values.shape == (72, 256) and values.std() * 16 == pytest.approx(1.0, abs=0.05)
@@ -119,8 +119,8 @@ def test_a_stage_that_raises_leaves_its_rows():
 
 
 def test_no_time_left_is_said_and_nothing_begun(monkeypatch):
-    monkeypatch.setattr(card_stages, "TOTAL_S", 0.0)
-    found = card_stages.run(TINY, ["status"], lambda line: None)
+    monkeypatch.setattr(device_stages, "TOTAL_S", 0.0)
+    found = device_stages.run(TINY, ["status"], lambda line: None)
     assert found["failed"] == ["status"] and "no time was left" in [*DeviceBench("cpu").parts(found)][1]
 
 
@@ -131,12 +131,12 @@ def test_one_stage_after_the_other_in_processes_of_their_own(monkeypatch):
         given.append((name, limit_s, CardPlan(**json.loads(command[-1])), environment))
         return StageReport(name, limit_s, rows=[{"what": name}], error="it broke" if name == "small" else None)
 
-    monkeypatch.setattr(card_stages, "run_apart", apart)
-    found = card_stages.run(TINY, (), lambda line: None)
-    assert [g[0] for g in given] == list(card_stages.STAGES) and found["failed"] == ["small"]
-    assert all(g[1] <= card_stages.STAGES[g[0]].limit_s and g[2] == TINY for g in given)
-    assert given[0][3]["JAX_NUM_CPU_DEVICES"] == "2" and len(found["stages"]) == len(card_stages.STAGES)
-    assert len(found["predicted"]) == len(speeds.DEVICES) * 2 * len(speeds.KINDS)
+    monkeypatch.setattr(device_stages, "run_apart", apart)
+    found = device_stages.run(TINY, (), lambda line: None)
+    assert [g[0] for g in given] == list(device_stages.STAGES) and found["failed"] == ["small"]
+    assert all(g[1] <= device_stages.STAGES[g[0]].limit_s and g[2] == TINY for g in given)
+    assert given[0][3]["JAX_NUM_CPU_DEVICES"] == "2" and len(found["stages"]) == len(device_stages.STAGES)
+    assert len(found["predicted"]) == len(device_figures.DEVICES) * 2 * len(device_figures.KINDS)
 
 
 def test_without_a_card_there_is_one_line(capsys):
@@ -168,7 +168,7 @@ def test_the_report_is_the_last_line(capsys):
 
 
 def test_figures_on_paper_are_the_rooflines():
-    rows = {(r["device"], r["model"], r["type"]): r for r in speeds.predictions(CardPlan())}
+    rows = {(r["device"], r["model"], r["type"]): r for r in device_figures.predictions(CardPlan())}
     large = {name: rows[name, "llama-2-7b", "BF16"] for name, _, _ in rows}
     h200 = large["NVIDIA H200 SXM"]
     read = 6_607_077_376 * 2 + 32 * 2 * 4096 * 2 * 97  # weights but the embedding, cache
@@ -177,4 +177,4 @@ def test_figures_on_paper_are_the_rooflines():
     assert large["NVIDIA H100 SXM"]["step_s"] > h200["step_s"] > large["AMD Instinct MI300X"]["step_s"]
     server = next(row for name, row in large.items() if "EPYC" in name)
     assert server["v8"] > 1.5 > 1.01 > h200["v8"]  # the cores that read are those that multiply
-    assert speeds.GAMMA + 1 <= TILE_ROWS
+    assert device_figures.GAMMA + 1 <= TILE_ROWS

@@ -1,6 +1,6 @@
 """The stages of `bench device`, each in a process of its own: a crash, a hang or a card that gives up loses one stage.
 
-`python -m specsparse.tools.bench.card.card_stages STAGE PLAN` is such a process. It prints a row of JSON for each
+`python -m specsparse.tools.bench.device_stages STAGE PLAN` is such a process. It prints a row of JSON for each
 figure as soon as it has it; rows that it printed count whatever comes after.
 """
 
@@ -22,8 +22,8 @@ from rich.console import Console
 from specsparse.errors import UserError
 from specsparse.support.files import Json, to_json
 from specsparse.support.options import nearest
-from specsparse.tools.bench.card import hybrid, speeds
-from specsparse.tools.bench.card.random_models import CardPlan
+from specsparse.tools.bench import device_figures as figures
+from specsparse.tools.bench.device_figures import CardPlan
 
 ROW = "row "
 """A child's line with a row begins with this; its other lines are passed on."""
@@ -46,17 +46,17 @@ class Stage(NamedTuple):
 STAGES = {
     stage.name: stage
     for stage in (
-        Stage("status", speeds.status, 60),
-        Stage("equality", speeds.equality, 90),
-        Stage("small", speeds.decode_small, 75),
-        Stage("bf16", partial(speeds.decode_large, kind="BF16"), 75),
-        Stage("q4_0", partial(speeds.decode_large, kind="Q4_0"), 75),
-        Stage("speculation", speeds.speculation, 75),
-        Stage("trees", speeds.trees, 60),
-        Stage("hybrid", hybrid.hybrid, 75),
-        Stage("int4", speeds.int4, 45),
-        Stage("widths", speeds.widths, 90),
-        Stage("q8_0", partial(speeds.decode_large, kind="Q8_0"), 75),
+        Stage("status", figures.status, 60),
+        Stage("equality", figures.equality, 90),
+        Stage("small", figures.decode, 75),
+        Stage("bf16", partial(figures.decode, kind="BF16"), 75),
+        Stage("q4_0", partial(figures.decode, kind="Q4_0"), 75),
+        Stage("speculation", figures.speculation, 75),
+        Stage("trees", figures.trees, 60),
+        Stage("hybrid", figures.hybrid, 75),
+        Stage("int4", figures.int4, 45),
+        Stage("widths", figures.widths, 90),
+        Stage("q8_0", partial(figures.decode, kind="Q8_0"), 75),
     )
 }
 """By name, the most important first: if time ends, the last ones are missing."""
@@ -139,7 +139,7 @@ def run(plan: CardPlan, names: Sequence[str], say: Say, *, apart: bool = True) -
         if not apart:
             done.append(run_here(stage, plan, told))
             continue
-        command = [sys.executable, "-u", "-m", f"{__package__}.card_stages", stage.name, json.dumps(asdict(plan))]
+        command = [sys.executable, "-u", "-m", f"{__package__}.device_stages", stage.name, json.dumps(asdict(plan))]
         only = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"} if plan.device == "cpu" else {}
         done.append(run_apart(stage.name, limit, command, told, environment=only, unsaid=NO_DEVICE))
         if done[-1].code == NO_DEVICE and done[-1].error:
@@ -150,7 +150,7 @@ def run(plan: CardPlan, names: Sequence[str], say: Say, *, apart: bool = True) -
         "seconds": time.monotonic() - begun,
         "failed": [stage.name for stage in done if stage.error],
         "stages": [asdict(stage) for stage in done],
-        "predicted": speeds.predictions(plan),
+        "predicted": figures.predictions(plan),
     }
 
 

@@ -1,1 +1,0 @@
-"""`bench device`: an accelerator in stages that fail alone, on models made from their shapes."""
