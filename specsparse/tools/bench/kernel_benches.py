@@ -60,14 +60,13 @@ def bounded(total: int, each: int) -> int:
     return max(1, min(-(-total // each), max(16, each // 1800)))
 
 
-def random_raw(kind: str, shape: tuple[int, int], seed: int = 0) -> np.ndarray:
-    """Random weights as a file has them."""
-    return random_quantised(kind, *shape, seed, std=0.02, edges=False)
+random_raw = partial(random_quantised, std=0.02, edges=False)
+"""(type, rows, columns, seed) -> random weights as a file has them."""
 
 
 def random_packed(kind: str, shape: tuple[int, int], seed: int = 0) -> QTensor:
     """Random weights as the kernels read them."""
-    return pack_qtensor(random_raw(kind, shape, seed), GGML[kind], shape)
+    return pack_qtensor(random_raw(kind, *shape, seed), GGML[kind], shape)
 
 
 def packed_bytes(kind: str, rows: int, cols: int) -> int:
@@ -134,9 +133,9 @@ class KernelBench(abc.ABC):
     threads: int | None = None  # of the kernels; None is as many as before
     backend: str | None = "native"  # None is the best there is
 
-    @abc.abstractmethod
     def all_shapes(self) -> Sequence[tuple[int, int]]:
         """(rows, columns) of the matrices."""
+        return (self.shape,)
 
     def block_lengths(self, shape: tuple[int, int]) -> Sequence[int]:
         """Lengths that must be whole blocks of a type."""
@@ -243,24 +242,19 @@ class ProductsBench(KernelBench):
     memory_bytes: int = 160 << 20  # least bytes of all copies of a matrix that come from memory
     cache_bytes: int = 20 << 20  # most bytes of those that stay in the last cache
 
-    def all_shapes(self) -> Sequence[tuple[int, int]]:
-        return (self.shape,)
-
     def copies(self, state: str, nbytes: int) -> int:
         if state == MEMORY:
             return bounded(self.memory_bytes, nbytes)
         return min(max(1, self.cache_bytes // nbytes), bounded(self.cache_bytes, nbytes))
 
-    def most_copies(self, nbytes: int) -> int:
-        return max(self.copies(state, nbytes) for state, _ in self.cases())
-
     def bytes_of(self, kind: str, shape: tuple[int, int]) -> int:
         each = packed_bytes(kind, *shape)
-        return BLOCK_MADE_BYTES * prod(shape) + self.most_copies(each) * each + 8 * max(self.ns) * sum(shape)
+        copies = max(self.copies(state, each) for state, _ in self.cases())
+        return BLOCK_MADE_BYTES * prod(shape) + copies * each + 8 * max(self.ns) * sum(shape)
 
     def make(self, kind: str, shape: tuple[int, int]) -> list[QTensor]:
         made = random_packed(kind, shape, 1)
-        return copies_of(made, self.most_copies(made.nbytes))
+        return copies_of(made, max(self.copies(state, made.nbytes) for state, _ in self.cases()))
 
     def cases(self) -> list[tuple[str, int]]:
         """(where weights come from, rows of activations)."""
@@ -381,9 +375,6 @@ class FfnBench(KernelBench):
     cold_bytes: int = 1 << 30  # least bytes of all copies of the weights together, as far as `bounded` lets them
     backend: str | None = None
 
-    def all_shapes(self) -> Sequence[tuple[int, int]]:
-        return (self.shape,)
-
     def plan(self) -> Json:
         return {**asdict(self), "width": self.shape[0], "neurons": self.shape[1]}
 
@@ -399,20 +390,14 @@ class FfnBench(KernelBench):
 
     def make(self, kind: str, shape: tuple[int, int]) -> list[_FfnWeights]:
         D, F = shape
-        gate_raw, up_raw = (random_raw(kind, (F, D), seed) for seed in range(2))
-        gate, up = (pack_neurons(raw, GGML[kind], (F, D)) for raw in (gate_raw, up_raw))
-        weights = _FfnWeights(
-            norm=jnp.ones((D,), jnp.float32),
-            gate=gate,
-            up=up,
-            down_t=copies_of(gate, 2)[1],
-            dense_gate=pack_qtensor(gate_raw, GGML[kind], (F, D)),
-            dense_up=pack_qtensor(up_raw, GGML[kind], (F, D)),
-            dense_down=random_packed(kind, (D, F), 2),
-            fc1=random_packed(kind, (self.rank, D), 3),
-            fc2=random_packed(kind, (F, self.rank), 4),
-            signs=pack_signs(np.random.default_rng(5).normal(size=(F, D)).astype(np.float32)),
-        )
+        raws = [random_raw(kind, F, D, seed) for seed in range(2)]
+        gate, up = (pack_neurons(raw, GGML[kind], (F, D)) for raw in raws)
+        dense_gate, dense_up = (pack_qtensor(raw, GGML[kind], (F, D)) for raw in raws)
+        others = [((D, F), 2), ((self.rank, D), 3), ((F, self.rank), 4)]
+        dense_down, fc1, fc2 = (random_packed(kind, *other) for other in others)
+        signs = pack_signs(np.random.default_rng(5).normal(size=(F, D)).astype(np.float32))
+        norm, down_t = jnp.ones((D,), jnp.float32), copies_of(gate, 2)[1]
+        weights = _FfnWeights(norm, gate, up, down_t, dense_gate, dense_up, dense_down, fc1, fc2, signs)
         return copies_of(weights, bounded(self.cold_bytes, 3 * gate.nbytes))
 
     def cases(self) -> list[tuple[int, float, str]]:
@@ -508,26 +493,16 @@ def _ffn_programs(chosen: Kernels) -> dict[str, Callable]:
     return {name: over_copies(one) for name, one in ways.items()}
 
 
-class LutCase(NamedTuple):
-    """Tokens, "cold" or "warm", and a key of `PRODUCTS`."""
-
-    n: int
-    state: str
-    kernel: str
+LutCase = tuple[int, str, str]
+"""Tokens, "cold" or "warm", and a key of `PRODUCTS`."""
+LutCopies = tuple[list[QTensor], list[BitPlanes], np.ndarray]
+"""Copies of one matrix as the product and as the tables read it, and its first rows in float64."""
 
 
-@dataclass(frozen=True)
-class _LutCopies:
-    """Copies of one matrix as both kernels read it, and its first rows in float64."""
-
-    codes: list[QTensor]
-    planes: list[BitPlanes]
-    dense: np.ndarray
-
-    def read_by(self, case: LutCase) -> list[QTensor | BitPlanes]:
-        """The matrices that the calls of a case read, one after the other."""
-        found: list[Any] = self.codes if case.kernel == "product" else self.planes
-        return found if case.state == "cold" else [found[0]] * len(found)
+def _lut_matrices(weights: LutCopies, state: str, kernel: str) -> Sequence[QTensor | BitPlanes]:
+    """The matrices that the calls of a case read, one after the other."""
+    found = weights[0] if kernel == "product" else weights[1]
+    return found if state == "cold" else [found[0]] * len(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -547,27 +522,25 @@ class LutBench(KernelBench):
     repeats: int = 5
     shapes: tuple[tuple[int, int], ...] = ((2048, 2048), (4096, 11008))  # (rows, columns) of the matrices
     cold_bytes: int = 256 << 20  # least bytes of all copies of a matrix together; a warm one is used as often
-    most_copies: int = 256  # of a matrix, however small
 
     def all_shapes(self) -> Sequence[tuple[int, int]]:
         return self.shapes
 
     def copies(self, nbytes: int) -> int:
-        return min(self.most_copies, -(-self.cold_bytes // nbytes))
+        return min(256, -(-self.cold_bytes // nbytes))
 
     def bytes_of(self, kind: str, shape: tuple[int, int]) -> int:
         each = packed_bytes(kind, *shape)
         return BLOCK_MADE_BYTES * prod(shape) + 2 * self.copies(each) * each  # both kernels' own
 
-    def make(self, kind: str, shape: tuple[int, int]) -> _LutCopies:
-        raw = random_raw(kind, shape, 1)
+    def make(self, kind: str, shape: tuple[int, int]) -> LutCopies:
+        raw = random_raw(kind, *shape, 1)
         codes = pack_qtensor(raw, GGML[kind], shape)
-        planes, count = pack_planes(codes), self.copies(codes.nbytes)
-        dense = dequantize(raw[:64], GGML[kind]).astype(np.float64)
-        return _LutCopies(copies_of(codes, count), copies_of(planes, count), dense)
+        count, dense = self.copies(codes.nbytes), dequantize(raw[:64], GGML[kind]).astype(np.float64)
+        return copies_of(codes, count), copies_of(pack_planes(codes), count), dense
 
     def cases(self) -> list[LutCase]:
-        return [LutCase(*parts) for parts in itertools.product(self.ns, ("cold", "warm"), PRODUCTS)]
+        return list(itertools.product(self.ns, ("cold", "warm"), PRODUCTS))
 
     def order(self, cases: Sequence[LutCase], repeat: int) -> Iterator[LutCase]:
         """Each time another kernel in front: who comes first finds other things in the cache."""
@@ -576,21 +549,21 @@ class LutBench(KernelBench):
             for i in range(count):
                 yield cases[start + (i + repeat) % count]
 
-    def once(self, chosen: Kernels, weights: _LutCopies, case: LutCase) -> float:
-        return product_seconds(PRODUCTS[case.kernel], weights.read_by(case), case.n)
+    def once(self, chosen: Kernels, weights: LutCopies, case: LutCase) -> float:
+        n, state, kernel = case
+        return product_seconds(PRODUCTS[kernel], _lut_matrices(weights, state, kernel), n)
 
-    def row(self, weights: _LutCopies, case: LutCase, taken: Mapping[Any, list[float]], machine: MachinePeaks) -> Json:
+    def row(self, weights: LutCopies, case: LutCase, taken: Mapping[Any, list[float]], machine: MachinePeaks) -> Json:
         """ "relative_error" is the root of the mean square error over that of the exact product."""
-        w, ms = weights.codes[0], summary([1e3 * s for s in taken[case]])
-        x, n_valid = random_rows(case.n, w.shape[1], case.n)
-        got = np.asarray(PRODUCTS[case.kernel](weights.read_by(case)[:1], x, n_valid))
-        exact = np.asarray(x, np.float64) @ weights.dense.T
+        (n, state, kernel), w, ms = case, weights[0][0], summary([1e3 * s for s in taken[case]])
+        x, n_valid = random_rows(n, w.shape[1], n)
+        got = np.asarray(PRODUCTS[kernel](_lut_matrices(weights, state, kernel)[:1], x, n_valid))
+        exact = np.asarray(x, np.float64) @ weights[2].T
         error = np.sqrt(np.mean((got[:, : exact.shape[1]] - exact) ** 2) / np.mean(exact**2))
         return {
-            "rows": w.shape[0], "cols": w.shape[1], "n": case.n, "state": case.state, "kernel": case.kernel, "ms": ms,
+            "rows": w.shape[0], "cols": w.shape[1], "n": n, "state": state, "kernel": kernel, "ms": ms,
             "bytes": w.nbytes, "bytes_per_second": w.nbytes / (1e-3 * ms["median"]),
-            "over_product": paired_ratio(taken[case], taken[case._replace(kernel="product")]),
-            "relative_error": float(error),
+            "over_product": paired_ratio(taken[case], taken[n, state, "product"]), "relative_error": float(error),
         }  # fmt: skip
 
     def table(self, report: Json) -> Table:

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.errors import UserError
 from specsparse.kernels.arena import aligned_empty
 from specsparse.kernels.native import cpu
 from specsparse.kernels.qtensor import BLOCK, ROWS, Packed, QTensor, packed_pytree
@@ -36,14 +35,9 @@ class BitPlanes(Packed):
 
 
 def pack_planes(w: QTensor) -> BitPlanes:
-    """The same weights as bit planes, on the host.
-
-    Raises:
-        UserError: codes other than nibbles without a table, with f16 scales for each block (Q4_0, Q4_1).
-    """
+    """The same weights as bit planes, on the host: Q4_0 and Q4_1, nibbles with f16 scales for each block."""
     layout, cols = w.layout, w.shape[1]
-    if layout.codes != "nibble" or layout.lut or layout.scales not in ("d", "dm"):
-        raise UserError(f"{layout.source or layout.codes} weights have no bit planes; use Q4_0 or Q4_1")
+    assert layout.codes == "nibble" and not layout.lut and layout.scales in ("d", "dm"), layout
     data = aligned_empty(*w.data.shape)
     data[...] = np.asarray(w.data)
     blocks = data.reshape(len(data), cols // BLOCK, -1)
@@ -104,15 +98,8 @@ def lut_linear(x_RD: jax.Array, w: BitPlanes, *, sums: Sums = "int16", residual:
     """
     _check(x_RD, w, sums, residual)
     shape = (x_RD.shape[0], w.shape[0])
-    return cpu.call(
-        "lut_linear",
-        (shape, jnp.float32),
-        x_RD,
-        w.data,
-        cpu.given(residual),
-        matrices=cpu.describe(w),
-        sums=np.int64(SUMS.index(sums)),
-    )
+    attributes = {"matrices": cpu.describe(w), "sums": np.int64(SUMS.index(sums))}
+    return cpu.call("lut_linear", (shape, jnp.float32), x_RD, w.data, cpu.given(residual), **attributes)
 
 
 def reference_linear(

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from gguf.quants import dequantize
 
-from specsparse.errors import UserError
 from specsparse.kernels.native import cpu
 from specsparse.kernels.packing.pack import pack_qtensor
 from specsparse.testing import random_quantised
@@ -155,11 +154,3 @@ def test_largest_sums_do_not_overflow(kind, sums):
         if sums == "int16":
             same_bits(got, wanted)
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)  # the largest sum is a whole number of steps
-
-
-def test_types_without_bit_planes_are_refused():
-    q8 = pack_qtensor(random_quantised("Q8_0", *SHAPE, seed=1), TYPES["Q8_0"], SHAPE)
-    iq4 = pack_qtensor(random_quantised("IQ4_NL", *SHAPE, seed=1), TYPES["IQ4_NL"], SHAPE)
-    for other, name in ((q8, "Q8_0"), (iq4, "IQ4_NL")):
-        with pytest.raises(UserError, match=f"{name} weights have no bit planes; use Q4_0 or Q4_1"):
-            pack_planes(other)
