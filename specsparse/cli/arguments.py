@@ -186,10 +186,10 @@ def method_of(args: argparse.Namespace, sampling: "SamplingParams") -> "MethodSp
 
 
 def read_options(given: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Options by group, of texts KEY=VALUE or GROUP.KEY=VALUE. A value that is not JSON is a text.
+    """Options by group, of texts KEY=VALUE or GROUP.KEY=VALUE, the last counts. A value that is not JSON is a text.
 
     Raises:
-        UserError: another form, an unknown group, or one option twice.
+        UserError: another form, or an unknown group.
     """
     out: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
     for text in given:
@@ -198,8 +198,6 @@ def read_options(given: Sequence[str]) -> dict[str, dict[str, Any]]:
         options = out.get(group if dot else "drafter")
         if options is None or not equals or not key:
             raise UserError(f"--option {text} must be KEY=VALUE or GROUP.KEY=VALUE, GROUP one of {', '.join(GROUPS)}")
-        if key in options:
-            raise UserError(f"--option {path} was given twice")
         try:
             options[key] = json.loads(value)
         except (ValueError, RecursionError):

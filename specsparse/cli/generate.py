@@ -72,13 +72,11 @@ def _prompt(args: argparse.Namespace) -> str | list[dict[str, str]]:
         text = args.prompt
     elif args.file is not None:
         text = arguments.read_text(Path(args.file), f"--file {args.file}").removesuffix("\n")
-    elif sys.stdin.isatty():
-        raise UserError(f"there is no prompt: write {example} after the model, name --file, or pipe it in")
     else:
         with decoding_input():
-            text = sys.stdin.read().removesuffix("\n")
+            text = "" if sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")
     if not text:
-        raise UserError(f"the prompt is empty: give {example}")
+        raise UserError(f"there is no prompt: write {example} after the model, name --file, or pipe it in")
     if not args.chat:
         return text
     first = [] if args.system is None else [{"role": "system", "content": args.system}]

@@ -10,7 +10,6 @@ from pathlib import Path
 from specsparse.cli.arguments import show
 from specsparse.errors import UserError
 from specsparse.support import terminal
-from specsparse.support.files import is_unicode
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,10 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write the page, and say what is on it and what is not."""
-    if "" in args.runs:
-        raise UserError("a run's folder is empty: name it, such as runs/NAME, or . for the current folder")
-    if args.title and not is_unicode(args.title):
-        raise UserError("--title is no UTF-8 text: write it in UTF-8")
     from specsparse.report import pages, runs  # after the arguments: matplotlib takes a second
 
     if args.runs[0] == "diff":

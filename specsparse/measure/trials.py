@@ -25,6 +25,7 @@ from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.engine.prefill import Chunk, prefill
 from specsparse.engine.sampling.params import SamplingParams
+from specsparse.errors import UserError
 from specsparse.kernels import processor
 from specsparse.measure import manifest
 from specsparse.runtime.method import Method
@@ -164,6 +165,12 @@ def run(plan: TrialPlan, sides: Sequence[Side], done: Callable[[], None] = lambd
 def token_ids(count: int, vocab_size: int, seed: int = 0) -> np.ndarray:
     """Random tokens int32[count], the same for every engine and run."""
     return np.random.default_rng(seed).integers(0, vocab_size, count, dtype=np.int32)
+
+
+def need_room(model: Model, tokens: int, options: str) -> None:
+    """UserError if the context does not hold so many tokens; `options` are those to choose smaller."""
+    if tokens > (holds := model.config.context_length):
+        raise UserError(f"{tokens} tokens are needed and the context holds {holds}: choose a smaller {options}")
 
 
 class Loop:

@@ -484,15 +484,6 @@ def test_what_cannot_be_read_is_one_line(tmp_path, files, message):
         runs.find([tmp_path / "a.gguf"])
 
 
-@pytest.mark.parametrize(("argv", "says"), [
-    (["", "."], "a run's folder is empty: name it"), ([".", "--title", "\udcff"], "--title is no UTF-8 text"),
-])  # fmt: skip
-def test_what_is_no_folder_or_title_is_refused_before_anything_is_read(argv, says, capsys):
-    assert cli.main(["report", *argv]) == 2
-    said = capsys.readouterr().err
-    assert says in said and said.count("\n") == 1
-
-
 def test_stopped_runs_are_left_out_and_named(tmp_path, capsys):
     making.speed_run(tmp_path / "0", making.passes(TIMES))
     making.write(tmp_path / "1", {"name": "x", "state": record.STOPPED, "passes": 3, "summary": {}})

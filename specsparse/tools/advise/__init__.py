@@ -25,8 +25,6 @@ from specsparse.cli.arguments import (
 from specsparse.errors import UserError
 
 _size = whole(1, 1 << 24)  # of sequences, and of tokens
-_MOST_SIZES, _MOST_ALPHAS = 32, 16
-"""Most pairs of a batch and a context, and most acceptances: every method is looked at in each."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,12 +55,6 @@ def main(args: argparse.Namespace) -> int:
         raise UserError("--alpha supposes what --acceptance and --task count: give one of them")
     if args.refresh and (args.paper or args.device != "this"):
         raise UserError("--refresh measures this machine: leave --paper and --device out")
-    pairs = len(batches) * max(len(contexts), 1)
-    if pairs > _MOST_SIZES or len(alphas) > _MOST_ALPHAS:
-        raise UserError(
-            f"--batch and --context make {pairs} pairs, {_MOST_SIZES} are the most; --alpha has {len(alphas)} values, "
-            f"{_MOST_ALPHAS} are the most: give fewer"
-        )
     need_places([args.json], [args.plot], args.target, *args.drafts, args.acceptance)
     for name in (args.target, *args.drafts):
         if not name.startswith(hub.SCHEME) and catalogue.find(name) is None:

@@ -21,7 +21,7 @@ from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.measure import intervals, manifest
-from specsparse.measure.trials import requantised
+from specsparse.measure.trials import need_room, requantised
 from specsparse.models import catalogue
 from specsparse.runtime.load import load
 from specsparse.support import terminal
@@ -237,11 +237,7 @@ def run(plan: AuditPlan, out: Console, after: Callable[[Json], None] = lambda re
         file = path if kind is None else requantised(path, kind, out)
         with terminal.busy(out, f"loading {file.name}"):
             model = load(file)
-        if plan.room > model.config.context_length:
-            raise UserError(
-                f"the windows need {plan.room} tokens and the context holds {model.config.context_length}: choose "
-                "smaller --tokens, --prompt-tokens or --widths"
-            )
+        need_room(model, plan.room, "--tokens, --prompt-tokens or --widths")
         ids = text_ids(model.tokenizer, plan.text)
         bos = model.tokenizer.bos_id if model.tokenizer.add_bos else None
         cut = windows_of(ids, plan.windows, prompt=plan.prompt_tokens, following=plan.tokens, bos=bos)
@@ -281,14 +277,8 @@ def _case(
 
 
 def _failed(verdict: str, failed: str | None = None, check: Json | None = None) -> Json:
-    return {
-        "verdict": verdict,
-        "failed": failed,
-        "one_row_bits": None,
-        "repeatable": None,
-        "check": check,
-        "groups": [],
-    }
+    nothing = {"one_row_bits": None, "repeatable": None, "groups": []}
+    return {"verdict": verdict, "failed": failed, "check": check, **nothing}
 
 
 def audit(

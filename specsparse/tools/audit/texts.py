@@ -65,7 +65,8 @@ class TextsDifference:
 def read(path: Path, side: str | None = None) -> Texts:
     """The texts of a file, or of a folder with `prompts.jsonl`; of one `side`, if lines say "side".
 
-    UserError if a line is malformed, a text is there twice, or several sides are and none was chosen.
+    Of several lines of a text the first counts. UserError if a line is malformed, or if there are several sides and
+    none was chosen.
     """
     file = path / ROWS_FILE if path.is_dir() else path
     lines = read_text(file, str(file)).split("\n")  # not splitlines: JSON may hold U+2028
@@ -75,11 +76,8 @@ def read(path: Path, side: str | None = None) -> Texts:
         raise UserError(f"{file}: has texts of {', '.join(sides) or 'no side'}: name one of them with --sides, or none")
     out: Texts = {}
     for name, ids, row in rows:
-        if (side is not None and row.get("side") != side) or row.get("repeat"):
-            continue
-        if name in out:
-            raise UserError(f"{file}: the text {name!r} is there twice")
-        out[name] = ids
+        if (side is None or row.get("side") == side) and not row.get("repeat"):
+            out.setdefault(name, ids)
     return out
 
 

@@ -57,8 +57,7 @@ class SequenceBench:
     quantise: str | None = None  # a type that the model is re-quantised to before
 
     def plan(self) -> TrialPlan:
-        ns = tuple(sorted({1, *self.ns})) if self.ns else ()
-        return TrialPlan(pp=self.pp, tg=self.tg, ns=ns, repeats=self.repeats)
+        return TrialPlan(self.pp, self.tg, tuple(sorted({1, *self.ns})) if self.ns else (), self.repeats)
 
     def check(self) -> None:
         plan = self.plan()
@@ -84,12 +83,7 @@ class SequenceBench:
             with terminal.busy(out, f"loading {self.model}"):
                 model = load(path, kv_dtype=self.kv_dtype, threads=self.threads, backend=self.backend)
             memory["load"] = peak_memory()
-            needed, context = self.depth + room, model.config.context_length
-            if needed > context:
-                raise UserError(
-                    f"the tests need {needed} tokens (depth {self.depth} and {room} more) and the context holds "
-                    f"{context}: choose a smaller --pp, --tg, --widths or --depth"
-                )
+            trials.need_room(model, self.depth + room, "--pp, --tg, --widths or --depth")
             ours, tests = Ours(model, depth=self.depth, room=room, rows=self.rows), len(plan.tests())
             with terminal.counting(out, "compiling and warming up", tests) as bar:
                 trials.warm_up(plan, ours, partial(bar.advance, bar.task_ids[0]))

@@ -188,9 +188,8 @@ def jobs_of(
 
     UserError if a task is unknown, or if the context holds no prompt beside the `room` for the text.
     """
+    trials.need_room(model, room + 1, "--tg")
     most = min(PROMPT, model.config.context_length - room)
-    if most < 1:
-        raise UserError(f"--tg does not fit the context of {model.config.context_length} tokens: choose less")
     chosen = prompts.load(tasks=tasks, limit_per_task=limit_per_task)
     return [(p.task, model.tokenizer.encode(_chat(model, p.text), parse_special=True)[-most:]) for p in chosen]
 
@@ -351,10 +350,9 @@ class BatchBench(SpeculationBench):
         side in time, and the peers' of the same prompts and as many tokens, each with flash attention on or off,
         whichever is faster at that size. `done` is called after each repeat of each size, the warm-up counted.
         """
-        most = model.config.context_length
-        if (room := most - self.tg - 1) < 1 or self.pp > most:
-            raise UserError(f"pp {self.pp} and tg {self.tg} do not fit the context of {most} tokens: choose less")
-        cut = SamplingParams(temperature=0.0, truncate_prompt_tokens=min(room, _MOST_PROMPT))
+        trials.need_room(model, max(self.pp, self.tg + 2), "--pp or --tg")
+        room = min(model.config.context_length - self.tg - 1, _MOST_PROMPT)
+        cut = SamplingParams(temperature=0.0, truncate_prompt_tokens=room)
         given = [p for task in TASKS for p in prompts.load(tasks=[task], limit_per_task=1)]
         texts = [prompt_ids(model, _chat(model, p.text), cut) for p in given]
         params = SamplingParams(temperature=0.0, max_tokens=self.tg, ignore_eos=True)

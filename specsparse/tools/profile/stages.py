@@ -19,7 +19,7 @@ from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
-from specsparse.measure.trials import Ours, token_ids
+from specsparse.measure.trials import Ours, need_room, token_ids
 from specsparse.runtime.loops import RoundView
 from specsparse.runtime.metrics import STAGES
 from specsparse.runtime.session import PromptLike
@@ -42,6 +42,7 @@ class Kernel:
 
     @property
     def bandwidth(self) -> float:
+        """Bytes read per second."""
         return self.nbytes / self.seconds
 
 
@@ -77,8 +78,7 @@ def profile(
     if model.ffn != "dense":
         raise UserError(f"{model.path}: runs with ffn={model.ffn}; only dense models can be taken apart")
     model.check_whole("a profile")
-    if depth + rows > model.config.context_length:
-        raise UserError(f"depth {depth} and {rows} rows do not fit the context of {model.config.context_length}")
+    need_room(model, depth + rows, "--depth or --gamma")
     rounds = _rounds(model, prompt, method, max_tokens) if method else ()
     side = Ours(model, depth=depth, room=rows)
     side.verify(rows)

@@ -34,7 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--name", metavar="NAME", help="the model's name in requests (MODEL, of a file its name)")
     about = "the address to listen on; another machine's needs a key (%(default)s)"
     add("--host", default="127.0.0.1", metavar="ADDRESS", help=about)
-    add("--port", type=int, default=8000, metavar="N", help="the port; 0 takes a free one (%(default)s)")
+    add(
+        "--port",
+        type=arguments.whole(0, 65535),
+        default=8000,
+        metavar="N",
+        help="the port; 0 takes a free one (%(default)s)",
+    )
     add("--api-key", metavar="KEY", help=f"each request must give it; better in the environment, as {KEY}")
     add("--batch", type=positive, default=1, metavar="N", help="completions that may start together (%(default)s)")
     add("--queue", type=positive, default=32, metavar="N", help="requests that may wait; 503 beyond (%(default)s)")
@@ -80,8 +86,6 @@ def main(args: argparse.Namespace) -> int:
 
 def _listen(host: str, port: int, key: str | None) -> socket.socket:
     """The open socket; UserError for no such address, a taken port, or another machine's address without a key."""
-    if not 0 <= port <= 65535:
-        raise UserError(f"--port {port} must be from 0 to 65535")
     try:
         [family, _, _, _, address] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:

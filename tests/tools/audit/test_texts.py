@@ -68,7 +68,6 @@ def test_a_line_ends_where_json_lines_end_it(tmp_path):
         ("[1]\n", (), "expected"),
         ("[" * 100_000, (), "a.jsonl:1: expected"),
         ('{"id": "\\ud800", "token_ids": [1]}\n', (), "a.jsonl:1: expected"),
-        ('{"id": "x", "token_ids": [1]}\n' * 2, (), "is there twice"),
         ("\n", (), "no text in common"),
         ('{"id": "other", "token_ids": [1]}\n', (), "no text in common"),
         ('{"id": "x", "token_ids": []}\n', (), "no text in common"),

@@ -114,7 +114,7 @@ def test_where_speculation_stops_paying(speedups, at):
         (("--rows", "4"), "unknown argument --rows"),
         (("--gamma", "none"), "'none' is not a whole number"),
         (("--tg", "0"), "0 is too small"),
-        (("--tg", "600"), "do not fit the context of 512 tokens"),
+        (("--tg", "600"), "the context holds 512"),
         (("--drafter", "prompt_lookdown"), "unknown model 'prompt_lookdown'"),
         (("--plot", "a.xyz"), "a.xyz: figures are written as PNG"),
     ],

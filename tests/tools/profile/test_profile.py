@@ -76,7 +76,7 @@ def test_plain_decoding_has_one_row_and_no_stages(file, tmp_path, capsys):
     ("argv", "says"),
     [
         (["--gamma", "0"], "--gamma"),
-        (["--depth", "9999"], "depth 9999 and 5 rows do not fit the context of 256"),
+        (["--depth", "9999"], "the context holds 256"),
         (["--out", "/proc/none/t.json"], "/proc/none/t.json: there is no folder /proc/none"),
     ],
 )

@@ -23,7 +23,7 @@ pytest.importorskip("prometheus_client")
     [
         (["--host", "0.0.0.0"], "lets other machines in: give --api-key KEY"),
         (["--host", "no such host"], "--host no such host"),
-        (["--port", "70000"], "port 70000"),
+        (["--port", "70000"], "70000 is too large"),
         (["--api-key", ""], "the API key must be ASCII"),
         (["--api-key", "schl\u00fcssel"], "the API key must be ASCII"),
         (["--api-key", "key\udcff"], "the API key must be ASCII"),
