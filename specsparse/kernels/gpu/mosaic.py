@@ -6,8 +6,7 @@ other and add them up in order. Every element is one exact integer sum a block a
 bits depend neither on the rows beside it nor on the place of its row.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial, reduce
 from operator import add
 
@@ -74,19 +73,48 @@ def product(
     arrays = {key: a for key, a in arrays.items() if a is not None}
 
     def body(*refs):
-        out, shared, barrier = refs[len(arrays) :]
+        ins, (out, shared, barrier) = dict(zip(arrays, refs)), refs[len(arrays) :]
         group, split, part = (jax.lax.axis_index(name) for name in ("group", "split", "part"))
         first = (split * plan.parts + part) * plan.steps
         tiles = [(i, group * plan.tiles + t) for i in range(len(weights)) for t in range(plan.tiles)]
-        block = _Block(plan, ops, dict(zip(arrays, refs)), shared, tiles, width)
-        block.multiply(first, part)
+
+        def step(i, sums):
+            for u in range(plan.unit):
+                piece = (first + i) * plan.unit + u
+                x, dx = ops.rows(ins["x"].at[piece]), ops.row_scales(ins["dx"].at[piece])
+                row_sums, new = ops.row_sums(x, dx), []
+                for (m, tile), acc in zip(tiles, sums, strict=True):
+                    at = piece if (m, "subs") not in ins else first + i  # headers are of super-blocks
+                    codes = ops.codes(ins[m, "codes"].at[tile, piece])
+                    scales = ops.scales(ins[m, "scales"].at[tile, at])
+                    subs = ops.scales(ins[m, "subs"].at[tile, piece]) if (m, "subs") in ins else None
+                    new.append(ops.add(acc, codes, scales, subs, x, dx, row_sums))
+                sums = tuple(new)
+            return sums
+
+        sums = jax.lax.fori_loop(0, plan.steps, step, tuple(ops.zeros(width) for _ in tiles))
+        for t, acc in enumerate(sums):
+            ops.write(shared.at[part, pl.ds(t * TILE, TILE)], acc)
         meet(barrier)
+
+        def total(t: int) -> jax.Array:
+            """The warpgroups' sums of a tile, added in order."""
+            return reduce(add, (ops.read(shared.at[p, pl.ds(t * TILE, TILE)], _ACC) for p in range(plan.parts)))
+
         for t in range(plan.tiles):
 
             @pl.when(part == t % plan.parts)
             def _(t=t):
                 columns = pl.ds(tiles[t][1] * TILE, TILE)
-                ops.write(out.at[split, :, columns], block.finished(t, columns, act), _ACC, (1, 0))
+                y = total(t)
+                if act is not None:
+                    y = activate(y, act) * total(plan.tiles + t)
+                if residual is not None:
+                    y = ops.read_across(ins["residual"].at[:, columns], _ACC) + y
+                if keep is not None:
+                    counts = ops.read(ins["keep"], _ACC.reduce((0,)))
+                    y = jnp.where(ops.spread(counts, (TILE, width), (1,), _ACC) > 0, y, jnp.float32(0))
+                ops.write(out.at[split, :, columns], y, _ACC, (1, 0))
 
     added = mosaic_kernel(
         body,
@@ -102,62 +130,6 @@ def product(
         interpret=interpret,
     )(*arrays.values())
     return added[0] if plan.splits == 1 else added
-
-
-@dataclass(frozen=True)
-class _Block:
-    """The work of a block of threads: `Plan.tiles` tiles of each matrix times all rows, a range of columns a warpgroup.
-
-    `ins` are references by name, those of matrix i as (i, name); `shared` f32[parts, tiles of all matrices * 64, 8 n]
-    holds the warpgroups' sums; `tiles` are pairs (matrix, tile).
-    """
-
-    plan: Plan
-    ops: "_Interpreted | _Compiled"
-    ins: Mapping[tuple[int, str] | str, jax.Ref]
-    shared: jax.Ref
-    tiles: Sequence[tuple[int, jax.Array]]
-    width: int
-
-    def multiply(self, first: jax.Array, part: jax.Array) -> None:
-        """Sums of the warpgroup's range of columns, its steps from `first` on, go to shared memory."""
-        plan, ops, ins = self.plan, self.ops, self.ins
-
-        def step(i, sums):
-            for u in range(plan.unit):
-                piece = (first + i) * plan.unit + u
-                x, dx = ops.rows(ins["x"].at[piece]), ops.row_scales(ins["dx"].at[piece])
-                row_sums, new = ops.row_sums(x, dx), []
-                for (m, tile), acc in zip(self.tiles, sums, strict=True):
-                    at = piece if (m, "subs") not in ins else first + i  # headers are of super-blocks
-                    codes = ops.codes(ins[m, "codes"].at[tile, piece])
-                    scales = ops.scales(ins[m, "scales"].at[tile, at])
-                    subs = ops.scales(ins[m, "subs"].at[tile, piece]) if (m, "subs") in ins else None
-                    new.append(ops.add(acc, codes, scales, subs, x, dx, row_sums))
-                sums = tuple(new)
-            return sums
-
-        sums = jax.lax.fori_loop(0, plan.steps, step, tuple(ops.zeros(self.width) for _ in self.tiles))
-        for t, acc in enumerate(sums):
-            ops.write(self.shared.at[part, pl.ds(t * TILE, TILE)], acc)
-
-    def finished(self, t: int, columns: jax.Array, act: str | None) -> jax.Array:
-        """Tile t of the result, [64, rows]; `columns` are its columns of the residual."""
-
-        def total(t: int) -> jax.Array:
-            """The warpgroups' sums of a tile, added in order."""
-            parts = range(self.plan.parts)
-            return reduce(add, (self.ops.read(self.shared.at[p, pl.ds(t * TILE, TILE)], _ACC) for p in parts))
-
-        y = total(t)
-        if act is not None:
-            y = activate(y, act) * total(self.plan.tiles + t)
-        if "residual" in self.ins:
-            y = self.ops.read_across(self.ins["residual"].at[:, columns], _ACC) + y
-        if "keep" in self.ins:
-            counts = self.ops.read(self.ins["keep"], _ACC.reduce((0,)))
-            y = jnp.where(self.ops.spread(counts, (TILE, self.width), (1,), _ACC) > 0, y, jnp.float32(0))
-        return y
 
 
 class _Interpreted(InArrays):
@@ -217,23 +189,34 @@ class _Compiled(InRegisters):
         """Of each scale's columns: what the zero subtracts from sums (int32), or the sum times the row's scale."""
         if not self.layout.zero and not self.layout.has_min:
             return ()
-        width, dtype = x.shape[0] // 4, jnp.int32 if self.layout.zero else jnp.float32
-        one = plgpu.ShapeDtypeStruct((TILE, width), dtype, layout=tiled(_ACC))
+        layout, width, count = self.layout, x.shape[0] // 4, PIECE // self.layout.sub
+        one = plgpu.ShapeDtypeStruct((TILE, width), jnp.int32 if layout.zero else jnp.float32, layout=tiled(_ACC))
 
-        @plgpu.inline_mgpu(
-            arg_types=(tiled(_ROWS), tiled(_ROW_SCALES)), return_type=(one,) * (PIECE // self.layout.sub)
-        )
+        @plgpu.inline_mgpu(arg_types=(tiled(_ROWS), tiled(_ROW_SCALES)), return_type=(one,) * count)
         def run(ctx, x, dx):
-            return _row_sums(self.layout, x, dx, width)
+            # By `mma` with a matrix of equal numbers: then the sums lie where products do.
+            f32, equal = ir.F32Type.get(), np.array([-layout.zero or 1] * 4, np.int8).view("<i4")[0]
+            word = _i32(int(equal))
+            a = _fragment([word] * 4, mgpu.MMALayouts(ir.IntegerType.get_signless(8)).lhs, (TILE, BLOCK))
+            found, scales = [], dx.registers.flatten()
+            for k in range(count):
+                sums = mgpu.mma(_nothing((TILE, width)), a, _rows_of(layout, x, k, width))
+                if not layout.zero:
+                    at = 2 * (k * layout.sub // BLOCK)
+                    values = [
+                        [arith.mulf(_at(scales[i // 2], at + c), arith.sitofp(f32, _at(reg, c))) for c in range(2)]
+                        for i, reg in enumerate(sums.registers.flatten())
+                    ]
+                    sums = _sums_of(values, sums)
+                found.append(sums)
+            return tuple(found)
 
         return run(x, dx)
 
     def codes(self, ref):
-        """[128, w]: a row a thread."""
         return self.read(ref, _code_layout(ref.shape[-1]))
 
     def scales(self, ref):
-        """[32, w]: a row four threads."""
         return self.read(ref, _scale_layout(ref.shape[-1]))
 
     def zeros(self, width):
@@ -284,9 +267,10 @@ def _add(layout: Layout, acc, codes, scales, subs, x, dx, row_sums):
         for i, reg in enumerate(dots.registers.flatten()):
             for c in range(2):
                 scale_of_both = arith.mulf(d[k][i % 2], _at(x_scales[i // 2], 2 * block + c))
-                total = _fma(scale_of_both, arith.sitofp(f32, _at(reg, c)), sums[i][c])
+                # A product and a sum with one rounding, whatever the compiler does.
+                total = mlir_math.fma(scale_of_both, arith.sitofp(f32, _at(reg, c)), sums[i][c])
                 if m is not None:
-                    total = _fma(m[k][i % 2], _at(row_sums[k].registers.flatten()[i], c), total)
+                    total = mlir_math.fma(m[k][i % 2], _at(row_sums[k].registers.flatten()[i], c), total)
                 sums[i][c] = total
     return _sums_of(sums, acc)
 
@@ -299,25 +283,6 @@ def _rows_of(layout: Layout, x, k: int, width: int):
         _at(reg, 2 * block + h) if whole or h == half // 16 else none for reg in x.registers.flatten() for h in range(2)
     ]
     return _fragment(words, mgpu.MMALayouts(ir.IntegerType.get_signless(8)).rhs, (BLOCK, width))
-
-
-def _row_sums(layout: Layout, x, dx, width: int):
-    """Sums of each scale's columns, by `mma` with a matrix of equal numbers: then they lie where products do."""
-    f32, equal = ir.F32Type.get(), np.array([-layout.zero or 1] * 4, np.int8).view("<i4")[0]
-    word = _i32(int(equal))
-    a = _fragment([word] * 4, mgpu.MMALayouts(ir.IntegerType.get_signless(8)).lhs, (TILE, BLOCK))
-    found, scales = [], dx.registers.flatten()
-    for k in range(PIECE // layout.sub):
-        sums = mgpu.mma(_nothing((TILE, width)), a, _rows_of(layout, x, k, width))
-        if not layout.zero:
-            at = 2 * (k * layout.sub // BLOCK)
-            values = [
-                [arith.mulf(_at(scales[i // 2], at + c), arith.sitofp(f32, _at(reg, c))) for c in range(2)]
-                for i, reg in enumerate(sums.registers.flatten())
-            ]
-            sums = _sums_of(values, sums)
-        found.append(sums)
-    return tuple(found)
 
 
 def _nothing(shape):
@@ -380,16 +345,16 @@ def _looked_up(nibbles, table: tuple[int, ...]):
     low = arith.andi(nibbles, _i32(0x07070707))
     select = arith.ori(low, arith.shrui(low, _i32(4)))  # bytes 0 and 2: two nibbles each
     select = arith.ori(arith.andi(select, _i32(0xFF)), arith.andi(arith.shrui(select, _i32(8)), _i32(0xFF00)))
-    first, second = (_permute(packed[i], packed[i + 1], select) for i in (0, 2))
+    i32 = ir.IntegerType.get_signless(32)
+
+    def permute(*words):
+        """PTX's prmt.b32: byte i is byte (select >> 4 i) & 7 of the eight bytes of two words, the low one first."""
+        both = [_i32(int(word.view(np.int32))) for word in words]
+        return llvm.inline_asm(i32, [*both, select], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", has_side_effects=False)
+
+    first, second = permute(packed[0], packed[1]), permute(packed[2], packed[3])
     upper = arith.muli(arith.andi(arith.shrui(nibbles, _i32(3)), _i32(0x01010101)), _i32(0xFF))
     return arith.ori(arith.andi(second, upper), arith.andi(first, arith.xori(upper, _i32(-1))))
-
-
-def _permute(low: np.uint32, high: np.uint32, select):
-    """PTX's prmt.b32: byte i is byte (select >> 4 i) & 7 of the eight bytes of high and low."""
-    i32 = ir.IntegerType.get_signless(32)
-    words = [_i32(int(np.int32(np.uint32(w).view(np.int32)))) for w in (low, high)]
-    return llvm.inline_asm(i32, [*words, select], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", has_side_effects=False)
 
 
 def _fragment(words, layout, shape):
@@ -410,8 +375,3 @@ def _at(value, i: int):
 def _i32(value: int):
     dtype = ir.IntegerType.get_signless(32)
     return arith.constant(dtype, ir.IntegerAttr.get(dtype, value))
-
-
-def _fma(a, b, c):
-    """A product and a sum with one rounding, whatever the compiler does."""
-    return mlir_math.fma(a, b, c)
