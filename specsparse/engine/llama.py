@@ -18,7 +18,7 @@ from specsparse.engine.weights import Layer, Params
 from specsparse.errors import UserError
 from specsparse.kernels import ChosenFfn, Kernels, QTensor, SkipWeights, SparseStats
 from specsparse.kernels.native.layers import MOST_CHOSEN_ROWS
-from specsparse.kernels.reference.sparse import apply as activate
+from specsparse.kernels.reference.dense import activate
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ are read. Columns are filled up with zeros to chunks of 64, and a row to whole c
 The value of a weight is that of `kernels.qtensor`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -143,61 +144,56 @@ def row_bytes(layout: Layout, cols: int) -> int:
 
 
 def pack_neurons(raw: np.ndarray, ggml_type: GGML, shape: tuple[int, int]) -> NeuronRows:
-    """Packs a matrix (F, D) from a file's bytes, any GGUF type without loss; the down projection is given transposed.
-
-    Raises:
-        UserError: the type has no layout, or the byte count or the columns do not fit it.
-    """
+    """Packs a matrix (F, D) from a file's bytes, any GGUF type without loss; a down projection transposed."""
     ggml_type = GGML(ggml_type)
     layout = pack.layout_of(ggml_type)
     raw = pack.rows_of(raw, ggml_type, shape)
-    out = aligned_empty(len(raw), row_bytes(layout, shape[1]))
-    step = max(1, pack.CHUNK_BYTES // out.shape[1])
-    for start in range(0, len(raw), step):
-        part = raw[start : start + step]
-        fields = Fields(part)
-        if not layout.is_float:
-            kind = pack.KINDS[ggml_type]
-            fields = kind.decode(part.view(kind.block))
-        _write(out[start : start + step], fields, layout, shape[1])
-    out.flags.writeable = False
-    return NeuronRows(jax.device_put(out), layout, shape)
+
+    def decoded(start: int, stop: int) -> Fields:
+        if layout.is_float:
+            return Fields(raw[start:stop])
+        kind = pack.KINDS[ggml_type]
+        return kind.decode(raw[start:stop].view(kind.block))
+
+    return _packed_rows(decoded, layout, shape)
 
 
 def regroup_neurons(matrix: QTensor) -> NeuronRows:
     """A matrix packed in groups of 16 rows as rows of neurons: the same codes and scales. Runs on the host."""
-    (rows, cols), layout = matrix.shape, matrix.layout
-    out = aligned_empty(rows, row_bytes(layout, cols))
-    data = np.asarray(matrix.data)
-    step = max(1, pack.CHUNK_BYTES // data.shape[1])
-    for start in range(0, len(data), step):
-        to = out[start * ROWS : (start + step) * ROWS]
-        split = layout.split(data[start : start + step], cols)
-        by_row = (f if f is None else f.transpose(0, 2, 1, 3).reshape(len(f) * ROWS, -1)[: len(to)] for f in split)
-        _write(to, Fields(*by_row), layout, cols)
+    (rows, cols), layout, data = matrix.shape, matrix.layout, np.asarray(matrix.data)
+
+    def regrouped(start: int, stop: int) -> Fields:
+        split = layout.split(data[start // ROWS : -(-stop // ROWS)], cols)
+        by_row = (f if f is None else f.transpose(0, 2, 1, 3).reshape(len(f) * ROWS, -1)[: stop - start] for f in split)
+        return Fields(*by_row)
+
+    return _packed_rows(regrouped, layout, (rows, cols))
+
+
+def _packed_rows(decode: Callable[[int, int], Fields], layout: Layout, shape: tuple[int, int]) -> NeuronRows:
+    """The rows whose fields `decode(start, stop)` gives, some groups of 16 at a time; what is filled up is zero."""
+    rows, cols = shape
+    out, places = aligned_empty(rows, row_bytes(layout, cols)), field_places(layout, cols)
+    step = max(1, pack.CHUNK_BYTES // (ROWS * out.shape[1])) * ROWS
+    for start in range(0, rows, step):
+        to = out[start : start + step]
+        for name, field in decode(start, start + len(to))._asdict().items():
+            if field is None:
+                continue
+            stored = np.ascontiguousarray(field).view(np.uint8).reshape(len(to), -1)
+            if name == "codes" and layout.codes == "nibble":
+                # from blocks of 32 (columns j and 16 + j in a byte) to chunks of 64 (j and 32 + j)
+                blocks = stored.reshape(len(to), -1, 16)
+                if blocks.shape[1] % 2:
+                    blocks = np.pad(blocks, ((0, 0), (0, 1), (0, 0)))
+                first, second = blocks[:, ::2], blocks[:, 1::2]
+                four, low, high = np.uint8(4), np.uint8(0x0F), np.uint8(0xF0)
+                halves = [(first & low) | (second << four), (first >> four) | (second & high)]
+                stored = np.stack(halves, axis=2).reshape(len(to), -1)
+            at = places[name].start
+            to[:, at : at + stored.shape[1]] = stored
     out.flags.writeable = False
-    return NeuronRows(jax.device_put(out), layout, (rows, cols))
-
-
-def _write(out: np.ndarray, fields: Fields, layout: Layout, cols: int) -> None:
-    """Decoded rows into their places; bytes past the last column become zero."""
-    out[...] = 0
-    places, rows = field_places(layout, cols), len(out)
-    for name, field in fields._asdict().items():
-        if field is None:
-            continue
-        stored = np.ascontiguousarray(field).view(np.uint8).reshape(rows, -1)
-        if name == "codes" and layout.codes == "nibble":
-            # from blocks of 32 (columns j and 16 + j in a byte) to chunks of 64 (j and 32 + j)
-            blocks = stored.reshape(rows, -1, 16)
-            if blocks.shape[1] % 2:
-                blocks = np.pad(blocks, ((0, 0), (0, 1), (0, 0)))
-            first, second = blocks[:, ::2], blocks[:, 1::2]
-            four, low, high = np.uint8(4), np.uint8(0x0F), np.uint8(0xF0)
-            halves = [(first & low) | (second << four), (first >> four) | (second & high)]
-            stored = np.stack(halves, axis=2).reshape(rows, -1)
-        start = places[name].start
-        out[:, start : start + stored.shape[1]] = stored
+    return NeuronRows(jax.device_put(out), layout, shape)
 
 
 def unpack_neurons(rows: NeuronRows) -> jax.Array:
@@ -237,10 +233,6 @@ def skippable(matrix: QTensor) -> bool:
     """Whether its layout is Q4_0's, the only one that zeros are skipped in."""
     layout = matrix.layout
     return layout.codes == "nibble" and layout.scales == "d" and layout.zero == 8 and not layout.lut
-
-
-def skip_weights(up: QTensor, down: QTensor) -> SkipWeights:
-    return SkipWeights(regroup_neurons(up), stripes(down))
 
 
 def stripes(down: QTensor) -> jax.Array:

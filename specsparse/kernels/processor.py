@@ -9,7 +9,7 @@ import platform
 import re
 import time
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 import numpy as np
 
@@ -21,18 +21,10 @@ _FLAGS = (
 )  # fmt: skip
 
 
-class CpuInfo(TypedDict):
-    """Model name, architecture, instruction sets of interest, and cores that this process may use."""
-
-    model: str
-    architecture: str
-    flags: list[str]
-    cores: int
-
-
 @functools.cache
-def cpu_info() -> CpuInfo:
-    """Facts about this machine's processor, empty if the system does not tell them."""
+def cpu_info() -> dict[str, Any]:
+    """The processor's model and architecture, flags (instruction sets of interest), and the number of cores that this
+    process may use. A text is empty if the system does not tell it."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

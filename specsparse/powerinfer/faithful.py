@@ -15,7 +15,7 @@ from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.errors import UserError
 from specsparse.kernels import Kernels
 from specsparse.kernels.reference import dense
-from specsparse.kernels.reference.sparse import apply as activate
+from specsparse.kernels.reference.dense import activate
 
 FLOAT_TYPES = ("Q6_K",)
 """Types to keep as float32: the native kernels would round the rounded side again, in blocks of 32. For the others

@@ -49,7 +49,7 @@ from specsparse.kernels import Kernels, NeuronRows, QTensor, SparseStats, pack_n
 from specsparse.kernels.native import cpu
 from specsparse.kernels.packing.dequant import pack_float
 from specsparse.kernels.packing.pack import pack_qtensor
-from specsparse.kernels.reference.sparse import apply as activate
+from specsparse.kernels.reference.dense import activate
 from specsparse.powerinfer.modes import GivenDevices
 
 _ALL = Want()

@@ -25,7 +25,7 @@ from specsparse.engine.weights import Layer, PackFFN, Params, pack_matrix, pack_
 from specsparse.errors import UserError
 from specsparse.kernels import ChosenFfn, Kernels, NeuronRows, SparseStats, pack_neurons, regroup_neurons
 from specsparse.kernels.packing.dequant import dequantize, pack_float
-from specsparse.kernels.reference.sparse import apply as activate
+from specsparse.kernels.reference.dense import activate
 from specsparse.predictors.base import InOneCall, Predictor, as_mask
 from specsparse.predictors.rules import GateThreshold, Oracle, Teal
 from specsparse.predictors.scored import MlpWeights

@@ -13,7 +13,7 @@ from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer
 from specsparse.errors import UserError
 from specsparse.kernels import Kernels, NeuronChoice, QTensor
-from specsparse.kernels.reference.sparse import apply as activate
+from specsparse.kernels.reference.dense import activate
 from specsparse.support.options import read
 from specsparse.support.registry import Registry
 

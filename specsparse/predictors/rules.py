@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer
 from specsparse.kernels import NeuronChoice
-from specsparse.kernels.reference.sparse import apply as activate
+from specsparse.kernels.reference.dense import activate
 from specsparse.predictors.base import FFN, InOneCall, Needs, Predictor, as_mask, gate_matrix, require_rows
 from specsparse.support.options import Internal, Range, Share
 

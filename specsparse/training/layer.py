@@ -113,7 +113,7 @@ def linear(
     x_RI: jax.Array, weights: Sequence[jax.Array], *, norm: jax.Array | None = None, eps: float = 0.0,
     biases: object = None, residual: jax.Array | None = None, act: str | None = None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """`kernels.api.Kernels.linear` by the products of a training, for drafters whose functions take their products.
+    """`kernels.Kernels.linear` by the products of a training, for drafters whose functions take their products.
 
     No drafter that is trained has biases, or an activation other than SiLU.
     """

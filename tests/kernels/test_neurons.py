@@ -6,7 +6,6 @@ import pytest
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
-from specsparse.errors import UserError
 from specsparse.kernels import pack_neurons, regroup_neurons, unpack_neurons
 from specsparse.kernels.neurons import LINE, row_bytes
 from specsparse.kernels.packing.pack import SUPPORTED, pack_qtensor
@@ -49,9 +48,3 @@ def test_a_row_has_the_bytes_that_the_file_has(name):
     """At a real width nothing is filled up."""
     raw = random_quantised(name, 2, 4096)
     assert pack_neurons(raw, TYPES[name], (2, 4096)).data.shape == raw.shape
-
-
-def test_bytes_that_are_no_matrix():
-    raw = random_quantised("Q4_0", F, 96)
-    with pytest.raises(UserError, match=r"are not a \[21, 64\] matrix"):
-        pack_neurons(raw, TYPES["Q4_0"], (F, 64))

@@ -7,7 +7,6 @@ Rows of activations are int8 codes, and a scale for each block of 32.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,6 @@ TILE = 64
 PIECE = 64
 """Columns of a piece: two blocks. Of nibble codes a byte has a column of the first block low and of the second high."""
 _BLOCKS = PIECE // BLOCK
-
 
 _register = jax.tree_util.register_dataclass
 
@@ -48,7 +46,6 @@ class Fragments:
 
     @property
     def nbytes(self) -> int:
-        """Bytes read by one use of the whole matrix."""
         return sum(a.size * a.dtype.itemsize for a in (self.codes, self.scales, self.subs) if a is not None)
 
     @property
@@ -58,20 +55,6 @@ class Fragments:
     @property
     def pieces(self) -> int:
         return self.codes.shape[1]
-
-
-class Unpacked(NamedTuple):
-    """Numbers of some tiles, rows of a tile in order; P pieces.
-
-    Attributes:
-        codes: int8[.., 64, 64 P], zero not yet subtracted.
-        d: f32[.., 64, 64 P / sub].
-        m: the same, added to each weight, or None.
-    """
-
-    codes: jax.Array
-    d: jax.Array
-    m: jax.Array | None
 
 
 @partial(_register, data_fields=["codes", "scales"], meta_fields=["tiles"])
@@ -173,10 +156,14 @@ def abstract(layout: Layout, shape: tuple[int, int]) -> Fragments:
     return Fragments(of((tiles, pieces, 128, words), jnp.int32), scales, below, layout, shape)
 
 
-def unpack(codes: jax.Array, scales: jax.Array, subs: jax.Array | None, layout: Layout) -> Unpacked:
-    """Fields of `Fragments` of some tiles, any axes before those of pieces, as numbers.
+def unpack(codes: jax.Array, scales: jax.Array, subs: jax.Array | None, layout: Layout):
+    """Fields of `Fragments` of some tiles, any axes before those of P pieces, as numbers; rows of a tile in order.
 
-    With super-blocks P is a multiple of four pieces.
+    With super-blocks P is a multiple of four.
+
+    Returns:
+        codes int8[.., 64, 64 P], zero not yet subtracted; d f32[.., 64, 64 P / sub]; m, the same, added to each weight,
+        or None.
     """
     lead, pieces = codes.shape[:-3], codes.shape[-3]
     bytes_ = jax.lax.bitcast_convert_type(codes, jnp.uint8)
@@ -209,13 +196,13 @@ def unpack(codes: jax.Array, scales: jax.Array, subs: jax.Array | None, layout: 
         sc, mn = jnp.split(subs, 2, axis=-1) if layout.has_min else (subs, None)
         d = times(d, sc, jnp.int8)
         m = None if mn is None else -times(m, mn, jnp.uint8)
-    return Unpacked(numbers, d, m)
+    return numbers, d, m
 
 
 def widened(w: Fragments, dtype: jnp.dtype) -> jax.Array:
     """The whole matrix as floats [rows, cols], the operand of a prompt's product."""
     rows, cols = w.shape
-    values = _values(unpack(w.codes, w.scales, w.subs, w.layout), w.layout)
+    values = _values(w.codes, w.scales, w.subs, w.layout)
     return values.astype(dtype).reshape(-1, w.pieces * PIECE)[:rows, :cols]
 
 
@@ -223,18 +210,18 @@ def embed_rows(w: Fragments, ids: jax.Array) -> jax.Array:
     """Rows `ids` int32[R] as f32[R, cols]. Ids out of range are clipped."""
     ids = jnp.clip(ids, 0, w.shape[0] - 1)
     tiles = jax.tree.map(lambda a: a[ids // TILE], (w.codes, w.scales, w.subs))
-    values = _values(unpack(*tiles, w.layout), w.layout)
+    values = _values(*tiles, w.layout)
     return jnp.take_along_axis(values, (ids % TILE)[:, None, None], axis=1)[:, 0, : w.shape[1]]
 
 
-def _values(u: Unpacked, layout: Layout) -> jax.Array:
-    """f32[.., 64, columns]."""
-    shape = (*u.d.shape, layout.sub)
-    codes = u.codes.astype(jnp.float32).reshape(shape) - jnp.float32(layout.zero)
-    values = codes * u.d[..., None]
-    if u.m is not None:
-        values = values + u.m[..., None]
-    return values.reshape(u.codes.shape)
+def _values(codes: jax.Array, scales: jax.Array, subs: jax.Array | None, layout: Layout) -> jax.Array:
+    """f32[.., 64, 64 P] of fields that `unpack` takes."""
+    codes, d, m = unpack(codes, scales, subs, layout)
+    numbers = codes.astype(jnp.float32).reshape(*d.shape, layout.sub) - jnp.float32(layout.zero)
+    values = numbers * d[..., None]
+    if m is not None:
+        values = values + m[..., None]
+    return values.reshape(codes.shape)
 
 
 def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -264,16 +251,11 @@ def pack_rows(codes: jax.Array, scales: jax.Array) -> PackedRows:
     pieces = -(-codes.shape[1] // PIECE)
     tiles = -(-codes.shape[0] // 8)
 
-    def laid(values: jax.Array, per_piece: int) -> jax.Array:
-        """[n, 8, P, per_piece]."""
+    def laid(values: jax.Array, per_piece: int) -> jax.Array:  # [n, 8, P, per_piece]
         short = tiles * 8 - values.shape[0], pieces * per_piece - values.shape[1]
         return jnp.pad(values, ((0, short[0]), (0, short[1]))).reshape(tiles, 8, pieces, per_piece)
 
-    def by_pair(values: jax.Array, per_piece: int) -> jax.Array:
-        """[P, 4 n, 2 per_piece]."""
-        a = laid(values, per_piece).reshape(tiles, 4, 2, pieces, per_piece)
-        return a.transpose(3, 0, 1, 4, 2).reshape(pieces, 4 * tiles, 2 * per_piece)
-
+    pairs = laid(scales, 2).reshape(tiles, 4, 2, pieces, 2).transpose(3, 0, 1, 4, 2)
     a = laid(codes, PIECE).reshape(tiles, 8, pieces, 2, 2, 4, 4).transpose(2, 0, 1, 5, 3, 4, 6)
     words = jax.lax.bitcast_convert_type(a, jnp.int32).reshape(pieces, 32 * tiles, 4)
-    return PackedRows(words, by_pair(scales, 2), tiles)
+    return PackedRows(words, pairs.reshape(pieces, 4 * tiles, 4), tiles)

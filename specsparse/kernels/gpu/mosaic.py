@@ -160,16 +160,16 @@ class _Interpreted(InArrays):
         return jnp.zeros((TILE, width), jnp.float32)
 
     def add(self, acc, codes, scales, subs, x, dx, row_sums):
-        u = unpack(codes[None], scales[None], None if subs is None else subs[None], self.layout)
+        numbers, d, m = unpack(codes[None], scales[None], None if subs is None else subs[None], self.layout)
         sub = self.layout.sub
         for k in range(PIECE // sub):
             columns, scale = slice(k * sub, (k + 1) * sub), dx[None, :, k * sub // BLOCK]
-            dot = jnp.einsum("mk,nk->mn", u.codes[:, columns].astype(jnp.int32), x[:, columns])
+            dot = jnp.einsum("mk,nk->mn", numbers[:, columns].astype(jnp.int32), x[:, columns])
             if self.layout.zero:
                 dot = dot - jnp.int32(self.layout.zero) * row_sums[None, :, k]
-            acc = acc + u.d[:, k, None] * scale * dot.astype(jnp.float32)
-            if u.m is not None:
-                acc = acc + u.m[:, k, None] * (scale * row_sums[None, :, k].astype(jnp.float32))
+            acc = acc + d[:, k, None] * scale * dot.astype(jnp.float32)
+            if m is not None:
+                acc = acc + m[:, k, None] * (scale * row_sums[None, :, k].astype(jnp.float32))
         return acc
 
 

@@ -6,7 +6,7 @@ added up in order.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import reduce
 from operator import add
 
 import jax
@@ -24,7 +24,8 @@ from specsparse.kernels.gpu.fragments import (
     widened,
 )
 from specsparse.kernels.gpu.plan import SUMS, Plan, plan
-from specsparse.kernels.gpu.weights import Matrix, PlainMatrix, embed_plain, multiply_plain
+from specsparse.kernels.gpu.weights import Matrix, PlainMatrix, multiply_plain
+from specsparse.kernels.packing import dequant
 from specsparse.kernels.qtensor import BLOCK
 from specsparse.kernels.reference import dense
 
@@ -84,12 +85,12 @@ def _in_order(w: Fragments, codes: jax.Array, scales: jax.Array, how: Plan) -> j
         padded = jnp.pad(values, ((0, 0), (0, whole - values.shape[1])))
         return padded.reshape(len(values), how.ranges, -1, per).transpose(1, 2, 0, 3)
 
-    u = unpack(w.codes, w.scales, w.subs, layout)
-    weights = u.codes.reshape(-1, w.pieces * PIECE)
+    numbers, d, m = unpack(w.codes, w.scales, w.subs, layout)
+    weights = numbers.reshape(-1, w.pieces * PIECE)
     a = by_scale(codes, layout.sub).astype(jnp.int32)
     dx = by_scale(jnp.repeat(scales, BLOCK // layout.sub, axis=1), 1)
     sx = None if sums is None else by_scale(sums, 1)
-    d, m = (None if v is None else by_scale(v.reshape(len(weights), -1), 1)[..., 0] for v in (u.d, u.m))
+    d, m = (None if v is None else by_scale(v.reshape(len(weights), -1), 1)[..., 0] for v in (d, m))
     steps = (a, dx, sx, by_scale(weights, layout.sub).astype(jnp.int32), d, m)
 
     def step(acc, piece):
@@ -106,14 +107,6 @@ def _in_order(w: Fragments, codes: jax.Array, scales: jax.Array, how: Plan) -> j
     return reduce(add, (reduce(add, one) for one in acc))
 
 
-def _multiplier(w: Matrix, *, compiled: bool) -> Callable[[jax.Array], jax.Array]:
-    if isinstance(w, Fragments):
-        return lambda h: multiply(h, w, compiled=compiled)
-    if isinstance(w, PlainMatrix):
-        return lambda h: multiply_plain(h, w)
-    return dense.multiplier(w)
-
-
 def linear(
     x: jax.Array, weights: Sequence[Matrix], *, compiled: bool | None = None, **options
 ) -> tuple[jax.Array, ...]:
@@ -124,14 +117,15 @@ def linear(
     compiled = has_kernels() if compiled is None else compiled
     if compiled and x.shape[0] <= WIDEST and all(isinstance(w, Fragments) for w in weights):
         return _by_kernels(x, weights, **options)
-    multiplier = partial(_multiplier, compiled=compiled)
+
+    def multiplier(w: Matrix) -> Callable[[jax.Array], jax.Array]:
+        if isinstance(w, Fragments):
+            return lambda h: multiply(h, w, compiled=compiled)
+        return (lambda h: multiply_plain(h, w)) if isinstance(w, PlainMatrix) else dense.multiplier(w)
+
     outs = dense.linear(x, weights, multiplier=multiplier, over_rows=dense.at_once, **options)
-    return _added_up_once(outs, options.get("residual"))
-
-
-def _added_up_once(outs: tuple[jax.Array, ...], residual: jax.Array | None) -> tuple[jax.Array, ...]:
-    """Keeps XLA from adding the sums over ranges of columns in every reader of the residual stream."""
-    return outs if residual is None else jax.lax.optimization_barrier(outs)
+    # Else XLA adds the sums over ranges of columns in every reader of the residual stream.
+    return outs if options.get("residual") is None else jax.lax.optimization_barrier(outs)
 
 
 def _by_kernels(
@@ -154,11 +148,11 @@ def _by_kernels(
         x, weights, multiplier=lambda w: lambda _: _by_kernel(rows, w)[:count], over_rows=dense.at_once,
         n_valid=n_valid, biases=biases, residual=residual, act=act, zeros=zeros,
     )  # fmt: skip
-    return _added_up_once(outs, residual)
+    return outs if residual is None else jax.lax.optimization_barrier(outs)
 
 
 def embed(w: Matrix, ids: jax.Array) -> jax.Array:
-    """Rows `ids` int32[R] of a matrix as f32[R, D]."""
+    """Rows `ids` int32[R] of a matrix as f32[R, D]. Ids out of range are clipped."""
     if isinstance(w, PlainMatrix):
-        return embed_plain(w, ids)
-    return embed_rows(w, ids) if isinstance(w, Fragments) else dense.embed(w, ids)
+        return w.data[jnp.clip(ids, 0, w.shape[0] - 1)].astype(jnp.float32)
+    return embed_rows(w, ids) if isinstance(w, Fragments) else dequant.embed_rows(w, ids)

@@ -25,11 +25,6 @@ OPERATIONS = (
 
 ISAS = ("portable", "avx2", "avxvnni", "avx512", "amx")
 """Instruction sets of the kernels; by default the widest that the processor has."""
-_USE = f"use {', '.join(ISAS[:-1])} or {ISAS[-1]}"
-
-_DIGITS = 9
-"""Digits of a number of threads or microseconds, at most."""
-
 _CODES = ("nibble", "int8", "f32", "f16", "bf16")
 _SCALES = ("none", "d", "dm", "f32", "super", "super_min")
 ACTS = {None: 0, "silu": 1, "relu": 2, "relu2": 3, "gelu_tanh": 4}
@@ -68,19 +63,29 @@ def library() -> ctypes.CDLL | None:
     opened.specsparse_int8_rate.argtypes = opened.specsparse_f32_rate.argtypes = [ctypes.c_double]
     for rate in (opened.specsparse_read_rate, opened.specsparse_int8_rate, opened.specsparse_f32_rate):
         rate.restype = ctypes.c_double
-    wanted = os.environ.get("SPECSPARSE_ISA")
-    if wanted and not opened.specsparse_set_isa(wanted.encode()):
-        raise UserError(f"SPECSPARSE_ISA={wanted}: this processor or build has no such kernels; {_USE}")
+    if wanted := os.environ.get("SPECSPARSE_ISA"):
+        _choose_isa(opened, wanted)
     if count := os.environ.get("SPECSPARSE_THREADS"):
-        opened.specsparse_set_threads(_checked_threads(count))
-    spin = os.environ.get("SPECSPARSE_SPIN_US")
-    if spin and not (spin.isascii() and spin.isdecimal() and len(spin) <= _DIGITS):
-        raise UserError(f"SPECSPARSE_SPIN_US={shown(spin)}: microseconds from 0 to 999999999 are needed")
+        opened.specsparse_set_threads(_whole_number("SPECSPARSE_THREADS", count, 1, 64))
+    if spin := os.environ.get("SPECSPARSE_SPIN_US"):  # the library reads it itself
+        _whole_number("SPECSPARSE_SPIN_US", spin, 0, 10**9 - 1)
     return opened
 
 
+def _choose_isa(opened: ctypes.CDLL, name: str) -> None:
+    if not opened.specsparse_set_isa(name.encode()):
+        known = f"use {', '.join(ISAS[:-1])} or {ISAS[-1]}"
+        raise UserError(f"SPECSPARSE_ISA={name}: this processor or build has no such kernels; {known}")
+
+
+def _whole_number(name: str, value: int | str, low: int, high: int) -> int:
+    text = str(value)
+    if not (text.isascii() and text.isdecimal() and len(text) <= 9 and low <= int(text) <= high):
+        raise UserError(f"{name}={shown(value)}: an integer from {low} to {high} is needed")
+    return int(text)
+
+
 def available() -> bool:
-    """Whether the compiled kernels are there."""
     return library() is not None
 
 
@@ -112,25 +117,17 @@ def why_no_amx() -> str | None:
 
 def set_isa(name: str) -> None:
     """Switches the instruction set of this process; raises UserError if the processor lacks it."""
-    if (found := library()) is None or not found.specsparse_set_isa(name.encode()):
-        raise UserError(f"this processor or build has no {name!r} kernels; {_USE}")
+    _choose_isa(needed(), name)
 
 
 def threads() -> int | None:
-    """Threads that share a kernel's work."""
+    """Number of threads that share a kernel's work."""
     return found.specsparse_threads() if (found := library()) else None
 
 
-def _checked_threads(count: int | str) -> int:
-    digits = isinstance(count, str) and count.isdecimal() and len(count) <= _DIGITS
-    if not (isinstance(count, int) or digits) or isinstance(count, bool) or not 1 <= int(count) <= 64:
-        raise UserError(f"threads={shown(count)}: an integer from 1 to 64 is needed")
-    return int(count)
-
-
 def set_threads(count: int) -> None:
-    """Sets the number of threads; results do not depend on it."""
-    count = _checked_threads(count)
+    """Sets the number of threads, 1 to 64; results do not depend on it."""
+    count = _whole_number("threads", count, 1, 64)
     if found := library():
         found.specsparse_set_threads(count)
 
@@ -193,8 +190,10 @@ def call(target: str, results, *operands, aliases=None, **attributes):
     return run(*operands, **attributes)
 
 
+# The functions of `reference.dense`, by the C++ kernels.
+
+
 def linear(x, weights, *, n_valid, norm=None, eps=0.0, biases=None, residual=None, act=None, zeros=True):
-    """`reference.dense.linear` by the C++ kernels."""
     outs, operands = weights[:1] if act else weights, Operands()
     biases = biases or [None] * len(weights)
     places = [(operands.place(w.data), operands.place(bias)) for w, bias in zip(weights, biases, strict=True)]
@@ -216,12 +215,10 @@ def linear(x, weights, *, n_valid, norm=None, eps=0.0, biases=None, residual=Non
 
 
 def add_normed(x, y, norm, *, n_valid, eps):
-    """`reference.dense.add_normed` by the C++ kernels."""
     return call("add_normed", (x.shape, jnp.float32), x, y, norm, n_valid, eps=np.float32(eps))
 
 
 def embed(w, ids):
-    """`reference.dense.embed` by the C++ kernels."""
     return call("embed", ((ids.shape[0], w.shape[1]), jnp.float32), w.data, ids, matrices=describe(w))
 
 
@@ -229,8 +226,7 @@ def attend(
     q, k, v, cache_k, cache_v, *,
     cos, sin, length, n_valid, parents=None, pairing="norm", q_norm=None, k_norm=None, eps=0.0, window=0, table=0,
 ):  # fmt: skip
-    """`reference.dense.attend` by the C++ kernels; a head size that is no multiple of 16 takes the reference."""
-    if head_size(cache_v) % 16:
+    if head_size(cache_v) % 16:  # not built in C++
         return dense.attend(
             q, k, v, cache_k, cache_v, cos=cos, sin=sin, length=length, n_valid=n_valid, parents=parents,
             pairing=pairing, q_norm=q_norm, k_norm=k_norm, eps=eps, window=window, table=table,
@@ -248,27 +244,25 @@ def attend(
 
 
 def argmax(x):
-    """`reference.dense.argmax` by the C++ kernels."""
     return call("argmax", (x.shape[:1], jnp.int32), x)
 
 
+# Those of `engine.sampling.probs.SamplingKernels`, which says what they compute.
+
+
 def check(logits_RV):
-    """`SamplingKernels.check` (see `engine.sampling.probs`) by the C++ kernels."""
     return call("check", (logits_RV.shape[:1], jnp.bool_), logits_RV)
 
 
 def probs(logits_RV, rows, **_):
-    """`engine.sampling.probs.reference_probs` by the C++ kernels; `rows` are its Truncation."""
     return call("probs", (logits_RV.shape, jnp.float32), logits_RV, *rows)
 
 
 def draw(p_RV, u_RU):
-    """`engine.sampling.probs.reference_draw` by the C++ kernels: the same tree of sums, the same token."""
     return call("draw_token", (p_RV.shape[:1], jnp.int32), p_RV, u_RU)
 
 
 def sample(logits_RV, probs, n_valid_B, u_RU=None, tokens_R=None):
-    """`check`, `probs` and `draw` of the rows that count (see `SamplingKernels.sample`) by the C++ kernels."""
     R = logits_RV.shape[:1]
     u_RU = jnp.zeros((0, 4), jnp.float32) if u_RU is None else u_RU
     results = [(R, jnp.int32), (R, jnp.bool_), (R, jnp.float32)]
@@ -276,14 +270,12 @@ def sample(logits_RV, probs, n_valid_B, u_RU=None, tokens_R=None):
 
 
 def propose(logits_RN, probs, u_RU, ids_N, size):
-    """`SamplingKernels.propose` (see `engine.sampling.probs`) by the C++ kernels."""
     R = logits_RN.shape[:1]
     results = [(R, jnp.int32), (R, jnp.bool_), ((*R, size), jnp.float32)]
     return tuple(call("propose", results, logits_RN, *probs, u_RU, given(ids_N, jnp.int32)))
 
 
 def judge(rows_RV, probs, n_valid_B, tokens_BK, q_BKV, coins_BK, u_BU, *, whole):
-    """`SamplingKernels.judge` (see `engine.sampling.probs`) by the C++ kernels."""
     B = n_valid_B.shape
     results = [(B, jnp.int32), (B, jnp.int32), (B, jnp.bool_), (tokens_BK.shape, jnp.float32)]
     probs = (given(None), given(None), given(None, jnp.int32), given(None)) if probs is None else probs

@@ -65,10 +65,6 @@ def _five_bits(blocks: np.ndarray, *, offset: int) -> Fields:
     return Fields(codes, blocks["d"][..., None], blocks["m"][..., None] if "m" in blocks.dtype.names else None)
 
 
-def _mxfp4(blocks: np.ndarray) -> Fields:
-    return Fields(blocks["q"], _E8M0_HALF[blocks["e"]][..., None])
-
-
 def _nvfp4(blocks: np.ndarray) -> Fields:
     """64 columns in 4 sub-blocks of 16, each with its scale; byte j of a sub-block holds columns j and 8 + j."""
     rows, count = blocks.shape
@@ -172,10 +168,6 @@ def _tq1_0(blocks: np.ndarray) -> Fields:
     ]
     codes = (np.concatenate(digits, axis=-1).astype(np.uint16) * np.uint16(3)) >> np.uint16(8)
     return _one_scale(blocks, _minus(codes.astype(np.uint8).view("<u4"), 1).reshape(*blocks.shape, 8, 8))
-
-
-def _tq2_0(blocks: np.ndarray) -> Fields:
-    return _one_scale(blocks, _quarters(_minus(_two_bits(blocks["q"]), 1)))
 
 
 def _one_scale(blocks: np.ndarray, codes: np.ndarray) -> Fields:
@@ -314,10 +306,15 @@ _TABLE: tuple[tuple[GGML, dict, str, Callable[[np.ndarray], Fields]], ...] = (
     (GGML.Q6_K, {"codes": "int8", "scales": "super", "sub": 16}, "q:<u4x2,2,8 h:<u4x2,8 s:i1x16 d:<u2", _q6_k),
     (GGML.IQ4_NL, {**_LUT, "scales": "d"}, "d:<u2 q:<u4x4", as_stored),
     (GGML.IQ4_XS, {**_LUT, "scales": "super"}, "d:<u2 sh:<u2 sl:u1x4 q:<u4x8,4", _iq4_xs),
-    (GGML.MXFP4, {"codes": "nibble", "scales": "f32", "lut": _E2M1_VALUES}, "e:u1 q:<u4x4", _mxfp4),
+    (
+        GGML.MXFP4,
+        {"codes": "nibble", "scales": "f32", "lut": _E2M1_VALUES},
+        "e:u1 q:<u4x4",
+        lambda b: Fields(b["q"], _E8M0_HALF[b["e"]][..., None]),
+    ),
     (GGML.NVFP4, {"codes": "int8", "scales": "f32", "sub": 16}, "e:u1x4 q:u1x4,8", _nvfp4),
     (GGML.TQ1_0, _INT8, "q0:u1x32 q1:u1x16 q2:u1x4 d:<u2", _tq1_0),
-    (GGML.TQ2_0, _INT8, "q:<u4x2,8 d:<u2", _tq2_0),
+    (GGML.TQ2_0, _INT8, "q:<u4x2,8 d:<u2", lambda b: _one_scale(b, _quarters(_minus(_two_bits(b["q"]), 1)))),
     (GGML.IQ2_XXS, _CODEBOOK, "d:<u2 q:<u4x8,2", _iq2_xxs),
     (GGML.IQ2_XS, {**_CODEBOOK, "sub": 16}, "d:<u2 q:<u2x32 s:u1x8", _iq2_xs),
     (GGML.IQ2_S, {**_CODEBOOK, "sub": 16}, "d:<u2 q:u1x32 g:u1x32 h:u1x8 s:u1x8", _byte_indices(gq.IQ2_S, 2, 0.125)),

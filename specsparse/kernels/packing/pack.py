@@ -5,15 +5,12 @@ the file if it stores them so. This module lays the fields out in groups of 16 r
 time, so that the work stays in the cache and the only large allocation is the result.
 """
 
-from collections.abc import Callable
-
 import jax
 import numpy as np
 from gguf import GGMLQuantizationType as GGML
 from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES
 
-from specsparse.errors import UserError
 from specsparse.kernels.arena import aligned_empty
 from specsparse.kernels.native import cpu
 from specsparse.kernels.packing.block_types import KINDS, as_stored
@@ -39,9 +36,6 @@ def pack(raw: np.ndarray, qtype: GGML, shape: tuple[int, int]) -> tuple[np.ndarr
 
     Returns:
         data uint8[ceil(rows/16), layout.group_bytes(cols)], aligned to 64 bytes and read-only, and its layout.
-
-    Raises:
-        UserError: the type has no layout, or the byte count or the columns do not fit it.
     """
     qtype = GGML(qtype)
     layout = layout_of(qtype)
@@ -56,8 +50,13 @@ def pack(raw: np.ndarray, qtype: GGML, shape: tuple[int, int]) -> tuple[np.ndarr
         done = cpu.pack(out, raw, scales=1 + layout.has_min, words=8 if layout.codes == "int8" else 4)
     else:
         done = False
-    if not done:
-        _fill(out, raw, _row_writer(qtype, layout))
+    whole, step = len(raw) // ROWS, max(1, CHUNK_BYTES // out.shape[1])
+    for start in range(0, 0 if done else whole, step):
+        stop = min(start + step, whole)
+        _write_groups(out[start:stop], raw[start * ROWS : stop * ROWS].reshape(stop - start, ROWS, -1), qtype, layout)
+    if not done and whole < len(out):
+        out[whole:] = 0
+        _write_groups(out[whole:], raw[None, whole * ROWS :], qtype, layout)
     out.flags.writeable = False
     return out, layout
 
@@ -69,65 +68,31 @@ def pack_qtensor(raw: np.ndarray, qtype: GGML, shape: tuple[int, int]) -> QTenso
 
 
 def layout_of(qtype: GGML) -> Layout:
-    """The layout a GGUF type is packed into: its own, or float32 for another type that gguf can dequantise.
-
-    Raises:
-        UserError: gguf cannot dequantise it.
-    """
+    """The layout a GGUF type is packed into: its own, or float32 for another type that gguf can dequantise."""
     if qtype in FLOATS:
         return FLOATS[qtype]
-    if qtype in KINDS:
-        return KINDS[qtype].layout
-    try:
-        quants.dequantize(np.zeros((1, GGML_QUANT_SIZES[qtype][1]), np.uint8), qtype)
-    except NotImplementedError:
-        names = ", ".join(sorted(known.name for known in SUPPORTED))
-        raise UserError(f"tensor type {GGML(qtype).name} is not supported (supported: {names})") from None
-    return Layout("f32", source=GGML(qtype).name)
+    return KINDS[qtype].layout if qtype in KINDS else Layout("f32", source=GGML(qtype).name)
 
 
 def rows_of(raw: np.ndarray, qtype: GGML, shape: tuple[int, int]) -> np.ndarray:
-    """A file's bytes as uint8[rows, bytes of a row], those of float32 if the type has no layout of its own.
-
-    Raises:
-        UserError: they are no matrix of that type and shape.
-    """
+    """A file's bytes as uint8[rows, bytes of a row], those of float32 if the type has no layout of its own."""
     rows, cols = shape
     unit, unit_bytes = GGML_QUANT_SIZES[qtype]
     raw = np.asarray(raw).view(np.uint8)
-    if rows < 1 or cols < 1 or cols % unit or raw.size != rows * (cols // unit) * unit_bytes:
-        raise UserError(
-            f"{raw.size} bytes of {qtype.name} are not a [{rows}, {cols}] matrix (in blocks of {unit} columns)"
-        )
+    assert rows > 0 and cols > 0 and cols % unit == 0 and raw.size == rows * (cols // unit) * unit_bytes, (qtype, shape)
     raw = raw.reshape(rows, -1)
     return raw if qtype in SUPPORTED else quants.dequantize(raw, qtype).view(np.uint8)
 
 
-def _fill(out: np.ndarray, raw: np.ndarray, write: Callable[[np.ndarray, np.ndarray], None]) -> None:
-    """Runs write(out[g], raw[g, lanes, bytes]) over all groups; the lanes past the last row become zero."""
-    whole = raw.shape[0] // ROWS
-    step = max(1, CHUNK_BYTES // out.shape[1])
-    for start in range(0, whole, step):
-        stop = min(start + step, whole)
-        write(out[start:stop], raw[start * ROWS : stop * ROWS].reshape(stop - start, ROWS, -1))
-    if whole < out.shape[0]:
-        out[whole:] = 0
-        write(out[whole:], raw[None, whole * ROWS :])
-
-
-def _row_writer(qtype: GGML, layout: Layout) -> Callable[[np.ndarray, np.ndarray], None]:
-    """The function that packs raw rows [groups, lanes, bytes] into out [groups, group_bytes]."""
-
-    def write_floats(out: np.ndarray, raw: np.ndarray) -> None:
+def _write_groups(out: np.ndarray, raw: np.ndarray, qtype: GGML, layout: Layout) -> None:
+    """Packs rows raw[groups, lanes, bytes] into out[groups, group_bytes]; the lanes after those stay as they are."""
+    groups, lanes, _ = raw.shape
+    if layout.is_float:
         values = raw.view("<u4" if layout.codes == "f32" else "<u2")
-        out.view(values.dtype).reshape(len(out), -1, ROWS)[..., : raw.shape[1]] = values.transpose(0, 2, 1)
-
-    def write_blocks(out: np.ndarray, raw: np.ndarray) -> None:
-        groups, lanes, _ = raw.shape
+        out.view(values.dtype).reshape(groups, -1, ROWS)[..., :lanes] = values.transpose(0, 2, 1)
+    else:
         kind = KINDS[qtype]
         _write_fields(out, kind.decode(raw.reshape(groups * lanes, -1).view(kind.block)), layout, lanes)
-
-    return write_floats if layout.is_float else write_blocks
 
 
 def _write_fields(out: np.ndarray, fields: Fields, layout: Layout, lanes: int) -> None:

@@ -23,16 +23,10 @@ def random_quantised(
     """Valid bytes of a random matrix in `kind`, uint8 [rows, bytes of a row], as `TensorInfo.raw` has them.
 
     Args:
-        kind: any type gguf can dequantise, or its name.
-        rows: of the matrix.
-        cols: of the matrix, a multiple of the type's block.
-        seed: of the random numbers.
+        kind: any type gguf can dequantise, or its name; else NotImplementedError.
+        cols: a multiple of the type's block, else ValueError.
         std: about the standard deviation of the weights.
         edges: make one block in 16 all zero and one in 16 carry a subnormal scale, if the type has float16 scales.
-
-    Raises:
-        ValueError: cols is no multiple of the block.
-        NotImplementedError: gguf cannot dequantise the type.
     """
     kind = GGMLQuantizationType[kind] if isinstance(kind, str) else kind
     rng = np.random.default_rng([seed, int(kind), rows, cols])
@@ -45,7 +39,7 @@ def random_quantised(
     if kind in _SCALE_AT:
         _set_float16(blocks, rng, kind, std, edges)
     elif kind == _T.IQ1_M:  # its float16 scale is spread over the high four bits of the block's last four uint16
-        d = _vary(rng, len(blocks)) * std / 8.0
+        d = rng.uniform(0.5, 1.5, len(blocks)) * std / 8.0
         tail = blocks[:, 48:].copy().view("<u2")
         bits = d.astype("<f2").view("<u2")[:, None] >> np.array([0, 4, 8, 12], np.uint16)
         blocks[:, 48:] = ((tail & 0x0FFF) | ((bits & 0xF) << 12).astype(np.uint16)).view(np.uint8)
@@ -57,10 +51,6 @@ def random_quantised(
     else:
         raise NotImplementedError(f"no random weights for {kind.name}")
     return blocks.reshape(rows, -1)
-
-
-def _vary(rng: np.random.Generator, n: int) -> np.ndarray:
-    return rng.uniform(0.5, 1.5, n)
 
 
 def _set_float16(
@@ -75,7 +65,7 @@ def _set_float16(
     put(_SCALE_AT[kind], np.ones(len(blocks)))
     if least is not None:
         put(least, np.full(len(blocks), center))
-    d = _vary(rng, len(blocks)) * std / quants.dequantize(blocks[:_SAMPLE], kind).std()
+    d = rng.uniform(0.5, 1.5, len(blocks)) * std / quants.dequantize(blocks[:_SAMPLE], kind).std()
     if least is None:  # files hold negative scales too if there is no min
         d *= rng.choice([-1.0, 1.0], len(blocks))
     if edges:
@@ -84,4 +74,4 @@ def _set_float16(
         d[where == 1] = 3e-6
     put(_SCALE_AT[kind], d)
     if least is not None:
-        put(least, d * center * _vary(rng, len(blocks)))
+        put(least, d * center * rng.uniform(0.5, 1.5, len(blocks)))

@@ -33,7 +33,6 @@ def alone(function, *rows):
 
 
 def at_once(function, *rows):
-    """function of all rows together."""
     return function(*rows)
 
 
@@ -52,8 +51,12 @@ def normalise_row(x, norm, eps):
     )
 
 
-def activate(x, act: str):
-    """The gate's activation: silu, relu, relu2 (squared) or gelu_tanh (GELU by its tanh formula)."""
+def activate(x, act: str | tuple[str, float] | None):
+    """silu, relu, relu2 (squared), gelu_tanh (GELU by its tanh formula), ("fatrelu", t), or None for x itself."""
+    if act is None:
+        return x
+    if isinstance(act, tuple):
+        return jnp.where(x > jnp.float32(act[1]), x, jnp.float32(0))
     if act == "silu":
         return x * jax.nn.sigmoid(x)
     if act == "gelu_tanh":  # x / 2 * (1 + tanh(z)) = x * sigmoid(2 z), z = sqrt(2 / pi) (x + 0.044715 x^3)
@@ -63,7 +66,7 @@ def activate(x, act: str):
 
 
 def valid(n_valid, rows: int):
-    """bool[R]: the rows that count."""
+    """The rows that count, bool[R]: the first `n_valid` of each sequence."""
     n = rows // n_valid.shape[0]
     return (jnp.arange(n)[None] < n_valid[:, None]).reshape(rows)
 
@@ -127,11 +130,6 @@ def add_normed(x, y, norm, *, n_valid, eps, over_rows=alone):
     """x + y / rms(y) * norm, row by row: x, y f32[R, D], norm f32[D]; `n_valid` and `eps` as `linear` takes them."""
     out = over_rows(lambda a, b: a + normalise_row(b, norm, eps), x, y)
     return jnp.where(valid(n_valid, x.shape[0])[:, None], out, jnp.float32(0))
-
-
-def embed(w, ids):
-    """Rows `ids` int32[R] of a QTensor [V, D] as f32[R, D]."""
-    return dequant.embed_rows(w, ids)
 
 
 def argmax(x):

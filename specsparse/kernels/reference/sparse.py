@@ -12,17 +12,7 @@ from specsparse.kernels.neurons import NeuronRows, SignRows, SparseStats, unpack
 from specsparse.kernels.reference import dense
 
 
-def apply(x, act):
-    """act(x): x itself for None, ("fatrelu", t) is x if x > t, else 0; the others as `dense.activate`."""
-    if act is None:
-        return x
-    if isinstance(act, tuple):
-        return jnp.where(x > jnp.float32(act[1]), x, jnp.float32(0))
-    return dense.activate(x, act)
-
-
 def check(x_RD, keep_RF, gate: NeuronRows | None, up: NeuronRows, down_t: NeuronRows, act, up_act) -> None:
-    """Asserts that shapes go together. Raises UserError for an activation that no sparse FFN has."""
     assert up.shape == down_t.shape and (gate is None or gate.shape == up.shape), up.shape
     assert x_RD.shape == (keep_RF.shape[0], up.shape[1]) and keep_RF.shape[1] == up.shape[0], keep_RF.shape
     assert keep_RF.dtype == jnp.uint8, keep_RF.dtype
@@ -56,9 +46,6 @@ def sparse_ffn(
 
     Returns:
         f32[R, D] and `SparseStats`.
-
-    Raises:
-        UserError: an activation that does not exist.
     """
     check(x_RD, keep_RF, gate, up, down_t, act, up_act)
     gate_FD, up_FD, down_FD = (None if w is None else unpack_neurons(w) for w in (gate, up, down_t))
@@ -70,10 +57,10 @@ def sparse_ffn(
 
     def ffn(x, keep):
         z = x if norm is None else dense.normalise_row(x, norm, eps)
-        a = apply(product(z, up_FD if gate is None else gate_FD), act)
+        a = dense.activate(product(z, up_FD if gate is None else gate_FD), act)
         a = jnp.where(keep if least is None else keep & ~(jnp.abs(a) < least), a, jnp.float32(0))
         if gate is not None:
-            a = jnp.where(a == jnp.float32(0), a, a * apply(product(z, up_FD), up_act))
+            a = jnp.where(a == jnp.float32(0), a, a * dense.activate(product(z, up_FD), up_act))
         return jnp.einsum("...f,fd->...d", a, down_FD, precision=dense.HIGHEST), a != jnp.float32(0)
 
     y_RD, live_RF = over_rows(ffn, x_RD, keep_RF)

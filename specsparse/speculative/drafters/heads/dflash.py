@@ -4,7 +4,7 @@ A layer is one of Qwen3. Its keys and values are projections of two kinds of row
 fused by one matrix, and the block's own rows [last token, mask, mask, ...]; its queries are of the block only. So the
 context is read once, and the whole block is drafted in one pass.
 
-The products are an argument, `kernels.api.Kernels.linear` or `training.layer.linear`, so that the same lines decode
+The products are an argument, `kernels.Kernels.linear` or `training.layer.linear`, so that the same lines decode
 with quantised weights and are differentiated in float32 (`training.dflash_form`).
 """
 
