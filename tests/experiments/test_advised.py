@@ -18,7 +18,7 @@ TABLE = CostTable(
     round_token_s=0.0, host_s=0.0, bandwidth=1e9, int8=None, f32=1e9,
     drafts={"model": DraftCost(token_s=0.002, fixed_s=0.0005)}, residuals={"spread": {"near 2": 0.01, "near 4": 0.02}},
 )  # fmt: skip
-COSTED = compare.Costed("model", 3)
+COSTED = ("model", 3)
 
 
 def passes(task: str, reach: tuple[int, ...], drafts: int, *, factor: float = 1.0) -> list[Pass]:
@@ -43,7 +43,7 @@ def groups(*found: list[Pass]) -> dict[str, record.Group]:
 
 def test_a_run_at_the_tables_times_is_predicted_exactly():
     found = groups(passes("chat", (6, 4, 2), 8), passes("code", (9, 8, 7), 9), passes("still", (), 0))
-    one = compare.predict("m", found, TABLE, COSTED)
+    one = compare.predict({"m": found}, TABLE, {"m": COSTED})["m"]
     assert one.predicted == pytest.approx(one.measured, rel=1e-12) and one.within
     assert one.low < one.predicted < one.high
     assert (one.rows, one.v, one.c) == pytest.approx((3.0, 1.6, 0.2)) and one.c0 == pytest.approx(0.15)
@@ -51,18 +51,17 @@ def test_a_run_at_the_tables_times_is_predicted_exactly():
 
 def test_a_run_that_takes_longer_is_off_by_as_much():
     found = groups(passes("chat", (6, 4, 2), 8, factor=1.25))
-    one = compare.predict("m", found, TABLE, COSTED)
+    one = compare.predict({"m": found}, TABLE, {"m": COSTED})["m"]
     assert one.over_measured == pytest.approx(1.25) and not one.within
     lines = list(compare.prediction_parts({"m": one}))
     assert lines[1] == "advice: 0 of 1 predictions within 10% of the clock"
-    assert compare.prediction_summary({"m": one}) == {"advice": {"methods": 1, "within": 0}}
     assert one.to_dict()["over_measured"] == pytest.approx(1.25)
 
 
 def test_a_tree_is_predicted_by_its_depths_and_its_nodes():
     """Three nodes on two levels, eight of ten rounds: tokens by depth, rows by node, drafting by the round."""
     table = TABLE.with_draft("tree", DraftCost(fixed_s=0.003))
-    one = compare.predict("m", groups(passes("chat", (6, 4), 8)), table, compare.Costed("tree", 3))
+    one = compare.predict({"m": groups(passes("chat", (6, 4), 8))}, table, {"m": ("tree", 3)})["m"]
     seconds = 8 * (0.016 + 0.001 + 0.003) + 2 * 0.010
     assert one.predicted == pytest.approx(20 * 0.010 / seconds, rel=1e-12)
     assert (one.rows, one.c, one.c0) == pytest.approx((3.0, 0.0, 0.4))
@@ -80,5 +79,5 @@ def test_the_cost_of_a_chain_is_a_tokens_and_of_a_tree_its_own(monkeypatch):
 
 
 def test_a_method_that_drafts_nothing_has_no_prediction():
-    assert compare.predict("m", groups(passes("still", (), 0)), TABLE, COSTED) is None
-    assert list(compare.prediction_parts({})) == [] and compare.prediction_summary({}) == {}
+    assert compare.predict({"m": groups(passes("still", (), 0))}, TABLE, {"m": COSTED}) == {}
+    assert list(compare.prediction_parts({})) == []

@@ -43,7 +43,7 @@ def cfg(files):
 
 def play(cfg, directory):
     found, text, record = playing.play(cfg, directory)
-    assert found.objective == -found.result.points[-1].quality.model.kl
+    assert found.objective == -found.result[-1].quality.model.kl
     return found.result, text, record
 
 
@@ -54,7 +54,7 @@ def test_the_experiment_of_relullama_runs_on_a_tiny_file(files, tmp_path):
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         cfg = from_omegaconf(compose("config", ["+experiment=powerinfer_relullama_7b", *own, *few]))
     found, _, record = play(cfg, tmp_path)
-    assert [point.value for point in found.points] == [0.0, 0.5] and record["summary"]["vary"] == "threshold"
+    assert [point.value for point in found] == [0.0, 0.5] and record["summary"]["vary"] == "threshold"
 
 
 @pytest.mark.slow  # tests/predictors judges them beside each other
@@ -62,8 +62,8 @@ def test_predictors_beside_each_other(cfg, tmp_path):
     relu = dataclasses.replace(cfg.model, activation="relu")
     many = dataclasses.replace(cfg.own["sparsity"], values=(), predictors=("oracle", "svd", "signbit"), recall=0.6)
     found, text, record = play(replaced(cfg, model=relu, sparsity=many), tmp_path / "a")
-    assert [p.value for p in found.points] == ["oracle", "svd", "signbit"] == [p.quality.name for p in found.points]
-    oracle, svd, signbit = (p.quality for p in found.points)
+    assert [p.value for p in found] == ["oracle", "svd", "signbit"] == [p.quality.name for p in found]
+    oracle, svd, signbit = (p.quality for p in found)
     assert oracle.model.kl < 1e-6 and oracle.mean.recall == 1 and oracle.mean.kept < 0.7
     assert svd.model.kl > 1e-6 and all(abs(q.mean.recall - 0.6) < 0.15 for q in (svd, signbit))
     assert "oracle, svd, signbit" in text and record["summary"]["vary"] == "predictor"
@@ -76,17 +76,17 @@ def test_predictors_beside_each_other(cfg, tmp_path):
 
 def test_fewer_neurons_cost_quality_and_save_bytes(cfg, tmp_path):
     found, text, record = play(cfg, tmp_path / "a")
-    whole, half, fifth = found.points
+    whole, half, fifth = found
     assert whole.quality.mean.kept == 1.0 and whole.quality.model.kl < 1e-6
     for point in (half, fifth):
         assert point.quality.mean.kept == pytest.approx(point.value, abs=0.12)
     assert 0 < half.quality.model.kl < fifth.quality.model.kl
     assert whole.by_bytes == pytest.approx(1, abs=1e-3) and whole.by_bytes < half.by_bytes < fifth.by_bytes < 1.5
-    assert all((p.speedup.prompts, p.speedup.pairs) == (1, 2) and p.tokens_per_second > 0 for p in found.points)
-    assert all(p.speedup.low is None and p.speedup.timing_low < p.speedup.timing_high for p in found.points)
+    assert all((p.speedup.prompts, p.speedup.pairs) == (1, 2) and p.tokens_per_second > 0 for p in found)
+    assert all(p.speedup.low is None and p.speedup.timing_low < p.speedup.timing_high for p in found)
     assert "(lossy)" in text and record["summary"]["label"] == "lossy" and len(record["summary"]["points"]) == 3
     taken = record["summary"]["conditions"]
-    assert taken["read_bandwidth"] > 0 and taken["plain_tokens_per_second"] == found.points[0].dense_tokens_per_second
+    assert taken["read_bandwidth"] > 0 and taken["plain_tokens_per_second"] == found[0].dense_tokens_per_second
     rows = list(csv.DictReader((tmp_path / "a" / "sparsity.csv").open()))
     assert [float(r["share"]) for r in rows] == [1.0, 0.5, 0.2] and (tmp_path / "a" / "sparsity.png").is_file()
 
@@ -100,7 +100,7 @@ def test_thresholds_of_a_powerinfer_file_and_the_table_of_a_sweep(cfg, files, tm
         spec = SparsitySpec("threshold", (value,), window=32, judged=2, tokens=0)
         composed = {"sparsity": {"values": [value]}}
         found, _, _ = play(replaced(base, sparsity=spec, composed=composed), tmp_path / str(number))
-        (point,) = found.points
+        (point,) = found
         kept.append(point.quality.mean.kept)
         assert point.speedup is None and point.quality.name == "mlp"
     assert kept[0] == 1.0 and 0.3 < kept[1] < 0.7 and kept[2] == 0.0

@@ -50,7 +50,7 @@ def test_five_cells(cfg, tmp_path):
     assert [(p.batch, p.rows) for p in found.text] == [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8)]
     assert sum(p.passes for p in found.seen) > 1
     assert found.quality["spec sparse, capped"].kl > found.quality["spec sparse"].kl > 0
-    assert record["product"] == pytest.approx(found.product) and "lossy" in record["ffn_label"]
+    assert record["product"] == pytest.approx(found.combined["product"]) and "lossy" in record["ffn_label"]
     assert record["conditions"]["plain_tokens_per_second"] > 0 and record["repeats"]["done"] == 1
     faster = sparse.speedup.ratio_of_totals * spec_sparse.tokens_per_pass  # what plain sparse and the passes can give
     for more, impossible in ((1.0, False), (1.1, True)):

@@ -6,7 +6,7 @@ import pytest
 import specsparse
 from specsparse.errors import UserError
 from specsparse.experiments import runner
-from specsparse.experiments.kinds import train_drafter
+from specsparse.experiments.kinds import train_drafter, train_settings
 from specsparse.experiments.kinds.train_settings import TrainSpec
 from specsparse.speculative.drafters import get_drafter
 from specsparse.testing import write_tiny_gguf
@@ -122,10 +122,10 @@ def learned(cfg, model, tmp_path, given):
     """The losses of 60 steps, which fall under half of where they began at every place of a draft."""
     cfg = changed(cfg, "train", options={**given, "steps": 60, "learning_rate": 3e-3})
     cfg = settings(cfg)
-    options = train_drafter.Options.from_settings(cfg)
-    paths = corpus.generate(model, options.data, tmp_path / "texts", tokens=100)
+    _, data, train, _ = train_settings.options(cfg, *train_drafter.OWNERS)
+    paths = corpus.generate(model, data, tmp_path / "texts", tokens=100)
     texts = [t for p in paths for t in corpus.read_shard(p)]
-    made = trainer.Trainer(model, options.train, train_drafter.form_of(cfg, model))
+    made = trainer.Trainer(model, train, train_drafter.form_of(cfg, model))
     losses = []
     state = made.run(made.start(texts), texts, on_step=lambda _, __, found, ___: losses.append(found))
     assert int(state.step) == 60
@@ -136,10 +136,10 @@ def learned(cfg, model, tmp_path, given):
 
 def test_candidates_hold_what_follows(cfg, model, tmp_path):
     cfg = settings(cfg)
-    options = train_drafter.Options.from_settings(cfg)
-    paths = corpus.generate(model, options.data, tmp_path / "texts", tokens=100)
+    _, data, train, _ = train_settings.options(cfg, *train_drafter.OWNERS)
+    paths = corpus.generate(model, data, tmp_path / "texts", tokens=100)
     texts = [t for p in paths for t in corpus.read_shard(p)]
-    made = trainer.Trainer(model, options.train, HeadForm(model))
+    made = trainer.Trainer(model, train, HeadForm(model))
     ids = HeadForm(model).ids(texts, 128)
     answers = np.concatenate([t.tokens[t.prompt :] for t in texts])
     assert set(answers) <= set(ids) or len(set(answers)) > 128
@@ -204,7 +204,7 @@ def test_documents_are_trained_on_beside_the_targets_text(cfg, model, tmp_path):
     assert len(ours) > 3 and len(found) == len(written) + len(ours)
     for got, wanted in zip(found[len(written) :], ours, strict=True):
         np.testing.assert_array_equal(got.tokens, wanted.tokens)
-    assert seen.tokens >= 250 and seen.documents == sum(len(t.tokens) - 1 for t in ours)
+    assert seen["tokens"] >= 250 and seen["documents"] == sum(len(t.tokens) - 1 for t in ours)
 
 
 def test_a_head_goes_on_from_a_file(cfg, model, tmp_path):

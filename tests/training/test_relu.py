@@ -15,7 +15,7 @@ from specsparse import run
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.experiments import runner
-from specsparse.experiments.kinds import relufy, train_drafter
+from specsparse.experiments.kinds import relufy, train_drafter, train_settings
 from specsparse.experiments.kinds.train_settings import TrainSpec
 from specsparse.experiments.settings import from_omegaconf
 from specsparse.kernels.packing.dequant import embed_rows
@@ -207,10 +207,10 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
     assert "ReLU model against the original" in shown
     assert [p["step"] for p in record["summary"]["curve"]] == [0, 2, 4] and len(record["summary"]["layers"]) == 2
     assert len((tmp_path / "a" / "curve.csv").read_text().splitlines()) == 4
-    made = specsparse.load(whole.path)
-    assert made.config.activation == "relu" and open_gguf(whole.path).tensors["blk.1.ffn_down.weight"].type == GGML.Q4_0
-    again = apply_delta(model.path, whole.delta, tmp_path / "again.gguf")
-    assert tensors_hash(open_gguf(again)) == tensors_hash(open_gguf(whole.path))
+    made = specsparse.load(whole)
+    assert made.config.activation == "relu" and open_gguf(whole).tensors["blk.1.ffn_down.weight"].type == GGML.Q4_0
+    again = apply_delta(model.path, record["summary"]["delta"], tmp_path / "again.gguf")
+    assert tensors_hash(open_gguf(again)) == tensors_hash(open_gguf(whole))
 
     saves = stop_at(monkeypatch, training_loop, "save_state", 1)
     other = changed(cfg, "train", output=str(tmp_path / "other" / "out"))
@@ -218,7 +218,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
         play(other, model, tmp_path / "b")
     found, _, _ = play(other, model, tmp_path / "b")
     assert len(saves) == 2  # no step twice
-    assert tensors_hash(open_gguf(found.path)) == tensors_hash(open_gguf(whole.path))
+    assert tensors_hash(open_gguf(found)) == tensors_hash(open_gguf(whole))
     with pytest.raises(UserError, match="holds a training with another layers: give train"):
         play(changed(cfg, "train", options={**OPTIONS, "layer_rate": 1e-3}), model, tmp_path / "c")
 
@@ -247,8 +247,10 @@ def test_mistakes_are_found_before_anything_is_loaded(cfg, options, says):
 def test_the_options_of_the_shipped_files_are_taken(name):
     with initialize_config_dir(str(run.conf_dir()), version_base="1.3"):
         cfg = from_omegaconf(compose("config", [f"+experiment={name}"]))
-    found = (relufy if name == "relufy" else train_drafter).Options.from_settings(settings(cfg))
-    assert found.data.answer == cfg.own["train"]["answer"]
+    own = settings(cfg)
+    drafter = train_settings.options(own, *train_drafter.OWNERS) if name != "relufy" else None
+    data = drafter[1] if drafter else relufy.Options.from_settings(own).data
+    assert data.answer == cfg.own["train"]["answer"]
 
 
 def test_only_a_relu_model_of_the_same_shape_is_gone_on_from(cfg, model):

@@ -4,7 +4,7 @@ import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -28,7 +28,6 @@ from specsparse.report.record import PLAIN, SPECULATIVE, Group, Identity, Pass
 from specsparse.runtime import metrics
 from specsparse.runtime.method import Method, UnfitPair, drafts_trees, resolve
 from specsparse.runtime.timing_cache import CostTable
-from specsparse.speculative.base import Verifier
 from specsparse.speculative.trees import CHAIN
 from specsparse.speculative.verifiers import VERIFIERS
 from specsparse.support import tables
@@ -66,14 +65,16 @@ class ComparedMethod:
         found = self.groups["all"].speedup
         return 0.0 if found is None else found.ratio_of_totals
 
-    def to_dict(self) -> dict[str, object]:
-        tasks = {
-            task: {
-                **{k: {"rates": s.rates, "counters": metrics.to_dict(s.counters)} for k, s in group.sides.items()},
-                "speedup": None if group.speedup is None else group.speedup.to_dict(),
-            }
-            for task, group in self.groups.items()
-        }
+    @property
+    def interval(self) -> Interval | None:
+        found = self.groups["all"].speedup
+        return found and found.interval
+
+    def to_dict(self) -> Json:
+        tasks: Json = {}
+        for task, group in self.groups.items():
+            sides = {k: {"rates": s.rates, "counters": metrics.to_dict(s.counters)} for k, s in group.sides.items()}
+            tasks[task] = {**sides, "speedup": group.speedup and group.speedup.to_dict()}
         identity = asdict(self.identity)
         return {"name": self.name, "label": self.label, "identity": identity, "tasks": tasks, **self.about}
 
@@ -94,20 +95,15 @@ class Comparison:
 
     @property
     def ranks(self) -> list[Rank | None]:
-        return conditions.ranks(self.intervals)
-
-    @property
-    def intervals(self) -> list[Interval | None]:
-        found = [e.groups["all"].speedup for e in self.entries]
-        return [None if f is None else f.interval for f in found]
+        return conditions.ranks([e.interval for e in self.entries])
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Doubts of the texts and of the times."""
         of_texts = metrics.draws_doubts((e.name, e.groups["all"].sides[SPECULATIVE].draws_z) for e in self.entries)
-        named = zip((e.name for e in self.entries), self.intervals, strict=True)
+        skewed = conditions.all_skewed((e.name, e.interval) for e in self.entries)
         beyond = {e.name: e.groups["all"].impossible for e in self.entries}
-        return (*of_texts, *conditions.doubts(self.conditions, beyond), *conditions.all_skewed(named))
+        return (*of_texts, *conditions.doubts(self.conditions, beyond), *skewed)
 
 
 @dataclass(frozen=True)
@@ -145,33 +141,27 @@ class Compare(Kind[CompareSettings]):
         sides = {name: spec.arguments() for name, spec in specs.items()}
         costs = None
         if cfg.compare.advise:
-            resolved = {name: (chosen[name], resolve(spec, bench.model)) for name, spec in specs.items()}
-            costs = costs_of(bench.model, resolved, bar=decoding.bar_on(console))
+            methods = {name: (chosen[name], resolve(spec, bench.model)) for name, spec in specs.items()}
+            costs = costs_of(bench.model, methods, bar=decoding.bar_on(console))
         passes = Passes(cfg, ctx, bench.model, {PLAIN: {}, **sides})
         if cfg.warmup:
             passes.show(bench.jobs, PLAIN, started)
         done = passes.logged(bench.jobs)
         taken, size = passes.conditions(), bench.model.footprint.file
-        measures = {"bytes_per_pass": size, "bandwidth": taken.read_bandwidth}
-        entries = [
-            replace(
-                entry(name, method["verifier"], [*passes.warm_up, *done], done, **measures),
-                about=resolve(specs[name], bench.model).about,  # with what the passes have loaded
-            )
-            for name, method in sides.items()
-        ]
+        entries = []
+        for name, method in sides.items():
+            verifier, about = method["verifier"], resolve(specs[name], bench.model).about  # with what was loaded
+            timed, every = (_beside_plain(name, some) for some in (done, [*passes.warm_up, *done]))
+            groups = record.groups(timed, bytes_per_pass=size, read_bandwidth=taken.read_bandwidth)
+            identity = record.identity_of(every, verifier=verifier.name)
+            entries.append(ComparedMethod(name, decoding.label(verifier), groups, identity, about))
         found = Comparison(tuple(sorted(entries, key=lambda e: -e.speedup)), refused, taken, passes.repeats)
-        predicted = {} if costs is None else predictions({e.name: e.groups for e in found.entries}, *costs)
-        warnings, best = found.warnings, found.entries[0]
-        rows = [
-            {
-                **e.to_dict(),
-                "rank": None if rank is None else str(rank),
-                "conditions": taken.to_dict(),
-                **({"advice": predicted[e.name].to_dict()} if e.name in predicted else {}),
-            }
-            for rank, e in zip(found.ranks, found.entries, strict=True)
-        ]
+        predicted = predict({e.name: e.groups for e in found.entries}, *costs) if costs else {}
+        warnings, best, rows = found.warnings, found.entries[0], []
+        for rank, e in zip(found.ranks, found.entries, strict=True):
+            advice = {"advice": predicted[e.name].to_dict()} if e.name in predicted else {}
+            rows.append({**e.to_dict(), "rank": rank and str(rank), "conditions": taken.to_dict(), **advice})
+        within = {"methods": len(predicted), "within": sum(one.within for one in predicted.values())}
         return RunResult(
             {
                 "best": best.name,
@@ -179,8 +169,8 @@ class Compare(Kind[CompareSettings]):
                 "as_promised": found.as_promised,
                 "warnings": list(warnings),
                 "conditions": taken.to_dict(),
-                "repeats": None if found.repeats is None else found.repeats.to_dict(),
-                **prediction_summary(predicted),
+                "repeats": found.repeats and found.repeats.to_dict(),
+                **({"advice": within} if predicted else {}),
             },
             found,
             shown=[
@@ -191,12 +181,7 @@ class Compare(Kind[CompareSettings]):
                 *prediction_parts(predicted),
             ],
             definitions=DEFINITIONS,
-            more={
-                "methods": rows,
-                "refused": list(refused),
-                "load_s": bench.load_s,
-                "compile_s": passes.compile_s,
-            },
+            more={"methods": rows, "refused": refused, "load_s": bench.load_s, "compile_s": passes.compile_s},
             as_promised=found.as_promised,
             objective=best.speedup,
         )
@@ -237,19 +222,10 @@ def pairs(cfg: CompareSettings) -> tuple[dict[str, CompareSettings], tuple[str, 
     return valid, tuple(refused)
 
 
-def entry(
-    name: str, verifier: Verifier, seen: Sequence[Pass], timed: Sequence[Pass], *,
-    bytes_per_pass: int, bandwidth: float | None,
-) -> ComparedMethod:  # fmt: skip
-    """One method's numbers beside plain decoding's."""
-
-    def both(passes: Sequence[Pass]) -> list[Pass]:
-        own = [replace(p, side=SPECULATIVE) for p in passes if p.side == name]
-        return [*(p for p in passes if p.side == PLAIN), *own]
-
-    groups = record.groups(both(timed), bytes_per_pass=bytes_per_pass, read_bandwidth=bandwidth)
-    identity = record.identity_of(both(seen), verifier=verifier.name)
-    return ComparedMethod(name, decoding.label(verifier), groups, identity)
+def _beside_plain(name: str, passes: Sequence[Pass]) -> list[Pass]:
+    """Plain decoding's passes, and those of one method as the speculative side."""
+    own = [replace(p, side=SPECULATIVE) for p in passes if p.side == name]
+    return [*(p for p in passes if p.side == PLAIN), *own]
 
 
 def table(found: Comparison) -> Table:
@@ -258,14 +234,14 @@ def table(found: Comparison) -> Table:
     rates = ("tok/s", "speed-up", "95 % interval", "tok/pass", "acc. length")
     out = tables.new("", "method", *rates, "text", "lossless", left=(1, 7, 8), note=note)
     for rank, e in zip(found.ranks, found.entries, strict=True):
-        rates, faster = e.groups["all"].sides[SPECULATIVE].rates, e.groups["all"].speedup
+        rates = e.groups["all"].sides[SPECULATIVE].rates
         text = Text("same", style="green")
         if e.identity.differing:
             text = Text("NOT THE SAME", style="bold red") if e.identity.promised else Text("another")
         lossless = "tokens" if e.label.startswith("lossless") else "NO"
         out.add_row(
             str(rank or "-"), e.name, tables.cell(rates["tokens_per_second"], ".1f"),
-            *(["-", "-"] if faster is None else [f"{e.speedup:.2f}", faster.interval.ends()]),
+            *([f"{e.speedup:.2f}", e.interval.ends()] if e.interval else ["-", "-"]),
             *(tables.cell(rates[key], ".2f") for key in ("tokens_per_target_pass", "mean_acceptance_length")),
             text, "distribution" if e.label.startswith("lossless in") else lossless,
         )  # fmt: skip
@@ -276,7 +252,7 @@ def table(found: Comparison) -> Table:
 
 def lines(found: Comparison) -> list[str]:
     """The meaning of the ranks, the best methods of each task, what was compared, and the pairs left out."""
-    out = conditions.rank_lines(found.intervals)
+    out = conditions.rank_lines([e.interval for e in found.entries])
     for task in (t for t in found.entries[0].groups if t != "all"):
         timed = [(e.name, s.interval) for e in found.entries if (s := e.groups[task].speedup) is not None]
         if timed:
@@ -320,18 +296,14 @@ class Prediction:
         return {**asdict(self), "over_measured": self.over_measured, "within": self.within}
 
 
-class Costed(NamedTuple):
-    """The key of a method's cost in the table, and the most tokens or nodes of its drafts."""
-
-    key: str
-    room: int
-
-
 def costs_of(
     model: Model, methods: Mapping[str, tuple[MethodSettings, Method]], *, bar: Bar = silent
-) -> tuple[CostTable, dict[str, Costed]]:
-    """The model's table with what each method's drafts cost: a token of a chain, a tree as a whole."""
-    found: dict[str, Costed] = {}
+) -> tuple[CostTable, dict[str, tuple[str, int]]]:
+    """The model's table with what each method's drafts cost: a token of a chain, a tree as a whole.
+
+    By method the key of its cost in the table, and the most tokens or nodes of its drafts.
+    """
+    found: dict[str, tuple[str, int]] = {}
     table = None
     for name, (cfg, method) in methods.items():
         drafter, options, tree = cfg.drafter.name, cfg.drafter.options, configured.shape_of(cfg)
@@ -339,39 +311,34 @@ def costs_of(
             table, key = measuring.table_for(model, drafter, options, bar=bar)
         else:
             table, key = measuring.table_for_tree(model, drafter, options, tree, method, bar=bar)
-        found[name] = Costed(key, cfg.gamma if tree is None else method.max_nodes)
+        found[name] = key, cfg.gamma if tree is None else method.max_nodes
     assert table is not None  # the caller has a method
     return table, found
 
 
-def predict(name: str, groups: Mapping[str, Group], table: CostTable, costed: Costed) -> Prediction | None:
-    """The table's prediction for a method by its own acceptance, of a tree by depth; None if it drafted nothing.
-
-    `groups` are the method's passes by task, `costed` its place in the table.
-    """
-    counted = {task: group.sides[SPECULATIVE].counters for task, group in groups.items() if SPECULATIVE in group.sides}
-    acceptance, whole = AcceptedRates.from_groups("this run", counted), groups["all"]
-    if acceptance is None or whole.speedup is None:
-        return None
-    side = whole.sides[SPECULATIVE]
-    kv_length = (side.prefill_tokens + side.counters.num_emitted_tokens / 2) / side.passes
-    clocks, candidate = Clocks.from_table(table, {name: costed.key}, 1.0, kv_length), Candidate(name, name)
-    at, clock = at_shape(clocks, candidate, acceptance, DraftShape(costed.room)), clocks.expected
-    rows = side.counters.num_draft_tokens / max(side.counters.num_drafts, 1)
-    c, c0 = clock.costs(candidate, costed.room)
-    return Prediction(at.speedup, at.low, at.high, whole.speedup.ratio_of_totals, clock.v(rows + 1), c, c0, rows)
-
-
-def predictions(
-    groups: Mapping[str, Mapping[str, Group]], table: CostTable, costed: Mapping[str, Costed]
+def predict(
+    groups: Mapping[str, Mapping[str, Group]], table: CostTable, costed: Mapping[str, tuple[str, int]]
 ) -> dict[str, Prediction]:
-    made = {name: predict(name, own, table, costed[name]) for name, own in groups.items()}
-    return {name: one for name, one in made.items() if one is not None}
+    """The table's prediction for each method that drafted, by its own acceptance, of a tree by depth.
 
-
-def prediction_summary(found: Mapping[str, Prediction]) -> Json:
-    """For the record: how many predictions, and how many within the goal."""
-    return {"advice": {"methods": len(found), "within": sum(b.within for b in found.values())}} if found else {}
+    `groups` are a method's passes by task; `costed` as in `costs_of`.
+    """
+    out = {}
+    for name, tasks in groups.items():
+        counted = {
+            task: group.sides[SPECULATIVE].counters for task, group in tasks.items() if SPECULATIVE in group.sides
+        }
+        acceptance, whole, (key, room) = AcceptedRates.from_groups("this run", counted), tasks["all"], costed[name]
+        if acceptance is None or whole.speedup is None:
+            continue
+        side = whole.sides[SPECULATIVE]
+        kv_length = (side.prefill_tokens + side.counters.num_emitted_tokens / 2) / side.passes
+        clocks, candidate = Clocks.from_table(table, {name: key}, 1.0, kv_length), Candidate(name, name)
+        at, clock = at_shape(clocks, candidate, acceptance, DraftShape(room)), clocks.expected
+        rows = side.counters.num_draft_tokens / max(side.counters.num_drafts, 1)
+        measured, costs = whole.speedup.ratio_of_totals, clock.costs(candidate, room)
+        out[name] = Prediction(at.speedup, at.low, at.high, measured, clock.v(rows + 1), *costs, rows)
+    return out
 
 
 def prediction_parts(found: Mapping[str, Prediction]) -> Iterator[Table | str]:

@@ -4,7 +4,7 @@ Activations are read or counted, every rule places, the chosen placement is carr
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,14 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure as Canvas
 from rich.console import Console, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from specsparse import api, kernels
 from specsparse.data import devices
-from specsparse.data.devices import GIGA, Device
+from specsparse.data.devices import GIGA
 from specsparse.engine.config import ModelConfig
-from specsparse.engine.gguf.reader import POWERINFER_MAGIC, GGUFFile, open_gguf
+from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.engine.text.tokenizer import Tokenizer
@@ -35,20 +34,9 @@ from specsparse.measure import machine
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs.roofline import get_device
 from specsparse.models import catalogue
-from specsparse.powerinfer import profiler
-from specsparse.powerinfer.hot_cold import Span, TwoDevices, host_kernels, waiting
-from specsparse.powerinfer.placement import (
-    RULES,
-    Hardware,
-    ModelParts,
-    Placement,
-    Problem,
-    RunPlacement,
-    kept_or_solved,
-    layers,
-    neurons_placed,
-    path_for,
-)
+from specsparse.powerinfer import placement, profiler
+from specsparse.powerinfer.hot_cold import Span, host_kernels, waiting
+from specsparse.powerinfer.placement import RULES, Hardware, ModelParts, Placement, Problem
 from specsparse.powerinfer.profiler import ActivationStats, load_stats, probabilities, read_activations
 from specsparse.predictors import FFN, Needs, get_predictor
 from specsparse.predictors.collect import windows
@@ -124,7 +112,7 @@ class Placed:
 
     chosen: str
     found: dict[str, Placement]
-    gpu_index: RunPlacement | None
+    gpu_index: placement.RunPlacement | None
     measured: dict[str, Any] | None = None
     conditions: Conditions | None = None
 
@@ -138,12 +126,19 @@ class Place(Kind[PlacementSettings]):
     """Which neurons belong on the accelerator, and the time a token that is expected of it."""
 
     def check(self, cfg: PlacementSettings) -> None:
-        catalogue.resolve(cfg.model.path)
-        spec = cfg.placement
+        spec, (_, config) = cfg.placement, header_of(cfg.model)
         for name in (spec.hot_device, spec.cold_device):
             devices.known(name)
         given, owners = cfg.disable_gpu_index or cfg.reset_gpu_index, " and ".join(WITH_FILE)
         flag = "disable_gpu_index" if cfg.disable_gpu_index else "reset_gpu_index"
+        path, share, named = spec.activations, spec.active_share, cfg.predictor.name != "none"
+        own_predictors = config.predictor_ranks and cfg.ffn.name != "oracle"
+        read_by = {
+            "placement.activations, which are counted already": path is not None,
+            f"predictor={cfg.predictor.name}, which says what is read": named,
+            "the predictors of a PowerInfer file, which say what is read": own_predictors,
+        }
+        other = next((what for what, holds in read_by.items() if holds and share is not None), None)
         refuse({
             "placement.devices names two, as [cuda:0, cpu], and needs placement.decode=32, which runs on them":
                 spec.devices is not None and (len(spec.devices) != 2 or not spec.decode),
@@ -155,8 +150,19 @@ class Place(Kind[PlacementSettings]):
                 cfg.disable_gpu_index and cfg.reset_gpu_index,
             "model.placement, model.hot and model.devices are for other kinds: here placement.* says it":
                 cfg.model.placement or cfg.model.hot or cfg.model.devices,
+            f"placement.activations={path}: no such file or directory of activation counts":
+                path is not None and not Path(path).exists(),
+            f"placement.active_share={share} does nothing beside {other}: leave one of them out": other,
         })  # fmt: skip
-        _check_activations(cfg)
+        if share is None and path is None and not named and _companion(cfg) is None and not own_predictors:
+            profiler.nonzero(FFN.from_config(config, kernels.get()))
+        if named:
+            needs = get_predictor(cfg.predictor.name, FFN(kernels.get(), 1e-5), **cfg.predictor.options).needs
+            instead = "use a PowerInfer file, or predictor=gate_threshold, svd or signbit"
+            refuse({
+                f"predictor={cfg.predictor.name} needs {needs.value}, which a placement cannot give it; {instead}":
+                    needs in (Needs.TRAINING, Needs.PROMPT)
+            })  # fmt: skip
         cfg.data.prompts()
 
     def run(self, cfg: PlacementSettings, ctx: RunContext) -> RunResult:
@@ -175,21 +181,21 @@ class Place(Kind[PlacementSettings]):
             dense_hot=spec.hot == "dense", rows=spec.rows, granularity=spec.granularity,
         )  # fmt: skip
         chosen = by_neuron = "none" if cfg.disable_gpu_index else spec.rule
-        solve = {**RULES, "layers": partial(layers, n_gpu_layers=cfg.n_gpu_layers)}
+        solve = {**RULES, "layers": partial(placement.layers, n_gpu_layers=cfg.n_gpu_layers)}
         found = {name: rule(problem) for name, rule in solve.items()}
         neurons, whole = found["optimal"], found["layers"]
         if neurons.bytes_on_device > problem.budget or whole.seconds < (1 - 1e-9) * neurons.seconds:
             chosen = "layers" if chosen == "optimal" else chosen  # faster, or the dense parts alone exceed the budget
         index = measured = taken = None
         if spec.rule in WITH_FILE:
-            beside = path_for(f.path) if config.predictor_ranks else path_for(directory / f.path.name)
-            index = kept_or_solved(
+            beside = placement.path_for(f.path if config.predictor_ranks else directory / f.path.name)
+            index = placement.kept_or_solved(
                 f, problem, RULES[spec.rule], rule=spec.rule, path=spec.gpu_index or beside,
                 reset=cfg.reset_gpu_index, disable=cfg.disable_gpu_index,
             )  # fmt: skip
             if not all(map(np.array_equal, index.index.hot, found[by_neuron].hot)):
                 chosen = FILE
-                found[FILE] = neurons_placed(FILE, problem, index.index.hot)
+                found[FILE] = placement.neurons_placed(FILE, problem, index.index.hot)
         if spec.decode:
             ids, meter = text_ids(cfg, f, config), machine.Meter()
             meter.sample()
@@ -223,7 +229,15 @@ class Place(Kind[PlacementSettings]):
             summary,
             result,
             shown=[
-                *_tables(result, problem, parts, pair),
+                *_tables(result, problem, parts),
+                "devices: " + "; ".join(
+                    f"{side}: {d.title}, {d.bandwidth / GIGA:,.0f} GB/s ({'measured' if d.measured else 'on paper'})"
+                    for side, d in pair.items()
+                ),
+                "over bound: the time above the least that any choice of neurons has; layers moves whole layers, "
+                "attention too, and is not bound by it",
+                *(["chosen: whole layers; a gpuidx file, if one is written, holds the neurons of optimal"]
+                  if chosen == "layers" else []),
                 *([] if index is None else [index.note]),
                 *(["expected times only, placement.decode=32 measures"] if measured is None else []),
                 *display.condition_lines(taken),
@@ -233,7 +247,7 @@ class Place(Kind[PlacementSettings]):
             definitions=DEFINITIONS,
             as_promised=result.as_promised,
             objective=1 / found[chosen].seconds,
-        )
+        )  # fmt: skip
 
 
 def budget_bytes(cfg: PlacementSettings, parts: ModelParts) -> int:
@@ -244,40 +258,6 @@ def budget_bytes(cfg: PlacementSettings, parts: ModelParts) -> int:
     if memory and "bytes_limit" in memory:
         return max(memory["bytes_limit"] - memory.get("bytes_in_use", 0) - (256 << 20), 0)
     return sum(parts.in_order().values())
-
-
-def _check_activations(cfg: PlacementSettings) -> None:
-    """Checks the options that say which neurons are read.
-
-    Raises:
-        UserError: no such file of counts, a share beside something else that says what is read, an unknown predictor
-            or one that is not fitted here, a model whose neurons are never zero.
-    """
-    spec, named = cfg.placement, cfg.predictor.name != "none"
-    path, share, other = spec.activations, spec.active_share, None
-    if share is not None:
-        if path is not None:
-            other = "placement.activations, which are counted already"
-        elif named:
-            other = f"predictor={cfg.predictor.name}, which says what is read"
-        elif cfg.ffn.name != "oracle" and open_gguf(catalogue.resolve(cfg.model.path)).magic == POWERINFER_MAGIC:
-            other = "the predictors of a PowerInfer file, which say what is read"
-    refuse({
-        f"placement.activations={path}: no such file or directory of activation counts":
-            path is not None and not Path(path).exists(),
-        f"placement.active_share={share} does nothing beside {other}: leave one of them out": other,
-    })  # fmt: skip
-    if share is None and path is None and not named and _companion(cfg) is None:
-        _, config = header_of(cfg.model)
-        if not config.predictor_ranks or cfg.ffn.name == "oracle":
-            profiler.nonzero(FFN.from_config(config, kernels.get()))
-    if named:
-        predictor = get_predictor(cfg.predictor.name, FFN(kernels.get(), 1e-5), **cfg.predictor.options)
-        if predictor.needs in (Needs.TRAINING, Needs.PROMPT):
-            raise UserError(
-                f"predictor={predictor.name} needs {predictor.needs.value}, which a placement cannot give it; "
-                "use a PowerInfer file, or predictor=gate_threshold, svd or signbit"
-            )
 
 
 def _companion(cfg: PlacementSettings) -> Path | None:
@@ -302,25 +282,18 @@ def activations_of_run(cfg: PlacementSettings, f: GGUFFile, config: ModelConfig,
     model = ctx.load(cfg.model, ffn="dense")
     length = min(cfg.placement.window, model.config.context_length)
     text = windows(shuffled_text(cfg, model.tokenizer), length)[: max(cfg.placement.tokens // length, 1)]
-    active, params = _counted_as_read(cfg, f, model, text, ctx)
-    with ctx.counting("counting activations", len(text)) as step:
-        return profiler.profile(model, text, active, params=params, progress=step)
-
-
-def _counted_as_read(
-    cfg: PlacementSettings, f: GGUFFile, model: Model, text: np.ndarray, ctx: RunContext
-) -> tuple[profiler.Active, Any]:
-    """A predictor's choice if there is one, else what is not zero; and the parameters to count with."""
-    ffn = FFN.from_config(model.config, model.kernels)
+    ffn, share, params = FFN.from_config(model.config, model.kernels), cfg.placement.active_share, None
     if cfg.predictor.name != "none":
         predictor = get_predictor(cfg.predictor.name, ffn, **cfg.predictor.options)
         rows = collected(model, text, ctx.console) if predictor.needs is Needs.TEXT else None
-        weights = fit_layers(predictor, model.params.layers, rows)
-        return profiler.predicted(predictor), with_weights(model.params, weights)
-    if model.config.predictor_ranks and cfg.ffn.name != "oracle":
-        return profiler.of_file(f, model, threshold=cfg.ffn.threshold)
-    share = cfg.placement.active_share
-    return (profiler.nonzero(ffn) if share is None else profiler.largest(ffn, share)), None
+        params = with_weights(model.params, fit_layers(predictor, model.params.layers, rows))
+        active = profiler.predicted(predictor)
+    elif model.config.predictor_ranks and cfg.ffn.name != "oracle":
+        active, params = profiler.of_file(f, model, threshold=cfg.ffn.threshold)
+    else:
+        active = profiler.nonzero(ffn) if share is None else profiler.largest(ffn, share)
+    with ctx.counting("counting activations", len(text)) as step:
+        return profiler.profile(model, text, active, params=params, progress=step)
 
 
 def text_ids(cfg: PlacementSettings, f: GGUFFile, config: ModelConfig) -> np.ndarray:
@@ -341,7 +314,7 @@ def text_ids(cfg: PlacementSettings, f: GGUFFile, config: ModelConfig) -> np.nda
 
 
 def measure_decoding(
-    cfg: PlacementSettings, placement: Placement, ids: np.ndarray, ctx: RunContext, *, whole_layers: Placement
+    cfg: PlacementSettings, placed: Placement, ids: np.ndarray, ctx: RunContext, *, whole_layers: Placement
 ) -> dict[str, Any]:
     """Median seconds of a step of decoding after the text `ids` (int32[n]) with the chosen placement, for the record.
 
@@ -349,9 +322,9 @@ def measure_decoding(
     part of the model with each waited for, "layers" with `whole_layers` in the same budget, "waits" and "crossed" as in
     `DEFINITIONS`, and a trace. With hot=dense, the KL to hot=masked.
     """
-    named, count, hot = cfg.placement.devices, cfg.placement.decode, cfg.placement.hot
+    named, count = cfg.placement.devices, cfg.placement.decode
 
-    def load(on: int | tuple[str, ...], *, hot: str = hot, placement: Placement = placement) -> Model:
+    def load(on: int | tuple[str, ...], *, hot: str = cfg.placement.hot, placement: Placement = placed) -> Model:
         options = {"placement": placement, "hot": hot, "devices": on, "threshold": cfg.ffn.threshold}
         given = cfg.model.overrides()
         if not isinstance(on, int) and {name.partition(":")[0] for name in on} == {"cpu"}:
@@ -367,7 +340,7 @@ def measure_decoding(
         model = load(1 if named is None else (named[1], named[1]))
         times["one"] = _step_seconds(model, ids, count)
         found: dict[str, Any] = {"ffn": model.ffn, "tokens": tokens_of(model)}
-        if hot == "dense":
+        if cfg.placement.hot == "dense":
             exact, next_ids = load(1, hot="masked"), jnp.asarray(ids[1:])
             sums = model_sums(jnp.asarray(exact.logits(ids[:-1])), jnp.asarray(model.logits(ids[:-1])), next_ids)
             found["quality"] = asdict(ModelQuality.from_sums(sums))
@@ -375,20 +348,33 @@ def measure_decoding(
             both = 2 if named is None else tuple(named)
             times["layers"] = _step_seconds(load(both, placement=whole_layers), ids, count)
             model = load(both)
-            times |= _two(model, model.devices, ids, count, ctx.directory)
+            times |= _two_device_seconds(model, ids, count, ctx.directory)
             times["over_halves"] = times["overlapped"] / sum(times["busy"].values())
             times["over_layers"] = times["layers"] / times["overlapped"]
             found["same_tokens"] = tokens_of(model) == found["tokens"]
-    ctx.console.print(_measured_table(times, found))
+    out = tables.new("measured", "ms a token")
+    rows = {"one device": times["one"], "two devices, one after the other": times["in_turn"]}
+    rows |= {"two devices, overlapped": times["overlapped"], "whole layers offloaded": times["layers"]}
+    rows |= {f"  {part}, waited for": seconds for part, seconds in (times["busy"] or {}).items()}
+    cells = {name: tables.cell(seconds, ".3f", 1e3) for name, seconds in rows.items()}
+    if times["busy"] is not None:
+        cells["overlapped / sum of the halves"] = f"{times['over_halves']:.2f}"
+        cells |= {f"  {side} device waits for the other": f"{1e3 * s:.3f}" for side, s in times["waits"].items()}
+        cells |= {f"  KB that go to the {side} device": f"{n / 1e3:.1f}" for side, n in times["crossed"].items()}
+        cells["same tokens on one device and two"] = "yes" if found["same_tokens"] else "NO"
+    if "quality" in found:
+        cells["hot=dense (lossy): KL to hot=masked, nats"] = f"{found['quality']['kl']:.4g}"
+    for row in cells.items():
+        out.add_row(*row)
+    ctx.console.print(out)
     return {**found, **times}
 
 
-def _two(model: Model, two: TwoDevices, ids: np.ndarray, count: int, directory: Path) -> dict[str, Any]:
-    """The times on two devices, watched and unwatched; writes a trace of the overlapped steps."""
-    out: dict[str, Any] = {}
+def _two_device_seconds(model: Model, ids: np.ndarray, count: int, directory: Path) -> dict[str, Any]:
+    """The times on the model's two devices, watched and unwatched; writes a trace of the overlapped steps."""
+    two, out, spans, before = model.devices, dict[str, Any](), list[Span](), dict[str, int]()
     two.overlap = False
     out["in_turn"] = _step_seconds(model, ids, count)
-    spans = list[Span]()
     two.watch = lambda *span: spans.append(span)
     _step_seconds(model, ids, count, watched=spans.clear)
     parts = ("attention", "cold", "hot")
@@ -397,7 +383,7 @@ def _two(model: Model, two: TwoDevices, ids: np.ndarray, count: int, directory: 
     _step_seconds(model, ids, count, watched=spans.clear)
     out["waits"] = {side: seconds / count for side, seconds in waiting(spans).items()}
     files.write_atomically(directory / TRACE_FILE, files.to_json(chrome_trace(spans)))
-    two.watch, before = None, dict[str, int]()
+    two.watch = None
     out["overlapped"] = _step_seconds(model, ids, count, watched=lambda: before.update(two.crossed.counts()))
     out["crossed"] = {side: (nbytes - before[side]) / count for side, nbytes in two.crossed.counts().items()}
     return out
@@ -440,29 +426,7 @@ def _step_seconds(model: Model, ids: np.ndarray, count: int, *, watched: Callabl
     return median(interleaved({"step": step}, repeats=count, warm_up=0)["step"])
 
 
-def _measured_table(times: dict[str, Any], found: dict[str, Any]) -> Table:
-    out = tables.new("measured", "ms a token")
-    rows = {"one device": times["one"], "two devices, one after the other": times["in_turn"]}
-    rows |= {"two devices, overlapped": times["overlapped"], "whole layers offloaded": times["layers"]}
-    rows |= {f"  {part}, waited for": seconds for part, seconds in (times["busy"] or {}).items()}
-    for name, seconds in rows.items():
-        out.add_row(name, tables.cell(seconds, ".3f", 1e3))
-    if times["busy"] is not None:
-        out.add_row("overlapped / sum of the halves", f"{times['over_halves']:.2f}")
-        for side, seconds in times["waits"].items():
-            out.add_row(f"  {side} device waits for the other", f"{1e3 * seconds:.3f}")
-        for side, nbytes in times["crossed"].items():
-            out.add_row(f"  KB that go to the {side} device", f"{nbytes / 1e3:.1f}")
-        out.add_row("same tokens on one device and two", "yes" if found["same_tokens"] else "NO")
-    if "quality" in found:
-        out.add_row("hot=dense (lossy): KL to hot=masked, nats", f"{found['quality']['kl']:.4g}")
-    return out
-
-
-def _tables(
-    result: Placed, problem: Problem, parts: ModelParts, pair: Mapping[str, Device]
-) -> Iterator[RenderableType]:
-    """The tables that a run prints; `pair` is the "hot" and the "cold" device."""
+def _tables(result: Placed, problem: Problem, parts: ModelParts) -> Iterator[RenderableType]:
     yield Text("parts of the model, in the order in which they go to the accelerator", style="bold")
     out, left = tables.new("part", "MiB", "fits"), problem.budget
     for name, size in parts.in_order().items():
@@ -472,33 +436,20 @@ def _tables(
     out.add_row("budget", f"{problem.budget / _MIB:,.2f}", "")
     yield out
     yield Text("expected time of a token; the chosen rule is bold", style="bold")
-    yield by_rule(result.chosen, result.found, problem)
-    rates = {side: f"{d.title}, {d.bandwidth / GIGA:,.0f} GB/s" for side, d in pair.items()}
-    on = "; ".join(f"{side}: {rates[side]} ({'measured' if d.measured else 'on paper'})" for side, d in pair.items())
-    yield f"devices: {on}"
-    yield (
-        "over bound: the time above the least that any choice of neurons has; layers moves whole layers, attention "
-        "too, and is not bound by it"
-    )
-    if result.chosen == "layers":
-        yield "chosen: whole layers; a gpuidx file, if one is written, holds the neurons of optimal"
-
-
-def by_rule(chosen: str, found: Mapping[str, Placement], problem: Problem) -> Table:
     out = tables.new("rule", "ms", "tok/s", "over none", "over bound", "MiB on device", "hot neurons", "hot share")
-    slowest, bound = found["none"].seconds, found["optimal"].bound_s
-    for name, p in found.items():
+    slowest, bound = result.found["none"].seconds, result.found["optimal"].bound_s
+    for name, p in result.found.items():
         over = "-" if name == "layers" or bound is None else f"+{max(p.seconds / bound - 1, 0):.2%}"
         fits = "" if p.bytes_on_device <= problem.budget else " (over the budget)"
         out.add_row(
             name, f"{1e3 * p.seconds:.4g}", f"{1 / p.seconds:,.1f}", f"{slowest / p.seconds:.2f}x", over,
             f"{p.bytes_on_device / _MIB:,.2f}{fits}", f"{p.hot_neurons:,}", f"{p.hot_share(problem):.1%}",
-            style="bold" if name == chosen else None,
+            style="bold" if name == result.chosen else None,
         )  # fmt: skip
-    return out
+    yield out
 
 
-def figure(problem: Problem, found: Mapping[str, Placement], *, title: str) -> Figure:
+def figure(problem: Problem, found: dict[str, Placement], *, title: str) -> Figure:
     """How far few neurons go, and which each rule places.
 
     Rows: the share of a layer's reads that its hottest neurons get, in a hundred steps; its share of neurons, by rule.
@@ -532,38 +483,25 @@ def figure(problem: Problem, found: Mapping[str, Placement], *, title: str) -> F
     return Figure("placement", title, caption, tuple(rows), draw, (11.0, 4.5))
 
 
-def sweep_rows(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row a record, by budget: seconds by rule, bound, share of reads that are hot, measured seconds where run."""
-    out = []
-    for record in found:
-        summary = record["summary"]
+def show_sweep(directory: Path, found: Sequence[dict[str, Any]], out: Console) -> None:
+    """Print a row a record, by budget, and write the rows as CSV and figure into the directory of the sweep."""
+    rows: list[Row] = []
+    for summary in (record["summary"] for record in found):
         placements, measured = summary["placements"], summary.get("measured") or {}
         row = {"budget_mib": summary["budget_bytes"] / _MIB}
         row |= {f"{rule}_s": placements[rule]["seconds"] for rule in _SWEPT_RULES}
         row |= {"bound_s": placements["optimal"]["bound_seconds"], "hot_share": placements["optimal"]["hot_share"]}
         row |= {"neurons_mib": summary["neuron_budget_bytes"] / _MIB}
-        row |= {f"measured_{name}_s": measured.get(name) for name in ("one", "overlapped")}
-        out.append(row)
-    return sorted(out, key=lambda row: row["budget_mib"])
-
-
-def sweep_table(rows: Sequence[Row]) -> Table:
-    times = (f"{rule}, ms" for rule in _SWEPT_RULES)
-    out = tables.new("budget, MiB", "for neurons", *times, "bound, ms", "hot share", "over layers", left=())
+        rows.append(row | {f"measured_{name}_s": measured.get(name) for name in ("one", "overlapped")})
+    rows.sort(key=lambda row: row["budget_mib"])
+    titles = ("budget, MiB", "for neurons", *(f"{rule}, ms" for rule in _SWEPT_RULES), "bound, ms")
+    table = tables.new(*titles, "hot share", "over layers", left=())
     for row in rows:
-        times = [f"{1e3 * row[f'{rule}_s']:.4g}" for rule in _SWEPT_RULES]
-        faster = row["layers_s"] / row["optimal_s"]
-        out.add_row(
-            f"{row['budget_mib']:,.1f}", f"{row['neurons_mib']:,.1f}", *times, f"{1e3 * row['bound_s']:.4g}",
-            f"{row['hot_share']:.1%}", f"{faster:.2f}x",
-        )  # fmt: skip
-    return out
-
-
-def show_sweep(directory: Path, found: Sequence[dict[str, Any]], out: Console) -> None:
-    """Print the table of a sweep and write CSV and figure into its directory."""
-    rows = tuple(sweep_rows(found))
-    tables.show(out, sweep_table(rows))
+        times = [f"{1e3 * row[f'{name}_s']:.4g}" for name in (*_SWEPT_RULES, "bound")]
+        faster = f"{row['layers_s'] / row['optimal_s']:.2f}x"
+        mib = (f"{row[key]:,.1f}" for key in ("budget_mib", "neurons_mib"))
+        table.add_row(*mib, *times, f"{row['hot_share']:.1%}", faster)
+    tables.show(out, table)
 
     def draw(canvas: Canvas, rows: Sequence[Row]) -> None:
         top, bottom = canvas.subplots(2, 1, sharex=True, height_ratios=(3, 1))
@@ -577,6 +515,6 @@ def show_sweep(directory: Path, found: Sequence[dict[str, Any]], out: Console) -
         bottom.set(xlabel="vram_budget, MiB", ylabel="reads that are hot", ylim=(0, 1.02))
 
     caption = "Expected tokens per second, a line a rule; below: share of the reads that are hot."
-    figure = Figure("vram_budget", "expected time by budget", caption, rows, draw, (7.0, 6.0))
+    figure = Figure("vram_budget", "expected time by budget", caption, tuple(rows), draw, (7.0, 6.0))
     figure.write(directory)
     out.print(Text(f"expected times; {directory}: {', '.join(figure.files)}", style="dim"), soft_wrap=True)

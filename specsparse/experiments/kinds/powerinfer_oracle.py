@@ -10,12 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.table import Table
 from rich.text import Text
 
 from specsparse import kernels
 from specsparse.engine.gguf.reader import open_gguf
-from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments.kind import Kind, RunContext, RunResult
 from specsparse.experiments.settings import ModelSettings
@@ -44,7 +42,6 @@ class Compared:
 
     @property
     def within(self) -> bool:
-        """All limits are kept; without limits there is nothing to break."""
         return all(getattr(self, name) <= limit for name, limit in self.limits.items())
 
 
@@ -68,7 +65,6 @@ class Agreement:
 
     @property
     def as_promised(self) -> bool:
-        """Within the limits, the same greedy tokens, the same bits."""
         same = self.greedy is None or self.greedy[0] == self.greedy[1]
         return self.identical and (not self.faithful or (same and all(c.within for c in self.logits)))
 
@@ -103,9 +99,23 @@ class PowerInferOracle(Kind[PowerInferSettings]):
         for variant, logits in theirs.items():
             title = f"{path.name} for {variant}"
             model = ctx.load(cfg.model, title=title, faithful_f16=faithful, **VARIANTS[variant])
-            first = first or model
-            found.append(_compared(variant, model.logits(tokens), logits, limits))
-        tried, identical = _over_threads(first, tokens, cfg.powerinfer.threads)
+            first, ours = first or model, model.logits(tokens)
+            if ours.shape != logits.shape:
+                shapes = f"{variant} have the shape {logits.shape} and ours {ours.shape}"
+                raise UserError(f"PowerInfer's logits of {shapes}: another model")
+            error = np.abs(ours.astype(np.float64) - logits)
+            numbers = (float(x) for x in (error.max(), error.mean(), np.quantile(error, 0.99)))
+            found.append(Compared(variant, len(error), *numbers, limits))
+        tried, same_bits = (1,), []
+        if first.kernels.name == "native":
+            before, tried = kernels.status()["threads"], cfg.powerinfer.threads
+            try:
+                for count in tried:
+                    kernels.set_threads(count)
+                    same_bits.append(first.logits(tokens))
+            finally:
+                kernels.set_threads(before)
+        identical = all(np.array_equal(same_bits[0], other) for other in same_bits)
         if ids is not None:
             prompt, wanted = ids[: len(tokens)].tolist(), ids[len(tokens) :].tolist()
             ours = ctx.engine.generate(first, prompt, max_tokens=len(wanted), ignore_eos=True).token_ids
@@ -118,9 +128,15 @@ class PowerInferOracle(Kind[PowerInferSettings]):
             word = "the same bits" if identical else "NOT the same bits"
             said.append((f"{word} with {', '.join(map(str, tried))} threads", identical))
         title = Text(f"{cfg.name}: {path.name} against PowerInfer's logits", style="bold")
+        table = tables.new("logits", "rows", "max error", "mean error", "99 % within", "limits")
+        for c in found:
+            held = ", ".join(f"{name} {limit:.0e}" for name, limit in c.limits.items())
+            verdict = f"{held}: {'kept' if c.within else 'BROKEN'}" if held else "none outside the faithful mode"
+            errors = (f"{error:.2e}" for error in (c.max, c.mean, c.q99))
+            table.add_row(c.variant, str(c.rows), *errors, verdict, style=None if c.within else "bold red")
         lines = [Text(line, style="green" if good else "bold red") for line, good in said]
         return RunResult(
-            {**asdict(result), "as_promised": result.as_promised}, result, shown=[title, _table(found), *lines],
+            {**asdict(result), "as_promised": result.as_promised}, result, shown=[title, table, *lines],
             as_promised=result.as_promised, objective=-max(c.max for c in result.logits),
         )  # fmt: skip
 
@@ -144,37 +160,3 @@ def _results(cfg: PowerInferSettings) -> dict[str, np.ndarray]:
         known = ", ".join(sorted({name.split("/")[0] for name in arrays if "/" in name}))
         raise UserError(f"PowerInfer's results hold no logits of {stem!r}; they are of {known or 'no model'}")
     return {"tokens": arrays["tokens"], **found}
-
-
-def _compared(variant: str, ours: np.ndarray, theirs: np.ndarray, limits: Mapping[str, float]) -> Compared:
-    if ours.shape != theirs.shape:
-        raise UserError(
-            f"PowerInfer's logits of {variant} have the shape {theirs.shape} and ours {ours.shape}: another model"
-        )
-    error = np.abs(ours.astype(np.float64) - theirs)
-    q99 = float(np.quantile(error, 0.99))
-    return Compared(variant, len(error), float(error.max()), float(error.mean()), q99, limits)
-
-
-def _over_threads(model: Model, tokens: np.ndarray, counts: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
-    """The thread counts that were tried, and whether all gave the same bits."""
-    if model.kernels.name != "native":
-        return (1,), True
-    before, out = kernels.status()["threads"], []
-    try:
-        for count in counts:
-            kernels.set_threads(count)
-            out.append(model.logits(tokens))
-    finally:
-        kernels.set_threads(before)
-    return counts, all(np.array_equal(out[0], other) for other in out)
-
-
-def _table(found: list[Compared]) -> Table:
-    out = tables.new("logits", "rows", "max error", "mean error", "99 % within", "limits")
-    for c in found:
-        limits = ", ".join(f"{name} {limit:.0e}" for name, limit in c.limits.items())
-        verdict = f"{limits}: {'kept' if c.within else 'BROKEN'}" if limits else "none outside the faithful mode"
-        cells = [c.variant, str(c.rows), f"{c.max:.2e}", f"{c.mean:.2e}", f"{c.q99:.2e}", verdict]
-        out.add_row(*cells, style=None if c.within else "bold red")
-    return out

@@ -5,7 +5,7 @@
 
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,11 +52,10 @@ class PerplexitySpec:
     """The text and its windows; see `specsparse.runtime.perplexity.windows`.
 
     Attributes:
-        text: a text file, read as it is; None is the prompts of the data group, one after the other.
-        context, stride: of the windows.
+        text: a file; None is the prompts of the data group, one after the other.
         chunks: at most so many windows; None for all.
-        base: whose distribution the KL is from: "f32", the same weights computed in float32, and with all neurons if
-            `ffn` says which are computed; a model; None for no KL.
+        base: the distribution that the KL is from: "f32" is the same weights in float32, with all neurons if `ffn` says
+            which are computed; a model; None for no KL.
     """
 
     text: str | None = None
@@ -100,20 +99,14 @@ class Perplexity(Kind[PerplexitySettings]):
         ]
         if summary["kl_mean"] is not None:
             base = "the same weights in float32" if summary["base"] == F32 else summary["base"]
-            kl = (
-                "mean {kl_mean:.6f} +- {kl_error:.6f}, median {kl_median:.6f}, 99 % {kl_99:.6f}, most {kl_max:.6f} nats"
-            )
-            shown += [f"KL from {base}: {kl.format(**summary)}"]
+            kl = "mean {kl_mean:.6f} +- {kl_error:.6f}, median {kl_median:.6f}, 99 % {kl_99:.6f}, most {kl_max:.6f}"
+            shown += [f"KL from {base}: {kl.format(**summary)} nats"]
             shown += [f"the same token most likely: {summary['same_top']:.2%}"]
         return RunResult(summary, shown=shown, definitions=DEFINITIONS, objective=-summary["perplexity"])
 
 
 def read_text(cfg: PerplexitySettings) -> str:
-    """The text to score: a file as it is, or the prompts of the data group with an empty line between them.
-
-    Raises:
-        UserError: a file that is not there or no UTF-8.
-    """
+    """The text to score. UserError: a file that is not there or no UTF-8."""
     if cfg.perplexity.text is None:
         return "\n\n".join(prompt.text for prompt in cfg.data.prompts())
     path = Path(cfg.perplexity.text).expanduser()
@@ -164,27 +157,6 @@ def base_probs(cfg: PerplexitySettings, ctx: RunContext, text: Windows) -> Itera
 
 
 @dataclass(frozen=True)
-class QuantTable:
-    """A row for each type, and notes for the reader."""
-
-    rows: tuple[dict[str, Any], ...]
-    notes: tuple[str, ...]
-
-    @property
-    def conditions(self) -> Conditions:
-        """Of all rows together, which were timed one after the other."""
-        read = [row["conditions"]["read_bandwidth"] for row in self.rows if row["conditions"]]
-        return Conditions(statistics.median(read), conditions.deviation(read)) if read else Conditions()
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Doubts of the times, row by row and between rows; every row's plain decoding is its own."""
-        taken = [(row["file"], Conditions.from_dict(row["conditions"] or {})) for row in self.rows]
-        apart = conditions.differ([ResultConditions(found, work=name) for name, found in taken])
-        return (*([apart] if apart else []), *conditions.all_busy(taken))
-
-
-@dataclass(frozen=True)
 class QuantTableSpec:
     """The rows and their timings; the text is that of `perplexity`.
 
@@ -192,7 +164,6 @@ class QuantTableSpec:
         types: to quantise the model to.
         files: further GGUF files of the same model.
         pp, tg: tokens of prompt and of decoding to time; 0: not timed.
-        timings: of each.
     """
 
     types: tuple[str, ...] = ("F16", "Q8_0", "Q4_1", "Q4_0")
@@ -228,54 +199,58 @@ class Quantisations(Kind[QuantTableSettings]):
         files += [Path(catalogue.resolve(file)) for file in cfg.quant_table.files]
         text = cut(cfg, Tokenizer.from_metadata(f.metadata, where=str(source)))
         with base_probs(cfg, ctx, text) as probs:
-            found = QuantTable(tuple(_row(cfg, ctx, file, text, probs) for file in files), notes)
+            rows = [_row(cfg, ctx, file, text, probs) for file in files]
         names = {None: "nothing", F32: "the model's own weights in float32"}
         base = names.get(cfg.perplexity.base, cfg.perplexity.base)
+        read = [row["conditions"]["read_bandwidth"] for row in rows if row["conditions"]]
+        taken = Conditions(statistics.median(read), conditions.deviation(read)) if read else Conditions()
         return RunResult(
-            {"rows": found.rows, "notes": notes, "conditions": found.conditions.to_dict()},
-            found,
+            {"rows": rows, "notes": notes, "conditions": taken.to_dict()},
+            rows,
             shown=[
-                table(found.rows),
+                table(rows),
                 f"{text.scored} tokens scored; KL from {base}",
                 *notes,
-                *display.condition_lines(found.conditions, None, found.warnings),
+                *display.condition_lines(taken, None, doubts(rows)),
             ],
             definitions=QUANT_DEFINITIONS,
-            objective=max((row["decode"]["median"] for row in found.rows if row["decode"]), default=None),
+            objective=max((row["decode"]["median"] for row in rows if row["decode"]), default=None),
         )
 
 
 def _row(
     cfg: QuantTableSettings, ctx: RunContext, path: Path, text: Windows, probs: np.ndarray | None
 ) -> dict[str, Any]:
-    """One line of the table: the file's size, its scores and its timings."""
+    """The file's size, its scores, and tokens per second of decoding and of a prompt; None if they are not timed."""
     f = open_gguf(path)
     name, size = f.main_type(), f.sizes()
     with terminal.loading(ctx.console, f"loading {path.name}") as progress:
         model = ctx.engine.load(path, progress=progress, **cfg.model.overrides())
     found = scored(model, text, ctx, name, base=probs).summary()
-    sizes = {key: size[key] for key in ("bytes", "bits_per_weight")}
-    return {"type": name, "file": path.name, **sizes, **found, **_speed(cfg, model, name, ctx)}
-
-
-def _speed(cfg: QuantTableSettings, model: Model, name: str, ctx: RunContext) -> dict[str, Any]:
-    """Tokens per second of decoding and of a prompt, with their conditions; None if they are not timed."""
-    spec = cfg.quant_table
+    row = {"type": name, "file": path.name, **{key: size[key] for key in ("bytes", "bits_per_weight")}, **found}
+    spec, speed = cfg.quant_table, dict.fromkeys(("prompt", "decode", "conditions"))
     plan = trials.TrialPlan(pp=spec.pp, tg=spec.tg, repeats=spec.timings)
     if not plan.tests():
-        return {"prompt": None, "decode": None, "conditions": None}
+        return row | speed
     side = Ours(model, room=max(spec.pp, spec.tg + 1))
     with terminal.busy(ctx.console, f"timing {name}"):
         trials.warm_up(plan, side)
-        found = trials.run(plan, [side])
-    rates = {t.name: trials.timings(found.seconds[t.name][side.name], t.n)["tokens_per_second"] for t in plan.tests()}
-    decode, read = rates.get(f"tg{spec.tg}"), found.machine.read
+        timed = trials.run(plan, [side])
+    rates = {t.name: trials.timings(timed.seconds[t.name][side.name], t.n)["tokens_per_second"] for t in plan.tests()}
+    decode, read = rates.get(f"tg{spec.tg}"), timed.machine.read
     plain = decode and decode["median"]
     taken = Conditions(statistics.median(read), conditions.deviation(read), plain_tokens_per_second=plain)
-    return {"prompt": rates.get(f"pp{spec.pp}"), "decode": decode, "conditions": taken.to_dict()}
+    return row | {"prompt": rates.get(f"pp{spec.pp}"), "decode": decode, "conditions": taken.to_dict()}
 
 
-def table(rows: tuple[dict[str, Any], ...]) -> Table:
+def doubts(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Doubts of the times, row by row and between rows; every row's plain decoding is its own."""
+    taken = [(row["file"], Conditions.from_dict(row["conditions"] or {})) for row in rows]
+    apart = conditions.differ([ResultConditions(found, work=name) for name, found in taken])
+    return [*([apart] if apart else []), *conditions.all_busy(taken)]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
     quality = ("bits/weight", "perplexity", "KL, nats", "same top")
     out = tables.new("type", "MiB", *quality, "decode, tok/s", "prompt, tok/s")
     for row in rows:

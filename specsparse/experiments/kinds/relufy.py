@@ -6,12 +6,11 @@ Texts, rebuilt layers and checkpoints lie in a directory that a later run goes o
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.table import Table
 from rich.text import Text
 
 from specsparse.api import load
@@ -19,15 +18,8 @@ from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments.kind import RunContext, RunResult
-from specsparse.experiments.kinds.train_settings import (
-    STATE,
-    Training,
-    TrainKeys,
-    TrainSettings,
-    claim,
-    own_texts,
-    values,
-)
+from specsparse.experiments.kinds import train_settings
+from specsparse.experiments.kinds.train_settings import STATE, Training, TrainSettings
 from specsparse.models import catalogue
 from specsparse.models.convert.edit import make_delta
 from specsparse.models.convert.write import out_type
@@ -37,19 +29,7 @@ from specsparse.support.files import read_tensors, write_tensors
 from specsparse.support.options import Count
 from specsparse.training import corpus, relu
 from specsparse.training.corpus import DataOptions, pack
-from specsparse.training.relu import (
-    Distiller,
-    DistillLosses,
-    DistillOptions,
-    FfnMatrices,
-    Judged,
-    LayerOptions,
-    Rebuilder,
-    collect_inputs,
-    judge,
-    layer_inputs,
-    write_relu,
-)
+from specsparse.training.relu import DistillLosses, DistillOptions, FfnMatrices, Judged, LayerOptions, layer_inputs
 from specsparse.training.training_loop import Log
 
 _COLUMNS = ("step", "tokens", "divergence", "perplexity", "original", "agreement")
@@ -74,30 +54,17 @@ class OwnOptions:
     texts: str | None = None
 
 
-@dataclass(frozen=True)
-class Options(TrainKeys):
-    """The keys of `train`, by what they belong to; a key that two have goes to both."""
+class Options(NamedTuple):
+    """The keys of `train`, by what they belong to."""
 
     own: OwnOptions
     data: DataOptions
     layers: LayerOptions
     distill: DistillOptions
 
-
-@dataclass(frozen=True)
-class Relufied:
-    """The ReLU model.
-
-    Attributes:
-        path, delta: its file, and the difference to the original.
-        layers: as rebuilt one by one; empty if `train.begin` had them.
-        curve: of the distillation.
-    """
-
-    path: Path
-    delta: Path
-    layers: tuple[Judged, ...]
-    curve: tuple[dict[str, Any], ...]
+    @classmethod
+    def from_settings(cls, cfg: TrainSettings) -> "Options":
+        return cls(*train_settings.options(cfg, OwnOptions, DataOptions, LayerOptions, DistillOptions))
 
 
 class Relufy(Training):
@@ -120,12 +87,11 @@ class Relufy(Training):
         relu.check(model.config)
         folder = Path(cfg.train.output or Path("relu") / Path(model.path).stem)
         rates = {"steps", "rate", "warmup", "decay", "precision"}
-        claim(folder, cfg, model, {
-            "text": values(chosen.data), "layers": values(chosen.layers),
-            "distillation": values(chosen.distill, but=rates),
-        })  # fmt: skip
+        distillation = {key: value for key, value in vars(chosen.distill).items() if key not in rates}
+        identity = {"text": vars(chosen.data), "layers": vars(chosen.layers), "distillation": distillation}
+        train_settings.claim(folder, cfg, model, identity)
         own = chosen.own
-        found, _ = own_texts(cfg, chosen.data, model, Path(own.texts or folder / "texts"), ctx)
+        found, _ = train_settings.own_texts(cfg, chosen.data, model, Path(own.texts or folder / "texts"), ctx)
         if len(found) <= own.held_out:
             raise UserError(f"train.held_out={own.held_out}: there are {len(found)} texts; raise train.tokens")
         train, held = found[own.held_out :], found[: own.held_out]
@@ -135,36 +101,33 @@ class Relufy(Training):
             begin, layers = _begin(model, own.begin), []
         ffn, curve = distilled(chosen, model, folder, begin, train, held, ctx)
         path, delta = folder / f"{folder.name}-relu.gguf", folder / f"{folder.name}-relu.delta.gguf"
-        write_relu(open_gguf(model.path), ffn, path, out_type(own.quantise))
+        relu.write_relu(open_gguf(model.path), ffn, path, out_type(own.quantise))
         make_delta(model.path, path, delta)
         shares = curve[-1]["share"]
         rows = [
             {"layer": i, **(judged._asdict() if judged else {}), "distilled_share": share}
             for i, (judged, share) in enumerate(zip(layers or [None] * len(shares), shares, strict=True))
         ]
+        titles = ("step", "tokens", "KL, nats", "ppl", "original's", "ratio", "same token", "active")
+        table = tables.new(*titles, left=())
+        for p in curve:
+            table.add_row(
+                str(p["step"]), str(p["tokens"]), f"{p['divergence']:.4f}", f"{p['perplexity']:.3f}",
+                f"{p['original']:.3f}", f"{p['perplexity'] / p['original']:.3f}", f"{p['agreement']:.1%}",
+                f"{np.mean(p['share']):.1%}",
+            )  # fmt: skip
         return RunResult(
             {"model": str(path), "delta": str(delta), "layers": rows, "curve": list(curve)},
-            Relufied(path, delta, tuple(layers), tuple(curve)),
+            path,
             shown=[
                 Text("held-out answers: ReLU model against the original", style="bold"),
-                _table(curve),
+                table,
                 f"model: {path}; difference to the original: {delta}",
             ],
             figures=[Rows("curve", [{key: point[key] for key in _COLUMNS} for point in curve]), Rows("layers", rows)],
             definitions=DEFINITIONS,
             objective=curve[-1]["original"] / curve[-1]["perplexity"],
         )
-
-
-def _table(curve: Sequence[dict[str, Any]]) -> Table:
-    table = tables.new("step", "tokens", "KL, nats", "ppl", "original's", "ratio", "same token", "active", left=())
-    for p in curve:
-        table.add_row(
-            str(p["step"]), str(p["tokens"]), f"{p['divergence']:.4f}", f"{p['perplexity']:.3f}",
-            f"{p['original']:.3f}", f"{p['perplexity'] / p['original']:.3f}", f"{p['agreement']:.1%}",
-            f"{np.mean(p['share']):.1%}",
-        )  # fmt: skip
-    return table
 
 
 def rebuilt(
@@ -175,13 +138,13 @@ def rebuilt(
     if not all(path.exists() for path in paths):
         inputs = _inputs(chosen, model, folder / "inputs", train, ctx)
         judged = _inputs(chosen, model, folder / "judged", held, ctx)
-        rebuilder = Rebuilder(chosen.layers, len(layer_inputs(inputs, 0)))
+        rebuilder = relu.Rebuilder(chosen.layers, len(layer_inputs(inputs, 0)))
         with ctx.counting("rebuilding layers", len(paths)) as step:
             for i, path in enumerate(paths):
                 if not path.exists():
                     original = relu.ffn_of(model, i)
                     ffn = rebuilder.rebuild(original, layer_inputs(inputs, i))
-                    quality = judge(ffn, original, layer_inputs(judged, i))
+                    quality = relu.judge(ffn, original, layer_inputs(judged, i))
                     write_tensors(path, {n: np.asarray(x) for n, x in ffn._asdict().items()}, quality._asdict())
                 step()
     found = [read_tensors(path) for path in paths]
@@ -190,11 +153,7 @@ def rebuilt(
 
 
 def _begin(model: Model, name: str) -> FfnMatrices:
-    """The FFNs of a ReLU model, or those of another training's checkpoint, before they were rounded.
-
-    Raises:
-        UserError: the file is neither, or of another shape.
-    """
+    """The FFNs of a ReLU model, or those of another training's checkpoint, before they were rounded."""
     if not name.endswith(Path(STATE).suffix):
         other = load(name, ffn="dense")
         shape = ("n_layers", "d_model", "d_ff", "gated", "vocab_size")
@@ -219,7 +178,7 @@ def _inputs(chosen: Options, model: Model, folder: Path, found: list[corpus.Text
         groups.append([found[i] for i in group])
         tokens += sum(len(text.tokens) for text in groups[-1])
     with ctx.counting("reading text", len(groups)) as step:
-        return collect_inputs(model, groups, folder, rows=rows, progress=step)
+        return relu.collect_inputs(model, groups, folder, rows=rows, progress=step)
 
 
 def distilled(
@@ -227,7 +186,7 @@ def distilled(
     held: list[corpus.Text], ctx: RunContext,
 ) -> tuple[FfnMatrices, list[dict[str, Any]]]:  # fmt: skip
     """The FFNs after the last step, and the curve: losses, tokens seen and fidelity at each checkpoint."""
-    distiller = Distiller(model, chosen.distill)
+    distiller = relu.Distiller(model, chosen.distill)
 
     def point(state: Any, recent: Sequence[DistillLosses]) -> dict[str, object]:
         """Fidelity, and mean losses since the point before."""

@@ -44,10 +44,7 @@ DEFINITIONS = {
 }
 _PROMPT = 64
 """Tokens of the prompt that is decoded after."""
-_TITLES = (
-    "kept", "energy", "error", "KL, nats", "ppl", "top-1", "bytes", "by bytes", "tok/s", "speed-up",
-    "95 % over repeats",
-)  # fmt: skip
+_TITLES = ("kept", "energy", "error", "KL, nats", "ppl", "top-1", "bytes", "by bytes", "tok/s", "speed-up")
 
 
 @dataclass(frozen=True)
@@ -97,15 +94,7 @@ class Point:
     speedup: Speedup | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "speedup": None if self.speedup is None else self.speedup.to_dict()}
-
-
-@dataclass(frozen=True)
-class Sparsity:
-    """All points, in the order of the config, and the conditions of their timing; None if nothing was timed."""
-
-    points: tuple[Point, ...]
-    conditions: Conditions | None = None
+        return {**asdict(self), "speedup": self.speedup and self.speedup.to_dict()}
 
 
 class SparsityKind(Kind[SparsitySettings]):
@@ -141,23 +130,18 @@ class SparsityKind(Kind[SparsitySettings]):
                 step()
         sides, ids = [dense, *(one.model for one in sparse)], text[0, :_PROMPT].tolist()
         seconds, taken = _timed(cfg, ctx, sides, ids) if spec.tokens else (None, None)
-        result = Sparsity(tuple(_points(cfg, dense, sparse, judged, seconds)), taken)
-        points, vary = result.points, "predictor" if spec.predictors else spec.vary
+        points, vary = _points(cfg, dense, sparse, judged, seconds), "predictor" if spec.predictors else spec.vary
         names = ", ".join(dict.fromkeys(p.quality.name for p in points))
         title = f"{cfg.name}: {Path(dense.path).name}, {names} (lossy)"
         return RunResult(
-            {
-                "label": "lossy",
-                "vary": vary,
-                "points": [p.to_dict() for p in points],
-                "conditions": taken and taken.to_dict(),
-            },
-            result,
+            {"label": "lossy", "vary": vary, "points": [p.to_dict() for p in points],
+             "conditions": taken and taken.to_dict()},
+            points,
             shown=[Text(title, style="bold"), table(points, vary=vary), *display.condition_lines(taken)],
             figures=[figure(points, vary=vary, title=title)],
             definitions={**DEFINITIONS, **conditions.DEFINITIONS},
             objective=-points[-1].quality.model.kl,
-        )
+        )  # fmt: skip
 
 
 def settings(cfg: SparsitySettings) -> list[SparsitySettings]:
@@ -178,7 +162,7 @@ def settings(cfg: SparsitySettings) -> list[SparsitySettings]:
 
 
 def judged_text(data: DataSpec, spec: SparsitySpec, model: Model) -> np.ndarray:
-    """int32[W, n] of the run's prompts."""
+    """int32[W, n]"""
     length = min(spec.window, model.config.context_length) // 2 * 2
     return windows([model.tokenizer.encode(p.text, add_special=True) for p in data.prompts()], length)[: spec.judged]
 
@@ -210,35 +194,21 @@ def _points(
     rest = whole - sum(m.nbytes for layer in dense.params.layers for m in matrices(layer))
     for i, (value, one, quality) in enumerate(zip(values, sparse, judged, strict=True)):
         own, following = bytes_read(one.model, one.predictor)
-        timing: dict[str, Any] = {}
+        timing: list[Any] = []
         if seconds is not None:
-            plain, mine = seconds[0], seconds[i + 1]
-            timing["tokens_per_second"], timing["dense_tokens_per_second"] = (
-                1 / float(s.mean()) for s in (mine, plain)
-            )
-            timing["speedup"] = speedups.speedup(plain, mine, prompts=[0] * len(mine))
-        out.append(Point(value, quality, whole / (rest + own + quality.mean.kept * following), **timing))
+            mine, plain = seconds[i + 1], seconds[0]
+            timing = [1 / float(s.mean()) for s in (mine, plain)]
+            timing.append(speedups.speedup(plain, mine, prompts=[0] * len(mine)))
+        out.append(Point(value, quality, whole / (rest + own + quality.mean.kept * following), *timing))
     return out
 
 
 def table(points: Sequence[Point], *, vary: str) -> Table:
     """A row a point under a row of the dense model. Bytes are shares of the dense FFN's, prediction included."""
-    out, first = tables.new(vary, *_TITLES, left=(), close=True), points[0]
-    perplexity, rate = first.quality.model.perplexity_dense, tables.cell(first.dense_tokens_per_second, ".1f")
-    out.add_row(
-        "dense",
-        "100.0%",
-        "100.0%",
-        "0.000",
-        "0.0000",
-        f"{perplexity:.2f}",
-        "100.0%",
-        "100.0%",
-        "1.00",
-        rate,
-        "1.00",
-        "",
-    )
+    out = tables.new(vary, *_TITLES, "95 % over repeats", left=(), close=True)
+    quality, rate = points[0].quality.model, tables.cell(points[0].dense_tokens_per_second, ".1f")
+    perplexity, whole = f"{quality.perplexity_dense:.2f}", "100.0%"
+    out.add_row("dense", whole, whole, "0.000", "0.0000", perplexity, whole, whole, "1.00", rate, "1.00", "")
     for p in points:
         shown = "" if p.value is None else p.value if isinstance(p.value, str) else f"{p.value:g}"
         out.add_row(shown, *_cells(p.to_dict()))
@@ -247,7 +217,7 @@ def table(points: Sequence[Point], *, vary: str) -> Table:
 
 def sweep_table(records: Sequence[Mapping[str, Any]], swept: Sequence[Setting]) -> Table:
     """A row a point of every record; `swept` is what differs between their configs."""
-    out = tables.new(*(setting.name for setting in swept), *_TITLES, left=(), close=True)
+    out = tables.new(*(setting.name for setting in swept), *_TITLES, "95 % over repeats", left=(), close=True)
     for number, record in enumerate(records):
         for point in record["summary"]["points"]:
             out.add_row(*(Text(setting.values[number]) for setting in swept), *_cells(point))
@@ -267,7 +237,7 @@ def _cells(point: Mapping[str, Any]) -> list[str]:
 
 
 def figure(points: Sequence[Point], *, vary: str, title: str) -> Figure:
-    """KL, perplexity and speed-up against the share of neurons kept; a row a point, with every number of it."""
+    """KL, perplexity and speed-up against the share of neurons kept."""
     rows = tuple(
         {vary: p.value, **asdict(p.quality.mean), **asdict(p.quality.model), **asdict(p.quality.cost),
          "by_bytes": p.by_bytes, "tokens_per_second": p.tokens_per_second,

@@ -5,7 +5,7 @@
 Bytes predict each cell: a pass reads what is dense, and of the FFNs the union of the neurons that its rows keep.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -123,15 +123,11 @@ class Joined:
         })  # fmt: skip
 
     @property
-    def product(self) -> float:
-        """The speed-up of both if neither knew of the other."""
-        return self.cells[PLAIN_SPARSE].speedup.ratio_of_totals * self.cells[SPEC_DENSE].speedup.ratio_of_totals
-
-    @property
-    def over_better(self) -> float:
-        """Both together over the better of the two alone."""
+    def combined(self) -> dict[str, float]:
+        """`product`, the speed-up of both if neither knew of the other; `over_better`, both over the better alone."""
+        alone = [self.cells[name].speedup.ratio_of_totals for name in (PLAIN_SPARSE, SPEC_DENSE)]
         both = self.cells[SPEC_SPARSE].speedup.ratio_of_totals
-        return both / max(self.cells[c].speedup.ratio_of_totals for c in (PLAIN_SPARSE, SPEC_DENSE))
+        return {"product": alone[0] * alone[1], "over_better": both / max(alone)}
 
     @property
     def as_promised(self) -> bool:
@@ -142,19 +138,14 @@ class Joined:
 
 
 class FfnReading(NamedTuple):
-    """Reads of the FFNs by a pass, mean over the passes of a cell.
-
-    Attributes:
-        share: of the neurons.
-        size: bytes.
-    """
+    """Share of the FFNs' neurons, and bytes, that a pass reads, mean over the passes of a cell."""
 
     share: float
     size: float
 
     @classmethod
     def from_points(cls, points: Sequence[UnionPoint], own: tuple[int, int], dense: int, *, wide: bool) -> "FfnReading":
-        """`own`: what `fewer.bytes_read` says; `wide`: passes of several rows run densely and read `dense` bytes."""
+        """`own` as by `fewer.bytes_read`; if `wide`, passes of several rows run densely and read `dense` bytes."""
         passes, share, size = sum(p.passes for p in points), 0.0, 0.0
         for p in points:
             whole = wide and p.rows > 1
@@ -229,8 +220,7 @@ class SpecSparse(Kind[SpecSparseSettings]):
         taken = display.condition_lines(found.conditions, found.repeats, found.warnings)
         return RunResult(
             {**asdict(found), "cells": cells, "warnings": list(found.warnings),
-             "product": found.product, "over_better": found.over_better,
-             "repeats": found.repeats and found.repeats.to_dict(), **sparse_model.label(model)},
+             **found.combined, "repeats": found.repeats and found.repeats.to_dict(), **sparse_model.label(model)},
             found,
             shown=[Text(title, style="bold"), *parts(found), *taken],
             figures=[unions(found, title), cells_figure(found, title)],
@@ -240,14 +230,11 @@ class SpecSparse(Kind[SpecSparseSettings]):
         )  # fmt: skip
 
 
-def _cells(passes: list[Pass], read: dict[str, FfnReading], whole: int, *, as_dense: set[str]) -> dict[str, SparseCell]:
-    """The cells of `read` by name.
-
-    Args:
-        passes: the timed ones.
-        read: what a pass of each cell reads of the FFNs.
-        whole: bytes of the dense model.
-        as_dense: the cells whose tokens plain dense decoding should have.
+def _cells(
+    passes: list[Pass], read: Mapping[str, FfnReading], whole: int, *, as_dense: set[str]
+) -> dict[str, SparseCell]:
+    """The cells by name, from the timed passes, what a pass of each reads of the FFNs, the bytes of the dense model,
+    and the names of the cells whose tokens should be plain dense decoding's.
     """
     by_side = {name: [p for p in passes if p.side == name] for name in read}
     plain = {(p.prompt_id, p.repeat): p.decode_s / len(p.token_ids) for p in by_side[PLAIN_DENSE]}
@@ -255,9 +242,8 @@ def _cells(passes: list[Pass], read: dict[str, FfnReading], whole: int, *, as_de
     for name, some in by_side.items():
         seconds = [p.decode_s / len(p.token_ids) for p in some]
         counters = sum((p.counters for p in some), Counters())
-        wanted = {
-            p.prompt_id: p.token_ids for p in reversed(by_side[PLAIN_DENSE if name in as_dense else PLAIN_SPARSE])
-        }
+        expected = by_side[PLAIN_DENSE if name in as_dense else PLAIN_SPARSE]
+        wanted = {p.prompt_id: p.token_ids for p in reversed(expected)}
         dense_s = [plain[p.prompt_id, p.repeat] for p in some]
         out[name] = SparseCell(
             name=name,
@@ -273,49 +259,40 @@ def _cells(passes: list[Pass], read: dict[str, FfnReading], whole: int, *, as_de
 
 
 def parts(found: Joined) -> Iterator[Table | str]:
-    yield _cells_table(found)
-    yield f"both together: {found.over_better:.2f} times as fast as the better of the two alone"
-    yield f"product of the two speed-ups alone: {found.product:.2f}"
-    for name, q in found.quality.items():
-        same = f"most likely token the same {q.same_top:.1%} of the time"
-        ppl = f"perplexity {q.perplexity:.2f} for {q.perplexity_dense:.2f}"
-        yield f"{name}: KL {q.kl:.4f} nats, {ppl}, {same}; {found.labels[name]}"
-    yield _unions_table(found)
-
-
-def _cells_table(found: Joined) -> Table:
-    """acc.: mean acceptance length; read: share of the neurons that a pass reads."""
+    """The tables and the lines between them; acc.: mean acceptance length; read: share of the neurons by a pass."""
     note = metrics.lengths_note(per_pass="tok/pass", length="acc.")
     titles = ("", "tok/s", "speed-up", "95 % interval", "by bytes", "tok/pass", "acc.", "read", "differing")
-    out = tables.new(*titles, close=True, note=note)
+    table = tables.new(*titles, close=True, note=note)
     for c in found.cells.values():
         n, faster = c.counters, c.speedup
         length = f"{1 + n.num_accepted_tokens / n.num_drafts:.2f}" if n.num_drafts else "-"
-        out.add_row(
+        table.add_row(
             c.name, f"{1 / c.seconds_per_token:.1f}", f"{faster.ratio_of_totals:.2f}",
             faster.interval.ends(), f"{c.by_bytes:.2f}",
             f"{c.tokens_per_pass:.2f}", length, f"{c.read:.1%}", str(c.differing),
         )  # fmt: skip
-    return out
-
-
-def _unions_table(found: Joined) -> Table:
-    """Text: consecutive tokens, as if every draft were right; passes: those that the sparse cell made."""
+    yield table
+    yield "both together: {over_better:.2f} times as fast as the better of the two alone".format(**found.combined)
+    yield "product of the two speed-ups alone: {product:.2f}".format(**found.combined)
+    for name, q in found.quality.items():
+        same = f"most likely token the same {q.same_top:.1%} of the time"
+        ppl = f"perplexity {q.perplexity:.2f} for {q.perplexity_dense:.2f}"
+        yield f"{name}: KL {q.kl:.4f} nats, {ppl}, {same}; {found.labels[name]}"
     titles = ("sequences", "rows of a pass", "a row keeps", "union in text", "guess", "passes", "union", "guess")
-    out = tables.new(*titles, left=(), close=True)
-    text = {(p.batch, p.rows): p for p in found.text}
+    table = tables.new(*titles, left=(), close=True)
+    text = {(p.batch, p.rows): p for p in found.text}  # consecutive tokens, as if every draft were right
     seen = {(1, p.rows): p for p in found.seen}
     for key in sorted({*text, *seen}):
         one, other = text.get(key), seen.get(key)
         cells = [*map(str, key), f"{(one or other).kept:.1%}"]
         cells += [f"{one.union:.1%}", f"{one.guess:.1%}"] if one else ["", ""]
         cells += [str(other.passes), f"{other.union:.1%}", f"{other.guess:.1%}"] if other else ["", "", ""]
-        out.add_row(*cells)
-    return out
+        table.add_row(*cells)
+    yield table
 
 
 def unions(found: Joined, title: str) -> Figure:
-    """Neurons read against the rows of a pass: a row a size of pass, of "text" or of "passes"."""
+    """Neurons read against the rows of a pass, in the text and in the passes of the run."""
     both = ((TEXT, found.text), (PASSES, found.seen))
     rows = tuple({"of": kind, **asdict(p)} for kind, points in both for p in points)
 
@@ -338,7 +315,6 @@ def unions(found: Joined, title: str) -> Figure:
 
 
 def cells_figure(found: Joined, title: str) -> Figure:
-    """The speed-up of every cell, by bytes and measured."""
     rows = tuple(
         {"cell": c.name, "by_bytes": c.by_bytes, "measured": c.speedup.ratio_of_totals} for c in found.cells.values()
     )

@@ -3,7 +3,7 @@
 Text, drafter and checkpoints lie in a directory that a later run goes on from.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,15 +15,8 @@ from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.experiments.kind import RunContext, RunResult
-from specsparse.experiments.kinds.train_settings import (
-    STATE,
-    Training,
-    TrainKeys,
-    TrainSettings,
-    claim,
-    own_texts,
-    values,
-)
+from specsparse.experiments.kinds import train_settings
+from specsparse.experiments.kinds.train_settings import STATE, Training, TrainSettings
 from specsparse.experiments.settings import refuse
 from specsparse.models import catalogue
 from specsparse.report.plots import Rows
@@ -32,7 +25,7 @@ from specsparse.speculative.drafters.heads.published import matrix_type
 from specsparse.support import tables
 from specsparse.support.options import Count, Range
 from specsparse.training import corpus
-from specsparse.training.corpus import DataOptions, Document, TextWritten, read_documents, tokenised
+from specsparse.training.corpus import DataOptions, read_documents, tokenised
 from specsparse.training.dflash_form import DFlashForm
 from specsparse.training.eagle_form import Eagle3Form, HeadForm
 from specsparse.training.form import Form, SmallForm, SmallOptions
@@ -61,21 +54,8 @@ class OwnOptions:
     quantise: str = "Q8_0"
 
 
-@dataclass(frozen=True)
-class Options(TrainKeys):
-    """The keys of `train`, by what they belong to."""
-
-    own: OwnOptions
-    data: DataOptions
-    train: TrainOptions
-    small: SmallOptions
-
-
-@dataclass(frozen=True)
-class TextSeen(TextWritten):
-    """`TextWritten`, and the tokens of documents."""
-
-    documents: int
+OWNERS = (OwnOptions, DataOptions, TrainOptions, SmallOptions)
+"""The keys of `train` belong to these."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +72,13 @@ class TrainDrafter(Training):
 
     def check(self, cfg: TrainSettings) -> None:
         catalogue.resolve(cfg.model.path)
-        own = Options.from_settings(cfg).own
+        own = train_settings.options(cfg, *OWNERS)[0]
         try:
             matrix_type(own.quantise)
         except UserError as error:
             raise UserError(f"train.quantise: {error}") from None
-        documents(own)
+        for path in own.documents:
+            read_documents(Path(path))
         cfg.data.prompts()
 
     def run(self, cfg: TrainSettings, ctx: RunContext) -> RunResult:
@@ -108,14 +89,14 @@ class TrainDrafter(Training):
         Raises:
             UserError: another training's output directory, or text without answers.
         """
-        model, chosen = ctx.load(cfg.model), Options.from_settings(cfg)
-        own, train = chosen.own, chosen.train
+        model = ctx.load(cfg.model)
+        own, data, train, small = train_settings.options(cfg, *OWNERS)
         end = {"head": "", "model": "-draft"}.get(own.form, f"-{own.form}")
         folder = Path(cfg.train.output or Path("heads") / f"{Path(model.path).stem}{end}")
         shape: dict[str, object] = {n: getattr(train, n) for n in ("draft_vocab", "seed")}
-        shape |= asdict(chosen.small) if own.form == "model" else {"below": own.below, "begin": own.begin}
+        shape |= asdict(small) if own.form == "model" else {"below": own.below, "begin": own.begin}
         shape |= {"streams": train.streams} if own.form == "dflash" else {}
-        claim(folder, cfg, model, {"text": values(chosen.data), own.form: shape})
+        train_settings.claim(folder, cfg, model, {"text": vars(data), own.form: shape})
         found, written = texts(cfg, model, folder, ctx)
         trainer = Trainer(model, train, form_of(cfg, model))
         log = Log(
@@ -139,25 +120,24 @@ class TrainDrafter(Training):
         table = tables.new("place", *places, "acceptance length", "drafts")
         agreement = [f"{a:.3f}" for a in drafting.agreement]
         table.add_row("agreement", *agreement, f"{drafting.acceptance:.2f}", str(drafting.tokens))
+        rows = []
+        for point in log.curve:  # a pair of columns a place in the draft
+            row = {key: point[key] for key in ("step", "rows", "seconds", "rate")}
+            for i, pair in enumerate(zip(point["loss"], point["agreement"], strict=True), 1):
+                row |= dict(zip((f"loss_{i}", f"agreement_{i}"), pair, strict=True))
+            rows.append(row)
         return RunResult(
-            {form.name: str(path), "text": asdict(written), "drafting": asdict(drafting), "curve": list(log.curve)},
+            {form.name: str(path), "text": written, "drafting": asdict(drafting), "curve": list(log.curve)},
             Trained(path, drafting, form),
             shown=[
                 Text("held-out greedy answers: how often each token of a draft is right", style="bold"),
                 table,
                 f"{form.name}: {path}; drafter={form.drafter} drafter.{form.option}={path}",
             ],
-            figures=[Rows("curve", [_row(point) for point in log.curve])],
+            figures=[Rows("curve", rows)],
             definitions=DEFINITIONS,
             objective=drafting.acceptance,
         )
-
-
-def _row(point: Mapping[str, Any]) -> dict[str, object]:
-    """A checkpoint of the curve, a pair of columns a place in the draft."""
-    pairs = zip(point["loss"], point["agreement"], strict=True)
-    places = {f"{key}_{i}": x for i, pair in enumerate(pairs, 1) for key, x in zip(("loss", "agreement"), pair)}
-    return {**{key: point[key] for key in ("step", "rows", "seconds", "rate")}, **places}
 
 
 def _point(_: TrainState, recent: Sequence[HeadLosses]) -> dict[str, object]:
@@ -167,18 +147,19 @@ def _point(_: TrainState, recent: Sequence[HeadLosses]) -> dict[str, object]:
 
 def held_out(cfg: TrainSettings, model: Model, ctx: RunContext) -> list[corpus.Text]:
     """Greedy answers to the last `train.judged` prompts of each task of `data` that are short enough."""
-    chosen, by_task = Options.from_settings(cfg).data, dict[str, list[Any]]()
+    _, data, *_ = train_settings.options(cfg, *OWNERS)
+    by_task: dict[str, list[Any]] = {}
     for prompt in cfg.data.prompts():
-        ids = corpus.encode(model, prompt.text, chat=chosen.chat)
-        if len(ids) <= chosen.prompt_tokens:
+        ids = corpus.encode(model, prompt.text, chat=data.chat)
+        if len(ids) <= data.prompt_tokens:
             by_task.setdefault(prompt.task, []).append(ids)
     kept = [ids for found in by_task.values() for ids in found[-cfg.train.judged :]]
     if not kept:
-        raise UserError(f"no held-out prompt has at most {chosen.prompt_tokens} tokens: raise train.prompt_tokens")
-    params, answers = SamplingParams(temperature=0.0, max_tokens=chosen.answer), []
+        raise UserError(f"no held-out prompt has at most {data.prompt_tokens} tokens: raise train.prompt_tokens")
+    params, answers = SamplingParams(temperature=0.0, max_tokens=data.answer), []
     with ctx.counting("answering held-out prompts", len(kept)) as step:
-        for start in range(0, len(kept), chosen.batch):
-            part = kept[start : start + chosen.batch]
+        for start in range(0, len(kept), data.batch):
+            part = kept[start : start + data.batch]
             answers += corpus.answer(model, part, [params] * len(part), seed=cfg.seed)
             step(len(answers))
     return answers
@@ -186,9 +167,8 @@ def held_out(cfg: TrainSettings, model: Model, ctx: RunContext) -> list[corpus.T
 
 def form_of(cfg: TrainSettings, model: Model) -> Form:
     """The form that is trained. UserError: an option of another form, or layers that the target has not."""
-    found, n_layers = Options.from_settings(cfg), model.config.n_layers
-    own = found.own
-    below, block = list(own.below), found.train.streams
+    own, _, train, small = train_settings.options(cfg, *OWNERS)
+    below, block, n_layers = list(own.below), train.streams, model.config.n_layers
     refuse({
         "train.below belongs to train.form=head, eagle3 and dflash": own.form == "model" and below,
         "train.begin belongs to train.form=head": own.form != "head" and own.begin is not None,
@@ -200,7 +180,7 @@ def form_of(cfg: TrainSettings, model: Model) -> Form:
             own.form == "dflash" and own.gamma > block,
     })  # fmt: skip
     if own.form == "model":
-        return SmallForm(model, found.small, cfg.seed)
+        return SmallForm(model, small, cfg.seed)
     if own.form == "head":
         file = None if own.begin is None else find(own.begin, model.params.output_norm)
         form = HeadForm(model, own.below, file and read_head(file, model.config, floats=True))
@@ -209,18 +189,12 @@ def form_of(cfg: TrainSettings, model: Model) -> Form:
     return Eagle3Form(model, own.below) if own.form == "eagle3" else DFlashForm(model, own.below, block)
 
 
-def documents(own: OwnOptions) -> list[Document]:
-    """The texts of the files of `train.documents`.
-
-    Raises:
-        UserError: a file that is not there, is malformed or holds no text.
-    """
-    return [document for path in own.documents for document in read_documents(Path(path))]
-
-
-def texts(cfg: TrainSettings, model: Model, folder: Path, ctx: RunContext) -> tuple[list[corpus.Text], TextSeen]:
-    """Answers of `train.tokens` tokens, made if they are not there yet, and the documents beside them."""
-    chosen = Options.from_settings(cfg)
-    read = tokenised(model, documents(chosen.own), chosen.data)
-    found, written = own_texts(cfg, chosen.data, model, Path(chosen.own.texts or folder / "texts"), ctx)
-    return found + read, TextSeen(*asdict(written).values(), sum(len(text.tokens) - text.prompt for text in read))
+def texts(
+    cfg: TrainSettings, model: Model, folder: Path, ctx: RunContext
+) -> tuple[list[corpus.Text], dict[str, object]]:
+    """Answers of `train.tokens` tokens, made if they are not there yet, and the documents beside them; and their
+    numbers for the record, see `DEFINITIONS`."""
+    own, data, *_ = train_settings.options(cfg, *OWNERS)
+    read = tokenised(model, [document for path in own.documents for document in read_documents(Path(path))], data)
+    found, written = train_settings.own_texts(cfg, data, model, Path(own.texts or folder / "texts"), ctx)
+    return found + read, {**asdict(written), "documents": sum(len(text.tokens) - text.prompt for text in read)}

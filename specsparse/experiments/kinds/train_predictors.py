@@ -6,7 +6,7 @@ All layers are trained in a directory that a later run goes on from.
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from specsparse import kernels
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments.kind import RunContext, RunResult, header_of
-from specsparse.experiments.kinds.train_settings import Training, TrainKeys, TrainSettings, claim
+from specsparse.experiments.kinds.train_settings import Training, TrainSettings, claim, options
 from specsparse.experiments.sparse_model import collected, shuffled_text
 from specsparse.powerinfer.model_files import PredictorFile, write_predictors
 from specsparse.predictors import FFN, Needs, get_predictor
@@ -41,13 +41,6 @@ PREDICTORS_FILE = "predictors.safetensors"
 EXPORT_FOLDER = "powerinfer"
 
 
-@dataclass(frozen=True)
-class OfTraining(TrainKeys):
-    """The keys of `train` beside those of `TrainSpec`."""
-
-    own: FitOptions
-
-
 class TrainPredictors(Training):
     """A predictor of active neurons trained or fitted on text, and judged."""
 
@@ -58,7 +51,7 @@ class TrainPredictors(Training):
         predictor = get_predictor(cfg.predictor.name, any_ffn, **cfg.predictor.options)
         for name in cfg.train.compare:
             get_predictor(name, any_ffn)
-        OfTraining.from_settings(cfg)
+        options(cfg, FitOptions)
         if predictor.needs is Needs.TRAINING and not config.predictor_ranks:
             need_zeros(FFN.from_config(config, any_ffn.kernels), cfg.train.active_share)
         cfg.data.prompts()
@@ -115,11 +108,7 @@ class TrainPredictors(Training):
 
 
 def split(cfg: TrainSettings, model: Model) -> tuple[np.ndarray, np.ndarray]:
-    """Windows int32[W, n] to fit on and windows to judge on, from prompts in an order drawn once.
-
-    Raises:
-        UserError: too little text for both.
-    """
+    """Windows int32[W, n] to fit on and windows to judge on. UserError: too little text for both."""
     window = min(cfg.train.window, model.config.context_length) // 2 * 2
     cut = windows(shuffled_text(cfg, model.tokenizer), window)
     fit = min(len(cut) - cfg.train.judged, -(-cfg.train.tokens // window))
@@ -141,7 +130,7 @@ def rivals(cfg: TrainSettings, ffn: FFN, first: Evaluation) -> list[Predictor]:
                 continue  # they guess the sign of the gate, which says little if no neuron is zero
             given = {"recall": min(max(first.mean.recall, 1e-3), 1.0)}
         if name == "svd":
-            given["rank"] = max(OfTraining.from_settings(cfg).own.rank // 2, 1)
+            given["rank"] = max(options(cfg, FitOptions)[0].rank // 2, 1)
         if name in ("gate_threshold", "random", "sequence", "teal"):
             given = {"share": min(max(first.mean.kept, 1e-3), 1.0)}
         rival = get_predictor(name, ffn, **given)
@@ -155,8 +144,7 @@ def trained(
 ) -> tuple[tuple[MlpWeights, ...], np.ndarray, dict[str, object]]:
     """Weights of every layer in that type, the residuals f32[L, N, D] they were trained on, and notes for the record.
 
-    Every file appears whole: collected residuals, each finished layer, and the state after each epoch of the layer
-    that is being trained.
+    A stopped training goes on from its files: residuals, finished layers, the last epoch of the layer in training.
     """
     folder = Path(cfg.train.output or Path("predictors") / Path(model.path).stem)
     _claim(folder, cfg, model, text)
@@ -184,18 +172,17 @@ def trained(
 
 
 def _claim(folder: Path, cfg: TrainSettings, model: Model, text: np.ndarray) -> None:
-    """Makes the directory this run's, or finds that it is already."""
     digest = int(np.sum(text * (1 + np.arange(text.size).reshape(text.shape))))
     claim(folder, cfg, model, {
         "activation": model.config.activation,
-        "options": asdict(OfTraining.from_settings(cfg).own),
+        "options": asdict(options(cfg, FitOptions)[0]),
         "active_share": cfg.train.active_share,
         "text": {"windows": list(text.shape), "sum": digest},
     })  # fmt: skip
 
 
 def _check_room(folder: Path, size: int) -> None:
-    """Beforehand: a write into a memory map that the disk cannot hold ends the process."""
+    """UserError: no room. A write into a memory map that the disk cannot hold would end the process."""
     free = shutil.disk_usage(folder).free
     if size > free:
         raise UserError(
@@ -213,7 +200,7 @@ def _layer(
         tensors, meta = read_tensors(path)
         return tensors["fc1"], tensors["fc2"], meta["epochs"]
     labels = label(ffn, layer, rows_ND, active_share=cfg.train.active_share)
-    trainer = LayerTrainer(OfTraining.from_settings(cfg).own, layer, rows_ND, labels, index)
+    trainer = LayerTrainer(options(cfg, FitOptions)[0], layer, rows_ND, labels, index)
     state, epochs = trainer.start(), []
     if running.exists():
         found, meta = load_state(running, state)
@@ -230,13 +217,9 @@ def _layer(
 
 
 def comparison(found: Sequence[Evaluation]) -> Table:
-    """A row a predictor, all layers together. Bytes and time are shares of the dense FFN's for one token.
-
-    "own" is the prediction alone; "bytes" adds the kept neurons; "error" is that of the FFN's output.
-    """
-    columns = ("predictor", "kept", "recall", "precision", "energy", "error", "KL, nats", "ppl", "top-1", "own bytes",
-               "bytes", "own time")  # fmt: skip
-    out = tables.new(*columns, close=True)
+    """A row a predictor, all layers together; "own" is the prediction alone, "bytes" adds the kept neurons."""
+    titles = ("predictor", "kept", "recall", "precision", "energy", "error", "KL, nats", "ppl", "top-1")
+    out = tables.new(*titles, "own bytes", "bytes", "own time", close=True)
     for e in found:
         time = f"{e.cost.predictor_s / e.cost.dense_s:.0%}" if e.cost.dense_s else "-"
         out.add_row(
@@ -248,17 +231,13 @@ def comparison(found: Sequence[Evaluation]) -> Table:
 
 def by_layer(found: Evaluation) -> Table:
     out = tables.new("layer", "active", "kept", "recall", "precision", "energy", "error", close=True)
-    for i, quality in enumerate(found.layers):
-        out.add_row(str(i), *_cells(quality))
-    out.add_row("all", *_cells(found.mean))
+    for layer, quality in [*enumerate(found.layers), ("all", found.mean)]:
+        out.add_row(str(layer), *_cells(quality))
     return out
 
 
 def figure(found: Sequence[Evaluation], *, title: str) -> Figure:
-    """Recall, precision, kept share and output error by layer, a line a predictor.
-
-    A row a predictor and layer, "all" for the whole; columns as in `LayerQuality`, `ModelQuality` and `Cost`.
-    """
+    """By layer, a line a predictor; columns as in `LayerQuality`, and for layer "all" `ModelQuality` and `Cost`."""
     rows = []
     for e in found:
         rows += [{"predictor": e.name, "layer": i, **asdict(quality)} for i, quality in enumerate(e.layers)]

@@ -1,10 +1,10 @@
 """The shared part of the trainings: the `train` group of a config, and the directory that a later run goes on from."""
 
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Self, get_type_hints
+from typing import Annotated, Any
 
 from specsparse.engine.gguf.reader import model_digest, open_gguf
 from specsparse.engine.model import Model
@@ -45,38 +45,26 @@ class Training(Kind[TrainSettings]):
     takes_ffn = False
 
 
-class TrainKeys:
-    """Base of dataclasses whose fields are the dataclasses that the keys of `train` belong to."""
+def options(cfg: TrainSettings, *owners: type) -> list[Any]:
+    """The keys of `train` by the dataclasses that they belong to; a key that two have goes to both.
 
-    @classmethod
-    def from_settings(cls, cfg: TrainSettings) -> Self:
-        """Made of the keys of `train`; a key that two have goes to both.
-
-        `seed` and `chat` are the run's. A key that is null stays at its default.
-
-        Raises:
-            UserError: an unknown key, or a value of the wrong type or out of range.
-        """
-        owners = get_type_hints(cls)
-        names = {name for owner in owners.values() for name in options_of(owner)}
-        if unknown := [name for name in cfg.train.options if name not in names]:
-            hint = nearest(unknown[0], [*names, *options_of(TrainSpec)])
-            raise UserError(f"train.{unknown[0]} is no option of kind={cfg.kind}{hint}")
-        out = {}
-        for key, owner in owners.items():
-            given = {name: value for name, value in cfg.train.options.items() if name in options_of(owner)}
-            of_run = {"seed": cfg.seed, "chat": cfg.data.chat}
-            internal = {name: value for name, value in of_run.items() if name in owner.__dataclass_fields__}
-            out[key] = read(owner, given, group="train", internal=internal)
-        return cls(**out)
+    `seed` and `chat` are the run's. A key that is null stays at its default. UserError: a key that nobody has, or a
+    value of the wrong type or out of range.
+    """
+    names = {name for owner in owners for name in options_of(owner)}
+    if unknown := [name for name in cfg.train.options if name not in names]:
+        hint = nearest(unknown[0], [*names, *options_of(TrainSpec)])
+        raise UserError(f"train.{unknown[0]} is no option of kind={cfg.kind}{hint}")
+    out, of_run = [], {"seed": cfg.seed, "chat": cfg.data.chat}
+    for owner in owners:
+        given = {name: value for name, value in cfg.train.options.items() if name in options_of(owner)}
+        internal = {name: value for name, value in of_run.items() if name in owner.__dataclass_fields__}
+        out.append(read(owner, given, group="train", internal=internal))
+    return out
 
 
 def claim(folder: Path, cfg: TrainSettings, model: Model, settings: Mapping[str, object]) -> None:
-    """Makes the directory that of a training of this model with these settings, or finds that it is already.
-
-    Raises:
-        UserError: it holds another training, or cannot be written.
-    """
+    """Makes the directory that of a training of this model with these settings. UserError: it holds another one."""
     overrides = {name: value for name, value in cfg.model.overrides().items() if name != "threads"}
     identity = {"digest": model_digest(open_gguf(model.path)), "overrides": overrides}
     path, wanted = folder / "settings.json", json.loads(files.to_json({"model": identity, **settings}))
@@ -87,11 +75,6 @@ def claim(folder: Path, cfg: TrainSettings, model: Model, settings: Mapping[str,
             f"{folder} holds a training with another {different[0]}: give train.output=ANOTHER, or remove it"
         )
     files.write_atomically(path, files.to_json(wanted, indent=1) + "\n")
-
-
-def values(options: Any, *, but: Collection[str] = ()) -> dict[str, Any]:
-    """The fields of a dataclass and their values, but for some."""
-    return {f.name: getattr(options, f.name) for f in fields(options) if f.name not in but}
 
 
 def own_texts(
