@@ -10,6 +10,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,28 +108,22 @@ def flags_first(argv: list[str]) -> list[str]:
 def offer(argv: Sequence[str] = ()) -> None:
     """Makes known to Hydra what the files of `conf/` do not say.
 
-    The names of the catalogue are choices of the `model` group. A group of `PARTS` takes any option: the class of its
-    choice says which there are, when the config is read, so that no class is imported to compose it. A part that the
-    command line names and no file has, `drafter=module:Class` or the name of another package's, is a choice too.
-
-    Raises:
-        UserError: a file of the user's folder that is no entry.
+    The names of the catalogue are choices of the `model` group. A group of `PARTS` takes any option: its class is
+    asked when the config is read, so that none is imported to compose it. A part that the command line names and no
+    file has, `drafter=module:Class` or the name of another package's, is a choice too.
     """
     from hydra.core.config_store import ConfigStore
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import OmegaConf
 
-    def open_node(**content: Any) -> DictConfig:
-        return OmegaConf.create(content, flags={"struct": False})
-
-    store = ConfigStore.instance()
+    store, open_node = ConfigStore.instance(), partial(OmegaConf.create, flags={"struct": False})
     for entry in catalogue.entries().values():
         for name in (entry.name, *entry.aliases):
             store.store(group="model", name=name, node={"defaults": ["custom", "_self_"], "path": entry.name})
-    store.store(name="parts", node={group: open_node() for group in PARTS})
+    store.store(name="parts", node={group: open_node({}) for group in PARTS})
     for group, _, names in (arg.partition("=") for arg in argv):
         for name in names.split(",") if group in _OPEN_GROUPS else ():
             if is_outside(group, name):
-                store.store(group=group, name=name, node=open_node(name=name))
+                store.store(group=group, name=name, node=open_node({"name": name}))
     # Hydra copies its sources for every group that --help lists, and this one store with them; it is only read here.
     store.__deepcopy__ = lambda memo: store  # type: ignore[attr-defined]
 
@@ -141,11 +136,7 @@ def is_outside(group: str, name: str) -> bool:
 
 
 def completed(group: str, given: Mapping[str, object]) -> dict[str, object]:
-    """A group of the config with all options of a built-in choice, as plain values; any other as it is.
-
-    Raises:
-        UserError: an option that the choice does not have (with the nearest), or a bad value.
-    """
+    """A group of the config with all options of a built-in choice, as plain values; any other as it is."""
     name, own = given.get("name"), {key: value for key, value in given.items() if key != "name"}
     if name == NOTHING.get(group) and own:
         raise UserError(f"{group}.{next(iter(own))} is no option of {group}={name}")
@@ -163,11 +154,7 @@ def completed(group: str, given: Mapping[str, object]) -> dict[str, object]:
 
 
 def described(group: str, name: str) -> list[Option]:
-    """The options of a choice, with defaults as YAML has them, but for those that have a group of their own.
-
-    Raises:
-        UserError: an unknown name.
-    """
+    """The options of a choice, with defaults as YAML has them, but for those that have a group of their own."""
     if name == NOTHING.get(group):
         return []
     defaults = values_of(PARTS[group].make(name, {}))
@@ -231,8 +218,7 @@ def _near_key(key: str, groups: dict[str, list[str]], conf: Path) -> str:
     keys = list(dict.fromkeys([*valid_keys(), *groups, *sorted(more)]))
     if key in keys:
         return f" in this config; to add it write +{key}=VALUE"
-    near = _near_keys(key, keys)
-    if near:
+    if near := _near_keys(key, keys):
         return f"; did you mean {' or '.join(filter(None, (', '.join(near[:-1]), near[-1])))}?"
     same = sorted(other for other in keys if other.startswith(f"{head}."))
     if dot and 0 < len(same) <= _MOST_LISTED:

@@ -4,7 +4,7 @@ They are measured once and kept.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -53,14 +53,14 @@ def filled(cfg: D, model: Model, out: Console) -> D:
         else:
             table, key = measuring.table_for(model, drafter.name, drafter.options, bar=bar)
             policy |= rounded(table.policy_options(gamma, key))
-    if _left_out(options, "prior"):
+    if options.get("prior", 0) is None:
         policy["prior"] = round(rates(cfg, model, None, calibration(cfg, model), bar)[0], 2)
     if cfg.tree.name == SEQUOIA:
         draw = cfg.tree.options.get("draw") or "top"
-        if _left_out(cfg.tree.options, "acceptance"):
+        if cfg.tree.options.get("acceptance", 0) is None:
             found = rates(cfg, model, draw, calibration(cfg, model), bar)
             tree["acceptance"] = [round(rate, 3) for rate in found]
-        if missing := _left_out(cfg.tree.options, "cost", "level_cost"):
+        if missing := [key for key in ("cost", "level_cost") if cfg.tree.options.get(key, 0) is None]:
             table, key = measuring.table_for(model, drafter.name, drafter.options, draw=draw, bar=bar)
             times = rounded(table.tree_options(cfg.tree.options.get("nodes") or Sequoia.nodes, key))
             tree |= {key: times[key] for key in missing}
@@ -72,11 +72,6 @@ def filled(cfg: D, model: Model, out: Console) -> D:
         policy=Choice(cfg.policy.name, {**policy, **given}),
         tree=Choice(cfg.tree.name, {**cfg.tree.options, **tree}),
     )
-
-
-def _left_out(options: Mapping[str, object], *names: str) -> list[str]:
-    """Those of the options that are there and null."""
-    return [name for name in names if name in options and options[name] is None]
 
 
 def rates(
@@ -97,11 +92,8 @@ def acceptance_key(cfg: MethodSettings, drafter: str, shape: str) -> str:
 
 
 def draft_key(cfg: MethodSettings) -> str:
-    """The name under which the cost of the config's drafts is kept.
-
-    Chains have the drafter's, the tree that is made to measure one for every tree whose children are so drawn, and
-    any other tree one of its own.
-    """
+    """The name under which the cost of the config's drafts is kept: chains have the drafter's, `sequoia` one for every
+    tree whose children are so drawn, any other tree its own."""
     key = cost_key(cfg.drafter.name, cfg.drafter.options)
     if cfg.tree.name == SEQUOIA:
         return measuring.draft_key(cfg.drafter.name, cfg.drafter.options, cfg.tree.options.get("draw") or "top")

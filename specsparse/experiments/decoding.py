@@ -52,24 +52,18 @@ class Bench:
 
 
 def check(cfg: DecodingSettings, specs: Iterable[MethodSpec], *, union_cap: bool = False) -> None:
-    """Finds mistakes without loading the model, so that one costs no time and leaves no directory.
+    """Finds mistakes without loading the model: in the methods of `specs`, the prompts, and the files of all models.
 
-    Args:
-        cfg: the run.
-        specs: of the methods that it decodes with.
-        union_cap: whether the kind can decode with one.
-
-    Raises:
-        UserError: parts of a method that do not fit, no such model file or prompts, or a prompt's file that does not
-            parse. If the model and a draft model are missing, one line says so.
+    `union_cap`: whether the kind can decode with one. If model and draft model are missing, one line says so.
     """
     methods = [resolve(spec) for spec in specs]
     sparse_model.check(cfg, union_cap=union_cap)
-    prompts_of(cfg)
-    named = {"model.path": cfg.model.path}
+    if cfg.data.turns == "both" and not cfg.data.chat:
+        raise UserError("data.turns=both needs data.chat=true: a later turn answers within the chat template")
+    cfg.data.prompts(turns=cfg.data.turns)
+    named, missing = {"model.path": cfg.model.path}, {}
     for method in methods:
         named |= {f"drafter.{option}": file for option, file in method.files.items()}
-    missing = {}
     for key, file in named.items():
         try:
             catalogue.resolve(file)
@@ -105,29 +99,23 @@ def label(verifier: Verifier | str) -> str:
 
 
 def prepare(cfg: DecodingSettings, ctx: RunContext, specs: Iterable[MethodSpec] = ()) -> Bench:
-    """Loads the model, as wide as these methods need it if nobody says, and encodes the prompts.
-
-    If steps have one width, all prompts share a size of caches.
-    """
+    """Loads the model, as wide as these methods need it if nobody says, and encodes the prompts."""
     started = time.perf_counter()
     model = sparse_model.load(cfg, ctx)
     model = model.holding(1 + max((resolve(spec).max_nodes for spec in specs), default=0))
     load_s = time.perf_counter() - started
     jobs = prepared_prompts(cfg, ctx.engine, model)
     longest = max((len(job.ids) for job in jobs), default=0)
-    return Bench(model.sharing(longest + cfg.max_tokens), jobs, load_s)
+    return Bench(model.sharing(longest + cfg.max_tokens), jobs, load_s)  # of one width: caches of one size
 
 
 def prepared_prompts(cfg: DecodingSettings, engine: Engine, model: Model) -> list[PreparedPrompt]:
-    """The prompts of the run with their ids.
+    """The prompts with their ids; text that a later turn refers to is decoded plainly first, the same for every method.
 
-    Text that a later turn refers to is decoded plainly first, the same for every method.
-
-    Raises:
-        UserError: as `prompts_of`; prompts that the context does not hold, before any is decoded.
+    UserError: prompts that the context does not hold.
     """
     jobs = []
-    for prompt in prompts_of(cfg):
+    for prompt in cfg.data.prompts(turns=cfg.data.turns):
         said = [{"role": "system", "content": prompt.system}] if prompt.system else []
         for turn in prompt.before:
             said.append({"role": "user", "content": turn})
@@ -145,18 +133,8 @@ def prepared_prompts(cfg: DecodingSettings, engine: Engine, model: Model) -> lis
     return jobs
 
 
-def prompts_of(cfg: DecodingSettings) -> list[prompts.Prompt]:
-    """The prompts of the run. UserError: a file that cannot be read, later turns without a chat template."""
-    if cfg.data.turns == "both" and not cfg.data.chat:
-        raise UserError("data.turns=both needs data.chat=true: a later turn answers within the chat template")
-    return cfg.data.prompts(turns=cfg.data.turns)
-
-
 def draws(cfg: DecodingSettings, prompt: prompts.Prompt) -> dict[str, Any]:
-    """Keyword arguments of generate for the text of a prompt, the same for every method and repeat.
-
-    Noise is keyed by the prompt's id, so that prompts are independent and a part of them keeps its texts.
-    """
+    """Keyword arguments of generate for a prompt, the same for every method and repeat; noise is keyed by its id."""
     params = cfg.params
     shared = cfg.seed if params.seed is None else params.seed
     seed = shared if cfg.common_noise else seed_at(shared, prompt.id)
@@ -189,19 +167,11 @@ class Passes:
     """
 
     def __init__(
-        self,
-        cfg: DecodingSettings,
-        ctx: RunContext,
-        model: Model,
-        sides: Sides,
-        *,
-        other_models: Mapping[str, Model] | None = None,
+        self, cfg: DecodingSettings, ctx: RunContext, model: Model, sides: Sides, *, other: Mapping[str, Model] = {}
     ):
-        """`other_models`: of the sides that `model` does not decode."""
-        self._cfg, self._ctx, self.model = cfg, ctx, model
-        self.sides = sides
+        """`other`: models of the sides that `model` does not decode."""
+        self._cfg, self._ctx, self.model, self.sides, self._other = cfg, ctx, model, sides, other
         self._tracker = ctx.tracker  # makes the directory, into which an untimed pass may write
-        self._other_models = other_models or {}
         self._meter, self._done = machine.Meter(), list[Pass]()
         self.repeats: Repeats | None = None
         self.compile_s = 0.0
@@ -233,25 +203,20 @@ class Passes:
                 if cfg.stream:
                     ctx.console.out(generation.text, highlight=False)
             else:
-                generation, at = self._stream(job, side, first is None)
+                stream = ctx.engine.stream(self.model, job.ids, **draws(cfg, job.prompt), **self.sides[side])
+                pieces = iter(stream)
+                with terminal.busy(ctx.console, f"{'' if first else 'compiling and '}reading the prompt"):
+                    piece = next(pieces, "")
+                at = time.perf_counter()
+                for text in itertools.chain([piece], pieces, ["\n\n"]):
+                    if cfg.stream:
+                        ctx.console.out(text, end="", highlight=False)
+                generation = stream.generation
             first = first or at - started
             self._keep(job, side, WARM_UP, generation)
         if recorder is not None:
             recorder.recording().save(ctx.directory / LAWS_FILE)
         return first
-
-    def _stream(self, job: PreparedPrompt, side: str, is_first: bool) -> tuple[Generation, float]:
-        """The text as it comes, and when its first piece came."""
-        stream = self._ctx.engine.stream(self.model, job.ids, **draws(self._cfg, job.prompt), **self.sides[side])
-        pieces = iter(stream)
-        what = "compiling and reading the prompt" if is_first else "reading the prompt"
-        with terminal.busy(self._ctx.console, what):
-            piece = next(pieces, "")
-        at = time.perf_counter()
-        for text in itertools.chain([piece], pieces, ["\n\n"]):
-            if self._cfg.stream:
-                self._ctx.console.out(text, end="", highlight=False)
-        return stream.generation, at
 
     def _keep(self, job: PreparedPrompt, side: str, repeat: int, generation: Generation) -> Pass:
         done = Pass.from_generation(job.prompt.id, job.prompt.task, side, repeat, generation)
@@ -307,22 +272,19 @@ class Passes:
         found = [record.speedup_of(own, side, over=plain) for side in others]
         return [Width.from_speedup(f) for f in found if f is not None] or [Width.from_plain(self._plain_s()[:first])]
 
-    def _plain(self) -> list[Pass]:
-        return [done for done in self._done if done.side == next(iter(self.sides))]
-
     def _plain_s(self) -> list[float]:
         """Seconds of plain decoding, one entry a repeat."""
-        plain: dict[int, float] = {}
-        for done in self._plain():
-            plain[done.repeat] = plain.get(done.repeat, 0.0) + done.decode_s
-        return list(plain.values())
+        seconds: dict[int, float] = {}
+        for done in self._done:
+            if done.side == next(iter(self.sides)):
+                seconds[done.repeat] = seconds.get(done.repeat, 0.0) + done.decode_s
+        return list(seconds.values())
 
     def conditions(self) -> Conditions:
-        plain = self._plain()
-        seconds = sum(d.decode_s for d in plain)
-        rate = sum(d.counters.num_emitted_tokens for d in plain) / seconds if seconds else None
-        return self._meter.conditions(rate, self._plain_s())
+        seconds, plain = self._plain_s(), next(iter(self.sides))
+        tokens = sum(done.counters.num_emitted_tokens for done in self._done if done.side == plain)
+        return self._meter.conditions(tokens / sum(seconds) if sum(seconds) else None, seconds)
 
     def generate(self, job: PreparedPrompt, side: str, **more: Any) -> Generation:
-        model = self._other_models.get(side, self.model)
+        model = self._other.get(side, self.model)
         return self._ctx.engine.generate(model, job.ids, **{**draws(self._cfg, job.prompt), **self.sides[side], **more})

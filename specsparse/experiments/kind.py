@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, get_args
 
 from rich.console import Console, RenderableType
 
@@ -24,6 +24,9 @@ from specsparse.models import catalogue
 from specsparse.runtime.results import Generation
 from specsparse.support import terminal
 from specsparse.support.registry import Registry
+
+if TYPE_CHECKING:
+    from specsparse.report.plots import Figure, Rows  # matplotlib takes a second
 
 
 class Engine(Protocol):
@@ -39,13 +42,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class RunContext:
-    """The directory, engine and console of a run.
-
-    Attributes:
-        directory: of the run's files; it is there from the first use of `tracker` on.
-        engine: loads models and decodes.
-        console: for progress; the runner prints the result.
-    """
+    """The directory of a run's files, there from the first use of `tracker` on, its engine and console."""
 
     directory: Path
     engine: Engine
@@ -74,24 +71,10 @@ class RunContext:
 
 
 def header_of(model: ModelSpec) -> tuple[GGUFFile, ModelConfig]:
-    """A model's file and its config, without its weights.
-
-    Raises:
-        UserError: there is no such file, or a mistake in it.
-    """
+    """A model's file and its config, without its weights. UserError: no such file, or a mistake in it."""
     file = open_gguf(catalogue.resolve(model.path))
     overrides = {key: value for key, value in model.overrides().items() if key in OVERRIDES}
     return file, ModelConfig.from_gguf(file, overrides=overrides)
-
-
-class Artifact(Protocol):
-    """A `report.plots.Figure` or `report.plots.Rows`: numbers that become files."""
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files."""
-
-    def write(self, directory: Path) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -113,7 +96,7 @@ class RunResult:
     summary: Mapping[str, object]
     result: Any = None
     shown: Sequence[RenderableType] = ()
-    figures: Sequence[Artifact] = ()
+    figures: Sequence["Figure | Rows"] = ()
     files: Sequence[str] = ()
     definitions: Mapping[str, str] = field(default_factory=dict)
     more: Mapping[str, object] = field(default_factory=dict)
@@ -156,19 +139,11 @@ class Kind(abc.ABC, Generic[S]):
 
     @abc.abstractmethod
     def check(self, cfg: S) -> None:
-        """Finds mistakes before anything is loaded or written; name and tracker are checked by the runner.
-
-        Raises:
-            UserError: whatever is wrong.
-        """
+        """UserError: whatever is wrong. Nothing is loaded or written; the runner checks name and tracker."""
 
     @abc.abstractmethod
     def run(self, cfg: S, ctx: RunContext) -> RunResult:
-        """Runs with settings that have been checked.
-
-        Raises:
-            UserError: what could not be seen before: a text too short, a mistake in the model file.
-        """
+        """Runs with checked settings. UserError: a text too short, a mistake in the model file."""
 
 
 KINDS: Registry[Kind] = Registry("kind", "specsparse.experiments.kind:Kind", "specsparse.experiments.kinds", {

@@ -33,11 +33,7 @@ class CheckedRun(NamedTuple):
 
 
 def check(cfg: RunConfig) -> CheckedRun:
-    """Finds mistakes before anything is loaded or written.
-
-    Raises:
-        UserError: an unknown kind or tracker, a name that can be no directory's, or whatever that kind finds wrong.
-    """
+    """Finds mistakes, in a `UserError`, before anything is loaded or written."""
     instead = "solve it with +experiment=placement, then give +model.placement=FILE.gpuidx"
     elsewhere = "placement" in cfg.own and cfg.kind != "placement"
     refuse({f"placement=... does nothing with kind={cfg.kind}: {instead}": elsewhere})
@@ -66,15 +62,7 @@ def run(
 ) -> RunResult:  # fmt: skip
     """Runs `cfg`, writes its record, tables and figures into `directory`, and shows the result.
 
-    Args:
-        cfg: the run.
-        directory: made if it is not there.
-        engine: `specsparse.api` by default.
-        console: the terminal by default.
-        checked: the result of `check` of this config; it is checked here by default.
-
-    Raises:
-        UserError: a mistake in the config, the model file or the prompts.
+    By default `engine` is `specsparse.api`, `console` the terminal, and `checked`, the result of `check`, made here.
     """
     kind, settings = checked or check(cfg)
     if engine is None:
@@ -107,14 +95,10 @@ def run(
 def stoppable(cfg: RunConfig, directory: Path) -> Iterator[None]:
     """Runs the block; if Ctrl-C or SIGTERM ends it, writes a record of the state "stopped" into `directory`.
 
-    A record that the block has written itself is whole, and stays.
-
-    Raises:
-        KeyboardInterrupt: the block was stopped; its text says what is there.
+    A record that the block has written itself is whole, and stays. KeyboardInterrupt: its text says what is there.
     """
 
-    def written(file: Path) -> int | None:
-        """When, in ns; None if it is not there."""
+    def written(file: Path) -> int | None:  # at a time in ns
         with contextlib.suppress(OSError):
             return file.stat().st_mtime_ns
 

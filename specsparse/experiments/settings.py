@@ -154,11 +154,7 @@ class MethodSettings:
 
     @property
     def params(self) -> SamplingParams:
-        """The `sampling` group with `max_tokens`, without the keys that are null.
-
-        Raises:
-            UserError: an unknown name or a value out of range.
-        """
+        """The `sampling` group with `max_tokens`, without the keys that are null."""
         given = {k: v for k, v in self.sampling.items() if v is not None}
         return SamplingParams.from_dict({"max_tokens": self.max_tokens, **given})
 
@@ -235,11 +231,7 @@ class RunConfig(DecodingSettings):
 
 
 def from_omegaconf(cfg: DictConfig | Mapping[str, object]) -> RunConfig:
-    """A validated `RunConfig` from Hydra's composed config, but for the keys of its kind; `of_kind` reads those.
-
-    Raises:
-        UserError: a missing or mistyped value, a value out of range, a broken interpolation.
-    """
+    """A validated `RunConfig` from Hydra's composed config, but for the keys of its kind; `of_kind` reads those."""
     items = cfg.items_ex(resolve=False) if isinstance(cfg, DictConfig) else cfg.items()
     tree = OmegaConf.create({key: value for key, value in items if key != "hydra"})
     for group, registry in PARTS.items():  # a `???` of a choice's file, if the option has another name here
@@ -268,11 +260,7 @@ def from_omegaconf(cfg: DictConfig | Mapping[str, object]) -> RunConfig:
 
 
 def of_kind(run: RunConfig, owner: type[S]) -> S:
-    """The groups of a run that a kind's class of settings names.
-
-    Raises:
-        UserError: a key of the run that is nobody's, or a value that is not the kind's.
-    """
+    """The groups of a run that a kind's class of settings names. UserError: a key of the run that is nobody's."""
     wanted, common = options_of(owner), options_of(RunConfig)
     given = {**{key: getattr(run, key) for key in wanted if key in common}, **run.own}
     return read(owner, given, group="", name=f"kind={run.kind}", null=True)

@@ -13,7 +13,6 @@ from rich.console import Console
 from specsparse import kernels
 from specsparse.data import prompts
 from specsparse.engine.model import Model
-from specsparse.errors import UserError
 from specsparse.experiments.kind import RunContext
 from specsparse.experiments.settings import ModelSettings, refuse
 from specsparse.models import catalogue
@@ -33,11 +32,7 @@ _NOT_MASKS = {
 
 
 def check(cfg: ModelSettings, *, union_cap: bool = False) -> None:
-    """The `ffn` and `predictor` groups, before anything is loaded; `union_cap`: whether the kind can use one.
-
-    Raises:
-        UserError: options that contradict each other, or a predictor that cannot gate an FFN or has no file.
-    """
+    """The `ffn` and `predictor` groups, before anything is loaded; `union_cap`: whether the kind can use one."""
     ffn, given = cfg.ffn, cfg.predictor.name
     predicted, named = ffn.name == PREDICTED, given != "none"
     refuse({
@@ -66,11 +61,7 @@ def check(cfg: ModelSettings, *, union_cap: bool = False) -> None:
 
 
 def load(cfg: ModelSettings, ctx: RunContext) -> Model:
-    """The model, its predictor fitted if the config asks for one.
-
-    Raises:
-        UserError: a mistake in the model file, or predictors that do not fit it.
-    """
+    """The model, its predictor fitted if the config asks for one."""
     model = ctx.load(cfg.model, **cfg.ffn.overrides())
     return model if cfg.ffn.name != PREDICTED else sparse_of(cfg, ctx, model).model
 
@@ -94,14 +85,7 @@ class GatedModel(NamedTuple):
 
 
 def sparse_of(cfg: ModelSettings, ctx: RunContext, dense: Model, *, rows: np.ndarray | None = None) -> GatedModel:
-    """The config's sparse model beside a dense one of the same file.
-
-    Args:
-        cfg: with an `ffn` that is not dense.
-        ctx: loads a PowerInfer file once more, with its predictors.
-        dense: the model with its dense matrices.
-        rows: `residuals` if they have been read before.
-    """
+    """The config's sparse model beside the dense one of the same file; `rows`: its `residuals`, if they are known."""
     from specsparse.powerinfer.fewer import gated
     from specsparse.predictors import FFN, Needs, get_predictor
     from specsparse.predictors.evaluate import fit_layers
@@ -124,9 +108,8 @@ def sparse_of(cfg: ModelSettings, ctx: RunContext, dense: Model, *, rows: np.nda
         weights = load_predictors(path, codes=codes)
         want = (dense.config.n_layers, dense.config.d_model, dense.config.d_ff)
         have = (len(weights), weights[0].fc1.shape[1], weights[0].fc2.shape[0]) if weights else (0, 0, 0)
-        if have != want:
-            shapes = "{} layers of {} x {}".format
-            raise UserError(f"{path} is for {shapes(*have)}, and {cfg.model.path} has {shapes(*want)}")
+        shapes = "{} layers of {} x {}".format
+        refuse({f"{path} is for {shapes(*have)}, and {cfg.model.path} has {shapes(*want)}": have != want})
     else:
         needed = predictor.needs is Needs.TEXT
         rows = residuals(cfg, dense, ctx.console) if needed and rows is None else rows

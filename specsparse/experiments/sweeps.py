@@ -49,12 +49,7 @@ _NO_MATTER = frozenset({"name", "stream", "debug", "reuse", "download"})
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of a sweep.
-
-    Attributes:
-        key: sha256 of what its result depends on.
-        name: of the experiment.
-    """
+    """One combination of a sweep of the experiment `name`; `key` is the sha256 of what its result depends on."""
 
     key: str
     name: str
@@ -83,7 +78,7 @@ class Cell:
         return None
 
     def mark(self, directory: Path, objective: float | None) -> None:
-        """Marks it as finished; the last thing that is written."""
+        """Marks it as finished, after all else is written."""
         mark = {"key": self.key, "objective": objective, "record": record_hash(directory)}
         write_atomically(directory / CELL_FILE, to_json(mark) + "\n")
 
@@ -195,24 +190,22 @@ def show(directory: Path, out: Console) -> None:
     points = [r for r in everything if r.get("kind") == "sparsity"]
     placed = [r for r in everything if r.get("kind") == "placement"]
     timed = [r for r in everything if "summary" in r and PLAIN in r["summary"]]
+
+    def show_rows(rows: Table | None, found: list[dict[str, Any]], lines: list[str]) -> None:
+        if rows is not None:
+            tables.show(out, rows, names=len(swept(found)))
+        for line in lines:
+            out.print(Text(line, style="yellow"), soft_wrap=True)
+        if rows is not None:
+            out.print(Text(f"records: {directory}", style="dim"), soft_wrap=True)
+
     if len(points) > 1:
-        _show(out, sparsity.sweep_table(points, swept(points)), points, apart(points), directory)
+        show_rows(sparsity.sweep_table(points, swept(points)), points, apart(points))
     if len(placed) > 1:
         neuron_placement.show_sweep(directory, placed, out)
-        _say(apart(placed), out)
+        show_rows(None, placed, apart(placed))
     if len(timed) > 1:
-        _show(out, table(timed), timed, lines(timed), directory)
-
-
-def _show(out: Console, table: Table, found: list[dict[str, Any]], lines: list[str], directory: Path) -> None:
-    tables.show(out, table, names=len(swept(found)))
-    _say(lines, out)
-    out.print(Text(f"records: {directory}", style="dim"), soft_wrap=True)
-
-
-def _say(lines: list[str], out: Console) -> None:
-    for line in lines:
-        out.print(Text(line, style="yellow"), soft_wrap=True)
+        show_rows(table(timed), timed, lines(timed))
 
 
 def _rates(record: Mapping[str, Any], side: str) -> Mapping[str, Any]:

@@ -81,6 +81,7 @@ def publish(directory: Path, options: WandbOptions) -> str:
     record's numbers as the summary. Runs of a sweep share a group, the sweep's directory, unless `group` is given.
     """
     import wandb
+    from PIL import Image
 
     from specsparse.report import figures, methods, runs  # matplotlib takes a second
 
@@ -99,13 +100,13 @@ def publish(directory: Path, options: WandbOptions) -> str:
     for step in _steps(run.rows):
         client.log(step)
     tables: dict[str, tuple[Sequence[str], list[list[Any]]]] = {}
-    parts = _histograms(found)
+    parts, pictures = _histograms(found), [(f.name, f.png(), f.caption) for f in made]
     for figure in made:
         columns = figure.columns()
-        parts[f"figures/{figure.name}"] = wandb.Image(_picture(figure.png()), caption=figure.caption)
         tables[f"tables/{figure.name}"] = columns, [[row.get(column) for column in columns] for row in figure.rows]
-    for file in sorted(directory.glob("*.png")):
-        parts[f"figures/{file.stem}"] = wandb.Image(_picture(file.read_bytes()))
+    pictures += [(file.stem, file.read_bytes(), None) for file in sorted(directory.glob("*.png"))]
+    for name, png, caption in pictures:
+        parts[f"figures/{name}"] = wandb.Image(Image.open(io.BytesIO(png)), caption=caption)
     for file in sorted(directory.glob("*.csv")):
         columns, *data = csv.reader(io.StringIO(file.read_text(encoding="utf-8")))
         tables[f"tables/{file.stem}"] = columns, [[_number(cell) for cell in row] for row in data]
@@ -182,12 +183,6 @@ def _number(cell: str) -> float | str | None:
         return float(cell) if cell else None
     except ValueError:
         return cell
-
-
-def _picture(png: bytes) -> Any:
-    from PIL import Image
-
-    return Image.open(io.BytesIO(png))
 
 
 def _flat(value: object, prefix: str = "") -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Two runs side by side: the settings that differ, the results, and whether the results differ for sure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.table import Table
@@ -12,14 +12,14 @@ from specsparse.measure.intervals import Interval
 from specsparse.report import methods, pages
 from specsparse.report.methods import MEASURES, ReportedMethod
 from specsparse.report.record import PLAIN
-from specsparse.report.runs import Run, conditions_apart, disagreements
+from specsparse.report.runs import Run, disagreements
 from specsparse.support.files import Json, write_atomically
 from specsparse.support.tables import cell, new
 
 
 @dataclass(frozen=True)
 class Line:
-    """One measure of both, over the prompts that both decoded; `ratio` is B over A, drawn as pairs."""
+    """One measure over the prompts that both decoded; `ratio` is B over A, paired."""
 
     name: str
     a: Interval | None
@@ -56,7 +56,8 @@ def diff(a: Run, b: Run) -> Difference:
 
     def line(label: str, prompts: Sequence[str], measure: str) -> Line:
         top, bottom = MEASURES[measure]
-        both = ours.on(prompts), theirs.on(prompts)
+        pairs = ((ours, here), (theirs, there))
+        both = [replace(method, samples=tuple(own[name] for name in prompts)) for method, own in pairs]
         one, other = ([(top(s), bottom(s)) for s in m.samples] for m in both)
         return Line(label, *(m.measured(measure) for m in both), intervals.ratio_of_ratios(other, one))
 
@@ -65,11 +66,9 @@ def diff(a: Run, b: Run) -> Difference:
     for task in tasks if len(tasks) > 1 else []:
         lines.append(line(f"speed-up, {task}", [name for name in common if here[name].task == task], "speed-up"))
     texts = {"plain": _texts(a, b, PLAIN, PLAIN), "method": _texts(a, b, ours.side, theirs.side)}
-    apart = conditions_apart([a, b])
-    shared = [f"not one {line}: compare ratios, not seconds" for line in disagreements([a, b])]
     return Difference(
         names=_names(a, b), settings=tuple(_settings(a, b)), lines=tuple(lines), texts=texts, common=len(common),
-        warnings=(*shared, *([apart] if apart else [])),
+        warnings=tuple(disagreements([a, b])),
     )  # fmt: skip
 
 
@@ -93,14 +92,12 @@ def _names(a: Run, b: Run) -> tuple[str, str]:
 
 def _settings(a: Run, b: Run) -> list[tuple[str, str, str]]:
     """The config's keys that differ, then commit, machine, kernels and packages."""
-    flat = [dict(methods.flat(run.config)) for run in (a, b)]
-    keys = [key for key in dict.fromkeys([*flat[0], *flat[1]]) if key != "name"]
-    found = [(key, *(str(f.get(key, "-")) for f in flat)) for key in keys if flat[0].get(key) != flat[1].get(key)]
-    for part in ("git", "cpu", "kernels", "model", "packages"):
-        sides = [dict(methods.flat(run.manifest.get(part) or {})) for run in (a, b)]
+    found = []
+    for part in ("", "git", "cpu", "kernels", "model", "packages"):
+        sides = [dict(methods.flat(run.manifest.get(part) or {} if part else run.config)) for run in (a, b)]
         for key in dict.fromkeys([*sides[0], *sides[1]]):
-            if sides[0].get(key) != sides[1].get(key):
-                found.append((f"{part} {key}", *(str(s.get(key, "-")) for s in sides)))
+            if sides[0].get(key) != sides[1].get(key) and (part or key != "name"):
+                found.append((f"{part} {key}".lstrip(), *(str(s.get(key, "-")) for s in sides)))
     return found
 
 

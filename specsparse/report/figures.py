@@ -4,6 +4,7 @@ Of methods: speed-up, acceptance, prediction, stages. Of costs and quality: v(n)
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from matplotlib.figure import Figure as Canvas
 from specsparse.measure import intervals, speedups
 from specsparse.measure.intervals import Interval
 from specsparse.report import plots
-from specsparse.report.methods import GAMMA, TEMPERATURE, ReportedMethod, fastest, grouped, ranked
+from specsparse.report.methods import GAMMA, TEMPERATURE, ReportedMethod, Sample, fastest, grouped, ranked
 from specsparse.report.plots import COLOURS, FAINT, INK, MOST, Draw, Figure, Missing, Row
 from specsparse.report.record import SPECULATIVE
 from specsparse.report.runs import Run
@@ -32,7 +33,7 @@ _MOST_NAMES = 12
 
 
 class Drawing(NamedTuple):
-    """A figure but for its name and title; see `plots.Figure`."""
+    """A `plots.Figure` without name and title."""
 
     caption: str
     rows: Sequence[Row]
@@ -43,12 +44,7 @@ class Drawing(NamedTuple):
 class _Measure(NamedTuple):
     """A measure that is drawn by task and against a setting.
 
-    Attributes:
-        value: of a method, or None.
-        label: of the axis.
-        definition: for the caption.
-        finish: what the axes get beside bars or lines.
-        whole: whether the bars by task begin with those of all prompts.
+    `finish` formats the axis of values; if `whole`, the bars by task begin with those of all prompts.
     """
 
     value: Callable[[ReportedMethod], Interval | None]
@@ -72,10 +68,11 @@ _ACCEPTANCE = _Measure(
 
 
 def by_task(runs: Sequence[Run], methods: Sequence[ReportedMethod], *, measure: _Measure) -> Drawing | str:
-    """Bars: a group a task, a colour a method."""
+    """Bars, a colour a method."""
     rows = []
     for method in fastest(methods, MOST):
-        parts = {task: method.of_task(task) for task in method.tasks}
+        by_task = {task: tuple(s for s in method.samples if s.task == task) for task in method.tasks}
+        parts = {task: replace(method, samples=own) for task, own in by_task.items()}
         if measure.whole:
             parts = {"all": method, **(parts if len(parts) > 1 else {})}
         for task, part in parts.items():
@@ -141,15 +138,13 @@ def _lines_of_methods(x: str, ylabel: str, finish: Callable[[Axes], None], *, xl
 def accepted_in_a_round(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawing | str:
     """Bars: the share of rounds in which 0, 1, 2 .. drafted tokens stayed."""
     rows = []
-
-    def reached(counters: metrics.Counters, k: int) -> int:
-        """Rounds in which at least k drafted tokens stayed."""
-        found = (counters.num_drafts, *counters.num_accepted_tokens_per_pos)
-        return found[k] if k < len(found) else 0
-
     for method in fastest(methods, MOST):
         for k in range(method.positions() + 1):
-            exactly = lambda s, k=k: reached(s.method, k) - reached(s.method, k + 1)  # noqa: E731
+
+            def exactly(sample: Sample, k: int = k) -> int:
+                at_least = (sample.method.num_drafts, *sample.method.num_accepted_tokens_per_pos)
+                return sum(at_least[k : k + 1]) - sum(at_least[k + 1 : k + 2])
+
             if (found := method.share(exactly, lambda s: s.method.num_drafts)) is not None:
                 rows.append({"method": method.label, "tokens": k, **found.cells()})
     if not rows:
@@ -168,7 +163,6 @@ def _cut(methods: Sequence[ReportedMethod]) -> str:
 
 
 def predicted_and_measured(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawing | str:
-    """A point a run: the prediction by acceptance, draft length and costs, and the measurement."""
     points = [(m, found, measured) for m in methods
               if (found := m.run.summary.get("explanation")) and (measured := m.speedup()) is not None]  # fmt: skip
     groups, rows = grouped([m for m, _, _ in points], MOST), []
@@ -205,7 +199,6 @@ def predicted_and_measured(runs: Sequence[Run], methods: Sequence[ReportedMethod
 
 
 def time_split(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawing | str:
-    """A bar a method, its stages one after the other."""
     timed = {m.label: (m, found) for m in methods if (found := _stage_times(m))}
     if not timed:
         return "no record holds stage times; run with time_split=32 or more"
@@ -262,7 +255,6 @@ def _draw_stages(canvas: Canvas, rows: Sequence[Row]) -> None:
 
 
 def verify_cost(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawing | str:
-    """Measured v(n) with its roofline, a colour a model file."""
     rows = []
     for run in runs:
         model = str((run.manifest.get("model") or {}).get("file") or run.name)
@@ -309,7 +301,6 @@ def _draw_costs(canvas: Canvas, rows: Sequence[Row]) -> None:
 
 
 def union_size(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawing | str:
-    """Lines over the rows of a pass: in a text, in the passes of the run, and what independent rows would need."""
     found = [run for run in runs if any(run.summary.get(source) for source in _UNIONS)]
     labels = {id(m.run): m.label for m in reversed(methods)}
     rows = []

@@ -15,8 +15,6 @@ from specsparse.runtime.metrics import Counters
 from specsparse.support.files import Json
 
 GAMMA, TEMPERATURE = "policy.gamma", "sampling.temperature"
-NEITHER = "others"
-"""The group of the methods without the setting that groups the others."""
 NOTHING = "-"
 """The value of a setting that a config does not have."""
 _PAIR = ("drafter.name", "verifier.name")
@@ -73,42 +71,25 @@ class ReportedMethod:
     samples: tuple[Sample, ...]
 
     @property
-    def pair(self) -> str:
-        return " x ".join(self.parts)
-
-    @property
     def label(self) -> str:
         return self.without("")
 
     def without(self, key: str) -> str:
         """The label without one key of the config: the name of a line over that key."""
-        return ", ".join(word for name, word in self.names.items() if name != key) or self.pair
+        return ", ".join(word for name, word in self.names.items() if name != key) or " x ".join(self.parts)
 
     @property
     def tasks(self) -> list[str]:
         return list(dict.fromkeys(s.task for s in self.samples))
 
-    def of_task(self, task: str) -> "ReportedMethod":
-        """The same on the prompts of one task."""
-        return replace(self, samples=tuple(s for s in self.samples if s.task == task))
-
-    def on(self, prompts: Sequence[str]) -> "ReportedMethod":
-        """The same on these prompts, in their order."""
-        own = {s.prompt: s for s in self.samples}
-        return replace(self, samples=tuple(own[name] for name in prompts))
-
-    def ratio(self, numerator: Term, denominator: Term) -> Interval | None:
-        """Of sums over the prompts, with its interval."""
-        return intervals.ratio([numerator(s) for s in self.samples], [denominator(s) for s in self.samples])
-
     def share(self, part: Term, whole: Term) -> Interval | None:
-        """The same of a value between 0 and 1."""
+        """Of sums over the prompts, a value between 0 and 1, with its interval."""
         return intervals.share([part(s) for s in self.samples], [whole(s) for s in self.samples])
 
     def measured(self, name: str) -> Interval | None:
-        numerator, denominator = MEASURES[name]
-        of = self.share if name in SHARES else self.ratio
-        return of(numerator, denominator)
+        """One of `MEASURES`, with its interval."""
+        over, under = ([term(s) for s in self.samples] for term in MEASURES[name])
+        return intervals.share(over, under) if name in SHARES else intervals.ratio(over, under)
 
     def speedup(self) -> Interval | None:
         return self.measured("speed-up")
@@ -139,7 +120,11 @@ def from_runs(runs: Sequence[Run]) -> list[ReportedMethod]:
     found = [(run, side) for run, named in sides for side in named if side not in (PLAIN, HOST)]
     settings = differing_settings([run.config for run, _ in found])
     differing = [s for s in settings if s.key not in _PAIR and not s.key.startswith(_NOT_A_METHOD)]
-    pairs = [run.pair if side == SPECULATIVE else tuple(side.split(" x ")) for run, side in found]
+    pairs: list[tuple[str, ...]] = []
+    for run, side in found:
+        verifier = (run.record.get("method") or {}).get("verifier") or run.setting("verifier.name")
+        own = str(run.setting("drafter.name")), str(verifier)
+        pairs.append(own if side == SPECULATIVE else tuple(side.split(" x ")))
     columns = list(zip(*pairs)) if len({len(pair) for pair in pairs}) == 1 else [()] * max(map(len, pairs), default=0)
     differing_parts = [i for i, column in enumerate(columns) if len(set(column)) != 1]  # all if their number differs
     words = [" x ".join(pair[i] for i in differing_parts if i < len(pair)) for pair in pairs]
@@ -183,7 +168,7 @@ def grouped(methods: Sequence[ReportedMethod], most: int) -> list[str]:
     if len(methods) <= most:
         return [m.label for m in methods]
     keys = dict.fromkeys(key for m in methods for key in m.names)
-    columns = [[m.names.get(key, NEITHER) for m in methods] for key in keys]
+    columns = [[m.names.get(key, "others") for m in methods] for key in keys]
     few = [column for column in columns if len(set(column)) <= most]
     return max(few, key=lambda column: len(set(column)), default=["all"] * len(methods))
 
@@ -229,7 +214,7 @@ def _samples(run: Run, side: str) -> tuple[Sample, ...]:
 
 
 class Setting(NamedTuple):
-    """One setting that differs: its dotted key, its name for a column or a label, and a word for each config."""
+    """A setting that differs, with a word for each config."""
 
     key: str
     name: str

@@ -12,7 +12,7 @@ from specsparse.measure import conditions
 from specsparse.report import figures, methods
 from specsparse.report.methods import ReportedMethod
 from specsparse.report.plots import Figure, Missing
-from specsparse.report.runs import Run, conditions_apart, disagreements
+from specsparse.report.runs import Run, disagreements
 from specsparse.runtime import metrics
 from specsparse.support.files import Json, write_atomically
 
@@ -82,11 +82,9 @@ def warnings(runs: Sequence[Run]) -> list[str]:
             out.append(f"{run.directory}: NOT as promised")
     if len({(run.manifest.get("kernels") or {}).get("native") is False for run in runs}) > 1:
         out.append("some runs used the slow reference kernels and some the native ones")
-    differing, apart = disagreements(runs), conditions_apart(runs)
     folder = _folder(runs)
     out += conditions.all_busy([(_below(folder, run.directory), run.conditions) for run in runs])
-    out += [apart] if apart else []
-    return out + [f"these runs do not share one {line}: compare ratios, not seconds" for line in differing]
+    return out + disagreements(runs)
 
 
 def doubts(found: Sequence[ReportedMethod]) -> list[str]:

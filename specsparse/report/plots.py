@@ -88,7 +88,6 @@ class Figure:
 
     Attributes:
         name: stem of its files.
-        title: what it shows.
         caption: how to read it, with the definition of what is plotted.
         rows: its numbers, all with the same columns.
         size: inches.
@@ -103,9 +102,6 @@ class Figure:
 
     def columns(self) -> list[str]:
         return columns(self.rows)
-
-    def csv(self) -> str:
-        return csv_text(self.rows)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -134,13 +130,13 @@ class Figure:
 
     def csv_uri(self) -> str:
         """The CSV, for a page of one file."""
-        return "data:text/csv;base64," + base64.b64encode(self.csv().encode()).decode()
+        return "data:text/csv;base64," + base64.b64encode(csv_text(self.rows).encode()).decode()
 
     def write(self, directory: Path) -> None:
         """NAME.png and NAME.csv; UserError if they cannot be written."""
         with atomically(directory / f"{self.name}.png") as file:
             file.write(self.png())
-        write_atomically(directory / f"{self.name}.csv", self.csv())
+        write_atomically(directory / f"{self.name}.csv", csv_text(self.rows))
 
 
 @dataclass(frozen=True)

@@ -15,18 +15,11 @@ from specsparse.support import notebook
 from specsparse.support.files import Json
 from specsparse.support.tables import cell
 
-HOST = "host loop"
-"""The side that decodes with the method, stepped from the host."""
-
-ROWS_FILE = "prompts.jsonl"
-RECORD_FILE = "record.json"
-
+PLAIN, SPECULATIVE, HOST = "plain", "speculative", "host loop"
+"""Sides; the last decodes with the method in the host loop."""
+ROWS_FILE, RECORD_FILE = "prompts.jsonl", "record.json"
 STOPPED = "stopped"
 """The "state" of a record whose run was ended by a signal; other records have none."""
-
-PLAIN = "plain"
-SPECULATIVE = "speculative"
-
 SAME_TEXT_VERIFIERS = frozenset(filter(same_text, BUILTIN))
 """Verifiers that promise plain decoding's tokens, bit for bit; others are lossless in distribution only, or lossy."""
 
@@ -36,10 +29,7 @@ DEFINITIONS = {**metrics.DEFINITIONS, **conditions.DEFINITIONS}
 
 @dataclass(frozen=True)
 class Pass:
-    """One decoding of one prompt: `side` is PLAIN or SPECULATIVE. Times in seconds, compilation excluded.
-
-    `seed`: of the noise; `generate` writes the same text with it.
-    """
+    """One decoding of one prompt. Times in seconds without compilation; `generate` with `seed` writes the same text."""
 
     prompt_id: str
     task: str
@@ -57,23 +47,14 @@ class Pass:
 
     @classmethod
     def from_generation(cls, prompt_id: str, task: str, side: str, repeat: int, generation: Any) -> "Pass":
-        stats = generation.stats
+        stats, ids = generation.stats, tuple(int(i) for i in generation.token_ids)
         times = dataclasses.replace(stats.counters.times, prefill=stats.prefill_s, total=stats.decode_s)
         return cls(
-            prompt_id=prompt_id,
-            task=task,
-            side=side,
-            repeat=repeat,
-            token_ids=tuple(int(i) for i in generation.token_ids),
-            text=generation.text,
-            finish_reason=str(generation.finish_reason),
+            prompt_id, task, side, repeat, ids, generation.text, str(generation.finish_reason),
             counters=dataclasses.replace(stats.counters, times=times),
-            prefill_s=float(stats.prefill_s),
-            prefill_tokens=int(stats.prefill_tokens),
-            decode_s=float(stats.decode_s),
-            compile_s=float(stats.compile_s),
-            seed=int(generation.seed),
-        )
+            prefill_s=float(stats.prefill_s), prefill_tokens=int(stats.prefill_tokens),
+            decode_s=float(stats.decode_s), compile_s=float(stats.compile_s), seed=int(generation.seed),
+        )  # fmt: skip
 
     def row(self) -> Json:
         return {
@@ -88,10 +69,8 @@ class Pass:
 class Identity:
     """Whether speculation wrote plain decoding's tokens; `promised` says whether its verifier must.
 
-    Attributes:
-        tokens: of all the passes compared, so a multiple of what one pass over the prompts writes.
-        passes: each compared with the first plain one of its prompt: untimed ones and later plain ones too.
-        differing: tokens, over all the passes.
+    `tokens` and `differing` are over all passes, untimed and later plain ones too, each beside its prompt's first plain
+    one.
     """
 
     promised: bool
@@ -196,34 +175,25 @@ class RunRecord:
 
     def to_dict(self) -> Json:
         """As plain values: method, summary and tasks of its record."""
-        groups = {
-            name: {
-                **{side: dataclasses.asdict(passes) for side, passes in group.sides.items()},
-                "speedup": None if group.speedup is None else group.speedup.to_dict(),
-            }
-            for name, group in self.groups.items()
+        groups: Json = {}
+        for name, group in self.groups.items():
+            sides = {side: dataclasses.asdict(passes) for side, passes in group.sides.items()}
+            groups[name] = {**sides, "speedup": group.speedup and group.speedup.to_dict()}
+        numbers = ("load_s", "first_text_s", "compile_s", "read_bandwidth", "bytes_per_pass")
+        summary = {
+            **groups.pop("all"),
+            "identity": self.identity and dataclasses.asdict(self.identity),
+            **{name: getattr(self, name) for name in numbers},
+            "warnings": list(self.warnings),
+            "conditions": self.conditions.to_dict(),
+            "repeats": self.repeats and self.repeats.to_dict(),
+            **self.findings,
         }
-        return {
-            "method": self.method,
-            "summary": {
-                **groups.pop("all"),
-                "identity": None if self.identity is None else dataclasses.asdict(self.identity),
-                "load_s": self.load_s,
-                "first_text_s": self.first_text_s,
-                "compile_s": self.compile_s,
-                "read_bandwidth": self.read_bandwidth,
-                "bytes_per_pass": self.bytes_per_pass,
-                "warnings": list(self.warnings),
-                "conditions": self.conditions.to_dict(),
-                "repeats": None if self.repeats is None else self.repeats.to_dict(),
-                **self.findings,
-            },
-            "tasks": groups,
-        }
+        return {"method": self.method, "summary": summary, "tasks": groups}
 
 
 def rows(groups: list[Group]) -> list[tuple[str, list[str]]]:
-    """The table of a record: (label, a cell for each group)."""
+    """Rows of the table of a record: (label, a cell for each group)."""
     plain, method = ([g.sides.get(side) for g in groups] for side in (PLAIN, SPECULATIVE))
 
     def rates(label: str, name: str, spec: str, sides: list = method) -> tuple[str, list[str]]:
@@ -261,27 +231,19 @@ def groups(passes: Sequence[Pass], *, bytes_per_pass: int, read_bandwidth: float
     out = {}
     for task, some in {**by_task, "all": passes}.items():
         by_side = {side: [p for p in some if p.side == side] for side in (PLAIN, SPECULATIVE)}
-        sides = {name: _side(own, bytes_per_pass, read_bandwidth) for name, own in by_side.items() if own}
+        sides = {}
+        for side, own in by_side.items():
+            counters, seconds = sum((p.counters for p in own), Counters()), sum(p.decode_s for p in own)
+            achieved = counters.num_rounds * bytes_per_pass / seconds if seconds else None
+            if own:
+                sides[side] = SidePasses(
+                    counters, metrics.rates(counters), len(own), sum(p.prefill_s for p in own),
+                    sum(p.prefill_tokens for p in own), seconds, bytes_per_second=achieved,
+                    bandwidth_share=achieved / read_bandwidth if achieved and read_bandwidth else None,
+                    draws_z=metrics.draws_z({p.prompt_id: p.counters for p in reversed(own)}.values()),
+                )  # fmt: skip
         out[task] = Group(sides, speedup_of(some) if len(sides) == 2 else None)
     return out
-
-
-def _side(passes: Sequence[Pass], bytes_per_pass: int, read_bandwidth: float | None) -> SidePasses:
-    counters = sum((p.counters for p in passes), Counters())
-    seconds = sum(p.decode_s for p in passes)
-    achieved = counters.num_rounds * bytes_per_pass / seconds if seconds else None
-    share = achieved / read_bandwidth if achieved and read_bandwidth else None
-    return SidePasses(
-        counters=counters,
-        rates=metrics.rates(counters),
-        passes=len(passes),
-        prefill_s=sum(p.prefill_s for p in passes),
-        prefill_tokens=sum(p.prefill_tokens for p in passes),
-        decode_s=seconds,
-        bytes_per_second=achieved,
-        bandwidth_share=share,
-        draws_z=metrics.draws_z({p.prompt_id: p.counters for p in reversed(passes)}.values()),
-    )
 
 
 def speedup_of(passes: Sequence[Pass], side: str = SPECULATIVE, *, over: str = PLAIN) -> Speedup | None:

@@ -61,12 +61,6 @@ class Run:
         return self.record.get("config") or {}
 
     @property
-    def pair(self) -> tuple[str, str]:
-        """Drafter and verifier of a run of one method."""
-        method = self.record.get("method") or {}
-        return str(self.setting("drafter.name")), str(method.get("verifier") or self.setting("verifier.name"))
-
-    @property
     def manifest(self) -> Json:
         return self.record.get("manifest") or {}
 
@@ -85,14 +79,8 @@ class Run:
     def _repr_html_(self) -> str:
         """Kind and origin, then the plain numbers of its summary."""
         origin = self.origin
-        about = {
-            "kind": self.kind,
-            "date": self.manifest.get("date"),
-            "commit": origin["commit"],
-            "model": origin["model file"],
-            "kernels": origin["kernels"],
-            "directory": str(self.directory),
-        }
+        about = {"kind": self.kind, "date": self.manifest.get("date"), "commit": origin["commit"]}
+        about |= {"model": origin["model file"], "kernels": origin["kernels"], "directory": str(self.directory)}
         found = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in self.summary.items()}
         values = {k: str(v) for k, v in (about | found).items() if v and isinstance(v, str | int)}
         return notebook.table(values.items(), title=self.name)
@@ -113,10 +101,8 @@ class Run:
 def find(paths: Iterable[Path]) -> list[Run]:
     """Every finished run at or below the paths, in the order of the paths, jobs of a sweep by their number.
 
-    A measurement that several sweeps hold is one run. Stopped runs are left out, see `stopped`.
-
-    Raises:
-        UserError: a path that is not there, one without a finished run, or a record that cannot be read.
+    A measurement that several sweeps hold is one run. UserError: a path without a finished run, or a record that cannot
+    be read.
     """
     everything = _all(paths)
     found = {run.directory: run for run in everything if not run.stopped}
@@ -134,7 +120,8 @@ def stopped(paths: Iterable[Path]) -> list[Run]:
 def _all(paths: Iterable[Path]) -> list[Run]:
     found: dict[Path, Path] = {}
     for path in paths:
-        files = [path] if path.name == RECORD_FILE else sorted(path.rglob(RECORD_FILE), key=_order)
+        in_order = lambda file: [(0, int(p)) if p.isdecimal() else (1, p) for p in file.parts]  # noqa: E731 (9, 10)
+        files = [path] if path.name == RECORD_FILE else sorted(path.rglob(RECORD_FILE), key=in_order)
         if not files:
             place = "runs are written to runs/<name>/<date>_<time>"
             raise UserError(f"{path}: no finished run there (no {RECORD_FILE} at or below it); {place}")
@@ -145,12 +132,11 @@ def _all(paths: Iterable[Path]) -> list[Run]:
 
 def read(directory: Path) -> Run:
     """The run of one directory. UserError: no record, or one that no run writes."""
-    file = directory / RECORD_FILE
-    record, rows = _parsed(_read(file), file), directory / ROWS_FILE
+    file, rows = directory / RECORD_FILE, directory / ROWS_FILE
+    (record,) = _objects(file, by_line=False).values()
     _check({"record.summary": _GROUP}, {"record": record}, file, needed=("record", "summary"))
     _check(_RECORD, record, file)
-    lines = _read(rows).splitlines() if rows.is_file() else []
-    parsed = {f"{rows}:{i}": _parsed(line, f"{rows}:{i}") for i, line in enumerate(lines, 1) if line.strip()}
+    parsed = _objects(rows, by_line=True) if rows.is_file() else {}
     found = {where: row for where, row in parsed.items() if isinstance(row, dict)}
     for where, row in found.items():
         if row.keys() >= _PASS:
@@ -158,23 +144,20 @@ def read(directory: Path) -> Run:
     return Run(directory, record, tuple(found.values()))
 
 
-def _read(file: Path) -> str:
+def _objects(file: Path, *, by_line: bool) -> dict[str, Any]:
+    """The JSON of a file, or of each of its lines, by where it stands."""
     try:
-        return file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-
-
-def _parsed(text: str, where: object) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON ({error})") from None
-
-
-def _order(file: Path) -> tuple[tuple[int, int | str], ...]:
-    """Numbers as numbers, so that job 10 comes after job 9."""
-    return tuple((0, int(p)) if p.isdecimal() else (1, p) for p in file.parts)
+    lines = {f"{file}:{i}": line for i, line in enumerate(text.splitlines(), 1)} if by_line else {str(file): text}
+    found = {}
+    for where, line in lines.items():
+        try:
+            found |= {where: json.loads(line)} if line.strip() or not by_line else {}
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where}: not JSON ({error})") from None
+    return found
 
 
 class Measurement(NamedTuple):
@@ -208,18 +191,14 @@ def record_hash(directory: Path) -> str:
 
 
 def disagreements(runs: Sequence[Run]) -> list[str]:
-    """Differences that forbid to compare the seconds of these runs: machine, kernels, model file or commit."""
-    origins, out = [run.origin for run in runs], []
-    for what in ("machine", "kernels", "model file", "commit"):
-        values = list(dict.fromkeys(str(origin[what]) for origin in origins if origin[what] is not None))
+    """Differences that forbid to compare the seconds of these runs: conditions, machine, kernels, model, commit."""
+    apart = conditions.differ([conditions.from_record(run.record) for run in runs])
+    out = [apart] if apart else []
+    for what in runs[0].origin:
+        values = list(dict.fromkeys(str(run.origin[what]) for run in runs if run.origin[what] is not None))
         if len(values) > 1:
-            out.append(f"{what}: {', '.join(values)}")
+            out.append(f"these runs do not share one {what}: {', '.join(values)}: compare ratios, not seconds")
     return out
-
-
-def conditions_apart(runs: Sequence[Run]) -> str | None:
-    """One line if the runs were timed under conditions too far apart to be compared."""
-    return conditions.differ([conditions.from_record(run.record) for run in runs])
 
 
 _GROUP, _NUMBER, _NAME, _LIST = "a group of values", "a number", "a text", "a list"

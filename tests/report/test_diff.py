@@ -38,7 +38,7 @@ def test_what_differs(pair):
     assert settings["policy.gamma"] == ["2", "4"] and settings["verifier.name"] == ["greedy", "match"]
     assert settings["kernels isa"] == ["avx2", "avx512"]
     assert found.texts == {"plain": (6, ()), "method": (6, ("p0",))}
-    assert any("beware: not one kernels" in line for line in diff.lines(found))
+    assert any("do not share one kernels" in line for line in diff.lines(found))
     assert not any("apart" in line for line in diff.lines(found))
 
 

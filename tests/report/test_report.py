@@ -49,7 +49,7 @@ def made(directory):
 
 
 def rows_of(figure):
-    return list(csv.DictReader(io.StringIO(figure.csv())))
+    return list(csv.DictReader(io.StringIO(plots.csv_text(figure.rows))))
 
 
 def test_repeats_of_a_prompt_are_one_sample(tmp_path):
@@ -518,7 +518,7 @@ def test_record_comparison_and_page_give_one_interval(tmp_path):
         method.run.record["definitions"]
     )
     named = [replace(p, side="lookup") if p.side == SPECULATIVE else p for p in done]
-    entry = compare.entry("lookup", get_verifier("greedy"), named, named, bytes_per_pass=1, bandwidth=None)
+    entry = compare.entry("lookup", get_verifier("greedy"), named, named, 1, None)
     assert entry.groups["all"].speedup.interval == pytest.approx(method.speedup())
     ends, note = f"{found['low']:.2f}-{found['high']:.2f}", "rounds that drafted"
     comparison = compare.Comparison((entry,), ())
@@ -535,7 +535,7 @@ def test_one_pair_has_no_interval_anywhere(tmp_path):
     run = runs.read(tmp_path / "run")
     assert run.summary["speedup"]["low"] is None
     named = [sides[0], replace(sides[1], side="lookup")]
-    entry = compare.entry("lookup", get_verifier("greedy"), named, named, bytes_per_pass=1, bandwidth=None)
+    entry = compare.entry("lookup", get_verifier("greedy"), named, named, 1, None)
     for table in (compare.table(compare.Comparison((entry,), ())), sweeps.table([dict(run.record)] * 2)):
         assert "2.00" in terminal(table) and "2.00-2.00" not in terminal(table)
     old = {**run.record, "summary": {**run.summary, "speedup": {"ratio_of_totals": 2.0, "low": 2.0, "high": 2.0,

@@ -69,20 +69,14 @@ class Certify(Kind[CertifySettings]):
         if report.passed:
             kept = "rule and driver of every lossless verifier keep the distribution of p, every mutant is caught"
             verdict = Text(f"as promised: {kept}", style="green")
-        worst = {
-            part: max((r.tv for r in report.results if r.lossless and r.part == part), default=None)
-            for part in (RULE, DRIVER)
-        }
+        lossless = [result for result in report.results if result.lossless]
+        rule, driver = (max((r.tv for r in lossless if r.part == part), default=None) for part in (RULE, DRIVER))
         return RunResult(
-            {
-                "as_promised": report.passed,
-                "worst_lossless": worst[RULE],
-                "worst_lossless_driver": worst[DRIVER],
-            },
+            {"as_promised": report.passed, "worst_lossless": rule, "worst_lossless_driver": driver},
             report,
             shown=[report.rich_table(), Text("\n".join(report.legend()), style="dim"), verdict],
             definitions=DEFINITIONS,
             more={"failures": report.failures, "rows": report.rows()},
             as_promised=report.passed,
-            objective=worst[RULE],
+            objective=rule,
         )

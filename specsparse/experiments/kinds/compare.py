@@ -28,6 +28,7 @@ from specsparse.report.record import PLAIN, SPECULATIVE, Group, Identity, Pass
 from specsparse.runtime import metrics
 from specsparse.runtime.method import Method, UnfitPair, drafts_trees, resolve
 from specsparse.runtime.timing_cache import CostTable
+from specsparse.speculative.base import Verifier
 from specsparse.speculative.trees import CHAIN
 from specsparse.speculative.verifiers import VERIFIERS
 from specsparse.support import tables
@@ -150,11 +151,8 @@ class Compare(Kind[CompareSettings]):
         taken, size = passes.conditions(), bench.model.footprint.file
         entries = []
         for name, method in sides.items():
-            verifier, about = method["verifier"], resolve(specs[name], bench.model).about  # with what was loaded
-            timed, every = (_beside_plain(name, some) for some in (done, [*passes.warm_up, *done]))
-            groups = record.groups(timed, bytes_per_pass=size, read_bandwidth=taken.read_bandwidth)
-            identity = record.identity_of(every, verifier=verifier.name)
-            entries.append(ComparedMethod(name, decoding.label(verifier), groups, identity, about))
+            made = entry(name, method["verifier"], [*passes.warm_up, *done], done, size, taken.read_bandwidth)
+            entries.append(replace(made, about=resolve(specs[name], bench.model).about))  # with what was loaded
         found = Comparison(tuple(sorted(entries, key=lambda e: -e.speedup)), refused, taken, passes.repeats)
         predicted = predict({e.name: e.groups for e in found.entries}, *costs) if costs else {}
         warnings, best, rows = found.warnings, found.entries[0], []
@@ -222,10 +220,19 @@ def pairs(cfg: CompareSettings) -> tuple[dict[str, CompareSettings], tuple[str, 
     return valid, tuple(refused)
 
 
-def _beside_plain(name: str, passes: Sequence[Pass]) -> list[Pass]:
-    """Plain decoding's passes, and those of one method as the speculative side."""
-    own = [replace(p, side=SPECULATIVE) for p in passes if p.side == name]
-    return [*(p for p in passes if p.side == PLAIN), *own]
+def entry(
+    name: str, verifier: Verifier, seen: Sequence[Pass], timed: Sequence[Pass], bytes_per_pass: int,
+    bandwidth: float | None,
+) -> ComparedMethod:  # fmt: skip
+    """A method's numbers over its timed passes; the texts are compared over all that were `seen`."""
+
+    def both(passes: Sequence[Pass]) -> list[Pass]:
+        own = [replace(p, side=SPECULATIVE) for p in passes if p.side == name]
+        return [*(p for p in passes if p.side == PLAIN), *own]
+
+    groups = record.groups(both(timed), bytes_per_pass=bytes_per_pass, read_bandwidth=bandwidth)
+    identity = record.identity_of(both(seen), verifier=verifier.name)
+    return ComparedMethod(name, decoding.label(verifier), groups, identity)
 
 
 def table(found: Comparison) -> Table:

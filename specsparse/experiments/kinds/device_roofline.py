@@ -90,7 +90,7 @@ class RooflineKind(Kind[RooflineSettings]):
 
 def drafting_settings(cfg: RooflineSettings) -> list[RooflineSettings]:
     """The settings for each drafter with chains, then for each tree: drafts of fixed length, the first verifier that
-    fits. UserError: an unknown drafter, tree or option."""
+    fits."""
     of_trees = configured.drafter_choice(cfg, cfg.drafter.name if drafts_trees(cfg.drafter.name) else TREE_DRAFTER)
     pairs = [(configured.drafter_choice(cfg, name), Choice(CHAIN)) for name in cfg.roofline.drafters]
     for name in cfg.roofline.trees:

@@ -180,7 +180,7 @@ class SpecSparse(Kind[SpecSparseSettings]):
         methods = {name: {} if name in (PLAIN_DENSE, PLAIN_SPARSE) else method for name in models}
         jobs = decoding.prepared_prompts(cfg, ctx.engine, dense)
         # The first decoding of each side compiles and is not timed.
-        loop = Passes(replace(cfg, warmup=True), ctx, dense, methods, other_models=models)
+        loop = Passes(replace(cfg, warmup=True), ctx, dense, methods, other=models)
         passes = list(loop.timed(jobs))
         lossy, seen = [name for name in models if name in (SPEC_SPARSE, SPEC_CAPPED)], {}
         for name in lossy:  # what the verification passes of one decoding keep, by the host loop

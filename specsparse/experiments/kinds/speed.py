@@ -97,15 +97,9 @@ def _record(
     return RunRecord(
         name=cfg.name,
         method={
-            "drafter": cfg.drafter.name,
-            "verifier": verifier,
-            "policy": cfg.policy.name,
-            **size,
-            "equality": bench.model.promise,
-            **({"stored": bench.model.storage} if bench.model.storage else {}),
-            "label": decoding.label(method.verifier or verifier),
-            **sparse_model.label(bench.model),
-            **method.about,
+            "drafter": cfg.drafter.name, "verifier": verifier, "policy": cfg.policy.name, **size,
+            "equality": bench.model.promise, **({"stored": bench.model.storage} if bench.model.storage else {}),
+            "label": decoding.label(method.verifier or verifier), **sparse_model.label(bench.model), **method.about,
         },
         groups=record.groups(passes, bytes_per_pass=bytes_per_pass, read_bandwidth=conditions.read_bandwidth),
         identity=record.identity_of([*passes, *loop.warm_up], verifier=verifier) if method.verifier else None,
@@ -116,7 +110,7 @@ def _record(
         bytes_per_pass=bytes_per_pass,
         conditions=conditions,
         repeats=loop.repeats,
-    )
+    )  # fmt: skip
 
 
 def explain(
