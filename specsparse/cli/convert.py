@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ OUT_TYPES = "f32, f16, bf16, q8_0, q6_k, q5_k, q4_k, q4_0 or q4_1"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="conversion", required=True, metavar="CONVERSION")
 
-    def add(name: str, run: Callable[[argparse.Namespace], int], what: str) -> Callable[..., Any]:
+    def add(name: str, run: Callable[[argparse.Namespace], str], what: str) -> Callable[..., Any]:
         sub = kinds.add_parser(name, help=what, description=what, allow_abbrev=False)
         sub.set_defaults(run=run)
         sub.add_argument("--overwrite", "--yes", action="store_true", help="replace the file to write without asking")
@@ -92,19 +92,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    """Converts, and prints the line of the conversion."""
     if args.out is not None:
-        _check_out(args)
-    return args.run(args)
+        need_folder(args.out)
+        if args.out.exists():
+            _check_replaced(args)
+    print(args.run(args))
+    return 0
 
 
-def _check_out(args: argparse.Namespace) -> None:
-    """Before anything is read: the file to write has a folder, is no source, and replaces nothing unasked."""
+def _check_replaced(args: argparse.Namespace) -> None:
+    """The file to write is there: it is no source, and is not replaced unasked."""
     from specsparse.models import catalogue
 
     out = args.out
-    need_folder(out)
-    if not out.exists():
-        return
     for name in ("file", "source", "base", "model", "delta", "tokenizer", "target"):
         if given := getattr(args, name, None):
             entry = catalogue.find(str(given))
@@ -121,7 +122,7 @@ def _check_out(args: argparse.Namespace) -> None:
         raise UserError(f"{out}: left as it is")
 
 
-def _hf(args: argparse.Namespace) -> int:
+def _hf(args: argparse.Namespace) -> str:
     from specsparse.models.convert.hf import convert_hf
 
     notes: list[str] = []
@@ -132,7 +133,7 @@ def _hf(args: argparse.Namespace) -> int:
     return _wrote(args.out)
 
 
-def _head(args: argparse.Namespace) -> int:
+def _head(args: argparse.Namespace) -> str:
     from specsparse.models import catalogue
     from specsparse.models.convert.heads import convert_head, head_facts
 
@@ -142,11 +143,10 @@ def _head(args: argparse.Namespace) -> int:
     if args.out.suffix == ".gguf":
         return _wrote(args.out)
     names = ", ".join(sorted(path.name for path in args.out.iterdir()))
-    print(f"wrote {args.out}: {names} ({head_facts(head)['head']})")
-    return 0
+    return f"wrote {args.out}: {names} ({head_facts(head)['head']})"
 
 
-def _quantize(args: argparse.Namespace) -> int:
+def _quantize(args: argparse.Namespace) -> str:
     from specsparse.engine.gguf import requantise
     from specsparse.engine.gguf.reader import FLOAT_TYPES
 
@@ -160,7 +160,7 @@ def _quantize(args: argparse.Namespace) -> int:
     return _wrote(args.out)
 
 
-def _llama2c(args: argparse.Namespace) -> int:
+def _llama2c(args: argparse.Namespace) -> str:
     from specsparse.models.convert.llama2c import convert_llama2c
 
     with terminal.loading(terminal.console(), f"converting {args.model}") as progress:
@@ -168,64 +168,51 @@ def _llama2c(args: argparse.Namespace) -> int:
     return _wrote(args.out)
 
 
-def _set_metadata(args: argparse.Namespace) -> int:
+def _set_metadata(args: argparse.Namespace) -> str:
     from specsparse.models.convert.edit import set_metadata
 
     with terminal.loading(terminal.console(), f"writing {args.out or args.file}") as progress:
         old, new = set_metadata(args.file, args.key, args.value, args.out, type_name=args.type, progress=progress)
-    print(f"{args.key}: {new} (was {old if len(old) <= 60 else old[:58] + '..'})")
-    return 0
+    return f"{args.key}: {new} (was {old if len(old) <= 60 else old[:58] + '..'})"
 
 
-def _tokenizer(args: argparse.Namespace) -> int:
+def _tokenizer(args: argparse.Namespace) -> str:
     from specsparse.models.convert.hf_tokenizer import NAMES, write_tokenizer
 
     write_tokenizer(_opened(args.source), args.out)
-    print(f"wrote {args.out}: {', '.join(NAMES)}")
-    return 0
+    return f"wrote {args.out}: {', '.join(NAMES)}"
 
 
-def _make_delta(args: argparse.Namespace) -> int:
+def _make_delta(args: argparse.Namespace) -> str:
     from specsparse.models.convert.edit import make_delta
 
     count = make_delta(_opened(args.base).path, _opened(args.model).path, args.out)
-    print(f"wrote {args.out}: {count} tensors, {args.out.stat().st_size / 2**20:.1f} MiB")
-    return 0
+    return f"wrote {args.out}: {count} tensors, {args.out.stat().st_size / 2**20:.1f} MiB"
 
 
-def _apply_delta(args: argparse.Namespace) -> int:
+def _apply_delta(args: argparse.Namespace) -> str:
     from specsparse.models.convert.edit import apply_delta
 
     return _wrote(apply_delta(_opened(args.base).path, args.delta, args.out))
 
 
-def _powerinfer(args: argparse.Namespace) -> int:
+def _powerinfer(args: argparse.Namespace) -> str:
+    """A folder of transformers becomes a temporary file in F16 first, as PowerInfer's own converter makes it."""
+    from specsparse.models.convert.hf import convert_hf
     from specsparse.powerinfer.model_files import from_powerinfer, to_powerinfer
 
-    with _dense(args.source, args.out) as source:
+    with contextlib.ExitStack() as stack:
+        if (Path(os.path.expanduser(args.source)) / "config.json").is_file():
+            folder = tempfile.TemporaryDirectory(prefix=f".{args.out.name}.", dir=args.out.parent)
+            source = Path(stack.enter_context(folder), "dense.gguf")
+            convert_hf(args.source, source, type_name="f16")
+        else:
+            source = _opened(args.source).path
         if args.back:
             from_powerinfer(source, args.out, args.predictors)
-            print(f"wrote {args.out} and the predictors in {args.predictors}")
-            return 0
+            return f"wrote {args.out} and the predictors in {args.predictors}"
         notes = to_powerinfer(source, args.predictors, args.out, out_type=args.type.lower(), threshold=args.threshold)
-    print(f"wrote {args.out}")
-    for note in notes:
-        print(f"note: {note}")
-    return 0
-
-
-@contextlib.contextmanager
-def _dense(name: str, out: Path) -> Iterator[Path]:
-    """The GGUF of a model; of a folder of transformers a temporary one in F16, as PowerInfer's own converter makes."""
-    from specsparse.models.convert.hf import convert_hf
-
-    if not (Path(os.path.expanduser(name)) / "config.json").is_file():
-        yield _opened(name).path
-        return
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
-        file = Path(folder) / "dense.gguf"
-        convert_hf(name, file, type_name="f16")
-        yield file
+    return "\n".join([f"wrote {args.out}", *(f"note: {note}" for note in notes)])
 
 
 def _opened(name: str) -> "GGUFFile":
@@ -236,8 +223,7 @@ def _opened(name: str) -> "GGUFFile":
     return open_gguf(catalogue.resolve(name))
 
 
-def _wrote(path: Path) -> int:
+def _wrote(path: Path) -> str:
     size = _opened(str(path)).sizes()
     weights, mib = size["weights"] / 1e6, size["bytes"] / 2**20
-    print(f"wrote {path}: {weights:.1f} M weights, {mib:.1f} MiB, {size['bits_per_weight']:.2f} bits a weight")
-    return 0
+    return f"wrote {path}: {weights:.1f} M weights, {mib:.1f} MiB, {size['bits_per_weight']:.2f} bits a weight"

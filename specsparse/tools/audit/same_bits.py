@@ -116,43 +116,29 @@ class Tally:
         return hashlib.sha256(b"".join(self._bits)).hexdigest()[:16]
 
 
-class WidthGroup(NamedTuple):
-    """Widths whose rows have the same bits, ascending; whether those are one row's; the tally of each of them."""
+def groups(tallies: Sequence[Tally]) -> list[Json]:
+    """Widths of the same bits together, in order of their least; the tally of width 1 must be among them.
 
-    widths: tuple[int, ...]
-    same: bool
-    tally: Tally
-
-    @property
-    def rate(self) -> Rate:
-        return rate(len(self.tally.flips), self.tally.positions)
-
-    @property
-    def wrong(self) -> bool:
-        """Whether the logits are those of no such model."""
-        return self.tally.check is not None and self.tally.check.wrong
-
-    def to_dict(self) -> Json:
-        """For the report; "first_flips" is where decoding forks first in each window that has a flip."""
-        tally, first = self.tally, dict[str, int]()
-        for flip in tally.flips:
-            first.setdefault(flip.window, flip.position)
-        return {
-            "widths": self.widths, "same_bits": self.same, "positions": tally.positions,
-            "rows_differing": tally.rows_differing, "largest_difference": tally.largest,
-            "flips_count": len(tally.flips), "fork_rate": self.rate._asdict(),
-            "first_flips": first, "flips": [flip._asdict() for flip in tally.flips],
-            "check": tally.check and tally.check.to_dict(), "wrong": self.wrong,
-        }  # fmt: skip
-
-
-def groups(tallies: Sequence[Tally]) -> tuple[WidthGroup, ...]:
-    """Widths of the same bits together, in order of their least; the tally of width 1 must be among them."""
+    Each is a group of the report: "widths", whether their bits are those of one row ("same_bits"), the figures of one
+    of the tallies, which are those of all, and in "first_flips" where decoding forks first in each window.
+    """
     alone = next(tally.digest for tally in tallies if tally.width == 1)
     found: dict[str, list[Tally]] = {}
     for tally in sorted(tallies, key=lambda t: t.width):
         found.setdefault(tally.digest, []).append(tally)
-    return tuple(WidthGroup(tuple(t.width for t in own), bits == alone, own[0]) for bits, own in found.items())
+    return [
+        {
+            "widths": tuple(t.width for t in own), "same_bits": bits == alone, "positions": tally.positions,
+            "rows_differing": tally.rows_differing, "largest_difference": tally.largest,
+            "flips_count": len(tally.flips), "fork_rate": rate(len(tally.flips), tally.positions)._asdict(),
+            "first_flips": {
+                flip.window: min(f.position for f in tally.flips if f.window == flip.window) for flip in tally.flips
+            },
+            "flips": [flip._asdict() for flip in tally.flips],
+            "check": tally.check and tally.check.to_dict(), "wrong": tally.check is not None and tally.check.wrong,
+        }
+        for bits, own in found.items() for tally in own[:1]
+    ]  # fmt: skip
 
 
 class AuditWindow(NamedTuple):
@@ -218,7 +204,7 @@ def run(plan: AuditPlan, out: Console, after: Callable[[Json], None] = lambda re
         "audit", "version", "plan", "complete" (whether all cases are there), "cases" and "manifest". A case has
         "engine", "version", "weights", "threads", "flash", "verdict" (one of this module's), "failed" (a line, or
         None), "one_row_bits" (a digest), "repeatable", "check" (`Check.to_dict` of real text, or None for ours) and
-        "groups" (`WidthGroup.to_dict`).
+        "groups" (see `groups`).
     """
     for name in plan.types:
         requantise.kind_of(name)
@@ -306,13 +292,13 @@ def audit(
     found = groups(tallies)
     if not repeatable:
         verdict = UNSTEADY
-    elif any(group.wrong for group in found):  # comes before any fork
+    elif any(group["wrong"] for group in found):  # comes before any fork
         verdict = WRONG
-    elif any(group.tally.flips for group in found):
+    elif any(group["flips"] for group in found):
         verdict = FORKS
     else:
         verdict = BITS if len(found) > 1 else ONE_GROUP
     return {
         "verdict": verdict, "failed": None, "one_row_bits": tallies[0].digest, "repeatable": repeatable,
-        "check": checked, "groups": [group.to_dict() for group in found], "texts": texts,
+        "check": checked, "groups": found, "texts": texts,
     }  # fmt: skip

@@ -25,7 +25,6 @@ def main(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from specsparse import api
-    from specsparse.measure import machine
     from specsparse.runtime.method import MethodSpec
     from specsparse.speculative.policies.base import Fixed
     from specsparse.support import terminal
@@ -39,13 +38,12 @@ def main(args: argparse.Namespace) -> int:
     with terminal.loading(out, f"loading {args.model}") as progress:
         model = api.load(args.model, progress=progress)
     with terminal.busy(out, "measuring"):
-        found = profile(
-            model, prompt=args.prompt, method=method, rows=args.gamma + 1 if method else 1, depth=args.depth,
-            max_tokens=args.max_tokens, read_bandwidth=machine.read_bandwidth(),
-        )  # fmt: skip
-    write_atomically(args.out, to_json(chrome_trace(found, model=model.path.name)))
+        rows = args.gamma + 1 if method else 1
+        options = {"method": method, "rows": rows, "depth": args.depth, "max_tokens": args.max_tokens}
+        report, rounds = profile(model, prompt=args.prompt, **options)
+    write_atomically(args.out, to_json(chrome_trace(report, rounds, model=model.path.name)))
     if args.json:
-        print(to_json(found.to_dict()))
-        return 0
-    arguments.show(out, [*parts(found), f"trace: {args.out} (open it at ui.perfetto.dev)"])
+        print(to_json(report))
+    else:
+        arguments.show(out, [*parts(report), f"trace: {args.out} (open it at ui.perfetto.dev)"])
     return 0

@@ -19,6 +19,7 @@ from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
+from specsparse.measure import machine
 from specsparse.measure.trials import Ours, need_room, token_ids
 from specsparse.runtime.loops import RoundView
 from specsparse.runtime.metrics import STAGES
@@ -31,66 +32,42 @@ _LONG_ENOUGH = 0.03
 """Seconds that a timing should take."""
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """The calls of one kernel in a forward pass."""
-
-    name: str  # the kernel, and of a product its matrices
-    calls: int  # in one pass
-    seconds: float  # of all of them together
-    nbytes: int  # that all of them read of weights and cache
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes read per second."""
-        return self.nbytes / self.seconds
-
-
-@dataclass(frozen=True)
-class Profile:
-    """Times of a forward pass, of its kernels and of rounds."""
-
-    rows: int  # of the forward pass: 1, or a draft and the token before it
-    depth: int  # tokens in the cache before it
-    forward_s: float  # seconds of the pass as it runs
-    kernels: tuple[Kernel, ...]  # its parts in order, timed one by one
-    rounds: tuple[dict[str, float], ...]  # seconds of each stage, one entry a round; empty for plain decoding
-    read_bandwidth: float  # bytes per second that this machine reads
-
-    def stages(self) -> dict[str, float]:
-        """Seconds of each stage, all rounds together."""
-        return {name: sum(one[name] for one in self.rounds) for name in STAGES} if self.rounds else {}
-
-    def to_dict(self) -> Json:
-        kernels = [{**vars(k), "bytes_per_second": k.bandwidth} for k in self.kernels]
-        return {**vars(self), "kernels": kernels, "rounds": len(self.rounds), "stages": self.stages()}
-
-
 def profile(
     model: Model, *, prompt: PromptLike, method: Mapping[str, object], rows: int, depth: int, max_tokens: int,
-    read_bandwidth: float,
-) -> Profile:  # fmt: skip
+) -> tuple[Json, list[dict[str, float]]]:  # fmt: skip
     """Measures a dense model: the stages of decoding the prompt by `method` ({} leaves them out), and the kernels of a
     forward pass of `rows` rows after `depth` tokens.
 
-    UserError if the FFN is sparse, or if the context does not hold the rows.
+    Returns:
+        The report, and the seconds of each stage in each round. "kernels" are the parts of the pass in order, timed one
+        by one: the kernel and its matrices, calls, seconds and bytes of all of them. "forward_s" is the pass as it
+        runs, "stages" the seconds of all rounds together, "read_bandwidth" what this machine reads in a second.
+
+    Raises:
+        UserError: the FFN is sparse, or the context does not hold the rows.
     """
     if model.ffn != "dense":
         raise UserError(f"{model.path}: runs with ffn={model.ffn}; only dense models can be taken apart")
     model.check_whole("a profile")
     need_room(model, depth + rows, "--depth or --gamma")
-    rounds = _rounds(model, prompt, method, max_tokens) if method else ()
+    rounds = _rounds(model, prompt, method, max_tokens) if method else []
     side = Ours(model, depth=depth, room=rows)
     side.verify(rows)
     forward_s = min(side.verify(rows) for _ in range(3))
     groups: dict[str, list[Call]] = {}
     for call in record(model, rows=rows, depth=depth):
         groups.setdefault(call.name, []).append(call)
-    kernels = tuple(
-        Kernel(name, len(calls), _seconds(calls), sum(_bytes(call, depth + rows) for call in calls))
-        for name, calls in groups.items()
-    )
-    return Profile(rows, depth, forward_s, kernels, tuple(rounds), read_bandwidth)
+    kernels = []
+    for name, calls in groups.items():
+        spent, nbytes = _seconds(calls), sum(_bytes(call, depth + rows) for call in calls)
+        of_all = {"calls": len(calls), "seconds": spent, "nbytes": nbytes, "bytes_per_second": nbytes / spent}
+        kernels.append({"name": name, **of_all})
+    report = {
+        "rows": rows, "depth": depth, "forward_s": forward_s, "kernels": kernels, "rounds": len(rounds),
+        "read_bandwidth": machine.read_bandwidth(),
+        "stages": {name: sum(one[name] for one in rounds) for name in STAGES} if rounds else {},
+    }  # fmt: skip
+    return report, rounds
 
 
 def _rounds(model: Model, prompt: PromptLike, method: Mapping[str, object], max_tokens: int) -> list[dict[str, float]]:
@@ -194,8 +171,8 @@ def _bytes(call: Call, tokens: int) -> int:
     return sum(w.nbytes for w in leaves if isinstance(w, QTensor))
 
 
-def chrome_trace(found: Profile, *, model: str) -> Json:
-    """The profile as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+def chrome_trace(report: Json, rounds: Sequence[Mapping[str, float]], *, model: str) -> Json:
+    """The result of `profile` as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
     One track has the stages of every round as they were measured, laid one after the other; another the kernels of one
     forward pass, each call as long as its kernel's mean.
@@ -203,7 +180,7 @@ def chrome_trace(found: Profile, *, model: str) -> Json:
     events: list[Json] = [
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": f"specsparse: {model}"}},
         {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {"name": "rounds"}},
-        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 2, "args": {"name": f"a forward of {found.rows} rows"}},
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 2, "args": {"name": f"a forward of {report['rows']} rows"}},
     ]
 
     def add(tid: int, start: float, name: str, seconds: float, **args: object) -> float:
@@ -212,35 +189,36 @@ def chrome_trace(found: Profile, *, model: str) -> Json:
         return start + seconds
 
     at = 0.0
-    for number, stages in enumerate(found.rounds):
+    for number, stages in enumerate(rounds):
         for name in STAGES:
             at = add(1, at, name, max(stages[name], 0.0), round=number)
-    at = 0.0
-    layers = max(kernel.calls for kernel in found.kernels)  # a kernel for each call, as the layers make them
-    of_layers = [kernel for kernel in found.kernels if kernel.calls == layers]
-    first = found.kernels.index(of_layers[0])
-    after = [kernel for kernel in found.kernels[first:] if kernel not in of_layers]
-    for kernel in (*found.kernels[:first], *of_layers * layers, *after):
-        facts = {"GB/s": round(kernel.bandwidth / 1e9, 2), "calls": kernel.calls}
-        at = add(2, at, kernel.name, kernel.seconds / kernel.calls, **facts)
+    at, kernels = 0.0, report["kernels"]
+    layers = max(kernel["calls"] for kernel in kernels)  # a kernel for each call, as the layers make them
+    of_layers = [kernel for kernel in kernels if kernel["calls"] == layers]
+    first = kernels.index(of_layers[0])
+    after = [kernel for kernel in kernels[first:] if kernel not in of_layers]
+    for kernel in (*kernels[:first], *of_layers * layers, *after):
+        facts = {"GB/s": round(kernel["bytes_per_second"] / 1e9, 2), "calls": kernel["calls"]}
+        at = add(2, at, kernel["name"], kernel["seconds"] / kernel["calls"], **facts)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def parts(found: Profile) -> Iterator[Table | str]:
+def parts(report: Json) -> Iterator[Table | str]:
     """The stages and the kernels as tables, and their sum."""
-    if found.rounds:
-        table, stages, count = tables.new("stage", "rounds", "ms a round", "share"), found.stages(), len(found.rounds)
+    stages, count, kernels, forward_s = (report[name] for name in ("stages", "rounds", "kernels", "forward_s"))
+    if count:
+        table = tables.new("stage", "rounds", "ms a round", "share")
         for name, s in stages.items():
             table.add_row(name, str(count), f"{1e3 * s / count:.3f}", f"{s / sum(stages.values()):.1%}")
         yield table
-    total, nbytes = (sum(getattr(kernel, name) for kernel in found.kernels) for name in ("seconds", "nbytes"))
+    total, nbytes = (sum(kernel[name] for kernel in kernels) for name in ("seconds", "nbytes"))
     table = tables.new("kernel", "calls", "ms", "GB/s", "share")
-    for k in found.kernels:
-        rate, share = f"{k.bandwidth / 1e9:.1f}", f"{k.seconds / total:.1%}"
-        table.add_row(k.name, str(k.calls), f"{1e3 * k.seconds:.3f}", rate, share)
+    for k in kernels:
+        rate, share = f"{k['bytes_per_second'] / 1e9:.1f}", f"{k['seconds'] / total:.1%}"
+        table.add_row(k["name"], str(k["calls"]), f"{1e3 * k['seconds']:.3f}", rate, share)
     yield table
     yield (
-        f"a forward of {found.rows} rows after {found.depth} tokens: {1e3 * found.forward_s:.3f} ms as it runs "
-        f"({nbytes / found.forward_s / 1e9:.1f} of {found.read_bandwidth / 1e9:.1f} GB/s), "
+        f"a forward of {report['rows']} rows after {report['depth']} tokens: {1e3 * forward_s:.3f} ms as it runs "
+        f"({nbytes / forward_s / 1e9:.1f} of {report['read_bandwidth'] / 1e9:.1f} GB/s), "
         f"{1e3 * total:.3f} ms kernel by kernel"
     )

@@ -62,8 +62,6 @@ def replay(
     """Acceptance of a verifier on drafts cut to a depth or to a narrower tree, at another temperature if given.
 
     Args:
-        recording: the rounds.
-        verifier: by name, or made.
         gamma: depth to cut to; None keeps the recorded one.
         widths: instead of `gamma`, most siblings to keep on each level, the eldest, and no level beyond. For top
             siblings and independent draws that is the draft of the narrower tree; so it is for draws without

@@ -29,22 +29,23 @@ def moved(row, column, by):
 
 def test_equal_bits_are_one_group():
     (found,) = groups([tally(w, ONE, ONE) for w in (1, 2, 5)])
-    assert found.widths == (1, 2, 5) and found.same and not found.tally.flips
-    assert (found.tally.positions, found.tally.rows_differing, found.tally.largest) == (6, 0, 0.0)
+    assert found["widths"] == (1, 2, 5) and found["same_bits"] and not found["flips"]
+    assert (found["positions"], found["rows_differing"], found["largest_difference"]) == (6, 0, 0.0)
 
 
 def test_a_flip_has_its_place_and_its_margin():
     wide = moved(2, 3, 0.5)
     first, other = groups([tally(1, ONE, ONE), tally(2, ONE, ONE), tally(4, ONE, wide), tally(8, ONE, wide)])
-    assert first.widths == (1, 2) and other.widths == (4, 8) and not other.same
-    assert other.tally.flips == [Flip("w1", 2, 2, 3, 0.25)]
-    assert (other.tally.rows_differing, other.tally.largest, other.to_dict()["first_flips"]) == (1, 0.5, {"w1": 2})
-    assert other.rate.per_1000 == pytest.approx(1000 / 6)
+    assert first["widths"] == (1, 2) and other["widths"] == (4, 8) and not other["same_bits"]
+    assert other["flips"] == [Flip("w1", 2, 2, 3, 0.25)._asdict()]
+    assert (other["rows_differing"], other["largest_difference"], other["first_flips"]) == (1, 0.5, {"w1": 2})
+    assert other["fork_rate"]["per_1000"] == pytest.approx(1000 / 6)
 
 
 def test_other_bits_need_not_be_other_tokens():
     _, near = groups([tally(1, ONE), tally(3, moved(0, 0, 2**-20))])
-    assert not near.same and not near.tally.flips and near.tally.rows_differing == 1 and near.tally.largest == 2**-20
+    assert not near["same_bits"] and not near["flips"]
+    assert near["rows_differing"] == 1 and near["largest_difference"] == 2**-20
     zero = ONE.copy()
     zero[0, 3] = -0.0  # equal as a number, not as bits
     assert len(groups([tally(1, ONE), tally(2, zero)])) == 2
@@ -58,7 +59,7 @@ def test_the_same_rows_in_another_window_are_another_group():
 def test_what_is_no_number_is_infinitely_far():
     rows = ONE.copy()
     rows[1] = np.nan
-    assert groups([tally(1, ONE), tally(2, rows)])[1].tally.largest == np.inf
+    assert groups([tally(1, ONE), tally(2, rows)])[1]["largest_difference"] == np.inf
 
 
 @pytest.mark.parametrize(
