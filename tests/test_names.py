@@ -10,7 +10,6 @@ PACKAGE = Path(specsparse.__file__).parent
 
 TWICE = {
     "Engine": "what an experiment runs on; one a peer's module, which are called alike on purpose",
-    "Options": "of one kind of training, the same word in each kind's module",
     "OwnOptions": "of one kind of training, the same word in each kind's module",
 }
 """Class names that stand in several modules, and what they are in each."""
