@@ -99,11 +99,11 @@ class RoundView:
 
     def probs(self) -> jax.Array:
         """float32[B, K+1, V], the target's distribution at each row."""
-        return self._stage("probs")
+        return self._stage("marked_probs")
 
     def targets(self) -> jax.Array:
         """int32[B, K+1], the target's own token at each row, drawn with the noise of its position."""
-        return self._stage("targets")
+        return self._stage("own_tokens")
 
     def coins(self) -> np.ndarray:
         """float32[B, K], the acceptance coins of the round."""
@@ -113,7 +113,7 @@ class RoundView:
         stages = round_of(self.session)
 
         def call(_, job, before, draft, logits):
-            return getattr(stages, name)(job, before, draft, logits)
+            return getattr(speculation.RoundTarget(stages, job, before, draft, logits), name)
 
         key = ("round", name, stages.config, stages.drafter, stages.verifier)
         return self.session.call(key, call, None, self.session.job, self.before, self.draft, self.logits)

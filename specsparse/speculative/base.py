@@ -275,11 +275,7 @@ class AnyDrafter(abc.ABC):
         return {}
 
     def check(self) -> None:
-        """Refuses missing or impossible facts, such as a head without a path.
-
-        Raises:
-            UserError: the fact or option.
-        """
+        """Refuses missing or impossible facts, such as a head without a path."""
         return None
 
     def with_policy(self, policy: Policy) -> Self:

@@ -158,7 +158,7 @@ class Round:
         q = None if draft.q is None else draft.q[:, :0]
         none = draft._replace(tokens=draft.tokens[:, :0], parents=draft.parents[:, :0], q=q)
         if self.verifier.needs_p:
-            p_BV = self.probs(job, state, none, logits_BnV[:, :1])[:, 0]
+            p_BV = RoundTarget(self, job, state, none, logits_BnV[:, :1]).probs[:, 0]
             return of_nothing(draft, p_BV, coins(job, state, max_nodes=0).last, self.kernels.draw)
         verdict = self.accept(job, state, none, logits_BnV[:, :1])
         more = [(0, 0), (0, draft.max_nodes)]
@@ -166,7 +166,12 @@ class Round:
         return verdict._replace(tokens=tokens, nodes=nodes)
 
     def accept(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> Verdict:
-        _check_vocab(self.drafter, draft, logits_BnV.shape[2])
+        B, n, V = logits_BnV.shape
+        if draft.q is not None and draft.q.shape[2] != V:
+            raise UserError(
+                f"{type(self.drafter).__name__}.draft returned q {_shown(draft.q)} where float32[{B}, {n - 1}, {V}] is "
+                f"needed: the target has {V} tokens"
+            )
         target = RoundTarget(self, job, state, draft, logits_BnV)
         return self.verifier.rule.verdict(draft, target, coins(job, state, max_nodes=draft.max_nodes))
 
@@ -174,44 +179,6 @@ class Round:
     def reads_alpha(self) -> bool:
         """Whether the rule reads alpha off the target's distributions."""
         return self.verifier.rule.reads_alpha(tree=self.verifier.tree, greedy=self.config.greedy)
-
-    def logit_rows(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> LogitRows:
-        """What a native call judges chains by."""
-        assert self.kernels.judge is not None
-        rows_RV, probs = rows_to_judge(
-            self.config, job.sampling, logits_BnV.reshape(-1, logits_BnV.shape[2]), state.history,
-            self._row_paths(state, draft),
-        )  # fmt: skip
-        return LogitRows(rows_RV, probs, _valid(state, draft), self.kernels.judge)
-
-    def sampled(self, job: Job, state: DecodeState, draft: Draft, logits_BnV, *, tokens_Bn: jax.Array | None = None):
-        """int32[B, K+1], the target's own token at each row, -1 if it has no distribution; and float32[B, K+1], the
-        target's p of `tokens`, or None without them."""
-        B, n, V = logits_BnV.shape
-        found = sample(
-            self.config, job.sampling, logits_BnV.reshape(B * n, V), state.history, self._row_paths(state, draft),
-            u_RU=None if self.config.greedy else self.target_noise(job, state, draft),
-            tokens_R=None if tokens_Bn is None else tokens_Bn.reshape(-1),
-            kernels=self.kernels, n_valid_B=_valid(state, draft),
-        )  # fmt: skip
-        share_Bn = None if tokens_Bn is None else found.share.reshape(B, n)
-        return jnp.where(found.ok, found.token, -1).reshape(B, n), share_Bn
-
-    def targets(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> jax.Array:
-        return self.sampled(job, state, draft, logits_BnV)[0]
-
-    def probs(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> jax.Array:
-        """Target distributions, float32[B, K+1, V]. An all-zero row marks an invalid one: the sequence fails there."""
-        p_RV, ok_R = self.row_probs(job, state, draft, logits_BnV)
-        return jnp.where(ok_R[:, None], p_RV, jnp.float32(0)).reshape(logits_BnV.shape)
-
-    def row_probs(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> tuple[jax.Array, jax.Array]:
-        """float32[R, V] and bool[R], the distributions by row and which of them are distributions."""
-        logits_RV = logits_BnV.reshape(-1, logits_BnV.shape[2])
-        rows, needed_R = self._row_paths(state, draft), _exists(draft).reshape(-1)
-        return target_probs(
-            self.config, job.sampling, logits_RV, state.history, rows, kernels=self.kernels, needed_R=needed_R
-        )
 
     def commit(
         self, params, job: Job, state: DecodeState, cache: KVCache, drafted: Drafted, verdict: Verdict, out: ForwardOut
@@ -257,67 +224,99 @@ class Round:
         check_state(self.policy, tuple(sources), before.sources, "update")
         return PolicyState(tuple(sources), off_B)
 
-    def _row_paths(self, state: DecodeState, draft: Draft):
-        tokens_Bn = _rows(state, draft)
-        if self.config.raw or not self.drafter.tree:  # raw distributions only ask which sequence a row belongs to
-            return chain_rows(tokens_Bn)
-        return tree_rows(tokens_Bn, row_parents(draft.parents), depth=self.drafter.max_depth)
-
-    def target_noise(self, job: Job, state: DecodeState, draft: Draft) -> jax.Array:
-        """float32[R, 4], the target's noise at each row."""
-        return target_uniforms(job, self._positions(draft, state)).reshape(-1, 4)
-
-    def _positions(self, draft: Draft, state: DecodeState):
-        """int32[B, K+1], absolute position of the token that follows each row."""
-        if self.drafter.tree:
-            depth_BK = node_depths(draft.parents, max_depth=self.drafter.max_depth)
-        else:
-            depth_K = jnp.arange(1, draft.max_nodes + 1, dtype=jnp.int32)
-            depth_BK = jnp.broadcast_to(depth_K[None], draft.tokens.shape)
-        return state.length[:, None] + jnp.pad(depth_BK, ((0, 0), (1, 0)))
-
 
 class RoundTarget(Target):
     """The target at the rows of a round's draft, from its logits; each part is computed when it is asked for, once."""
 
     def __init__(self, round: Round, job: Job, state: DecodeState, draft: Draft, logits_BnV: jax.Array):
-        self._round, self._given, self._draft = round, (job, state, draft, logits_BnV), draft
+        self._round, self._job, self._state, self._draft, self._logits_BnV = round, job, state, draft, logits_BnV
+        self._logits_RV = logits_BnV.reshape(-1, logits_BnV.shape[2])
         self.draw, self.tree, self.alpha = round.kernels.draw, round.verifier.tree, round.reads_alpha
 
     @functools.cached_property
     def probs(self) -> jax.Array:  # type: ignore[override]
         """A rule that reads tokens sees there which rows are invalid, which saves a pass over V here."""
         if self._round.verifier.needs_p:
-            return self._round.probs(*self._given)
-        return self._unmarked[0].reshape(self._given[3].shape)
+            return self.marked_probs
+        return self._row_probs[0].reshape(self._logits_BnV.shape)
+
+    @functools.cached_property
+    def marked_probs(self) -> jax.Array:
+        """Target distributions, float32[B, K+1, V]. An all-zero row marks an invalid one: the sequence fails there."""
+        p_RV, ok_R = self._row_probs
+        return jnp.where(ok_R[:, None], p_RV, jnp.float32(0)).reshape(self._logits_BnV.shape)
+
+    @functools.cached_property
+    def _row_probs(self) -> tuple[jax.Array, jax.Array]:
+        """float32[R, V] and bool[R], the distributions by row and which of them are distributions."""
+        round, state, node_n = self._round, self._state, jnp.arange(self._draft.max_nodes + 1, dtype=jnp.int32)
+        exists_Bn = node_n[None] <= self._draft.count[:, None]  # the root, and the nodes that were really drafted
+        return target_probs(
+            round.config, self._job.sampling, self._logits_RV, state.history, self._paths,
+            kernels=round.kernels, needed_R=exists_Bn.reshape(-1),
+        )  # fmt: skip
 
     @functools.cached_property
     def tokens(self) -> jax.Array:  # type: ignore[override]
         """If alpha is measured, drawn from the distributions that it is read off."""
         if not self.alpha:
-            return self._round.targets(*self._given)
+            return self.own_tokens
         if self._draft.q is None:
-            return self._sampled[0]
-        p_RV, ok_R = self._unmarked
-        u_RU = self._round.target_noise(*self._given[:3])
-        return jnp.where(ok_R, self.draw(p_RV, u_RU), -1).reshape(self._given[3].shape[:2])
+            return self._sampled_beside_draft[0]
+        p_RV, ok_R = self._row_probs
+        return jnp.where(ok_R, self.draw(p_RV, self._noise_RU), -1).reshape(self._logits_BnV.shape[:2])
+
+    @functools.cached_property
+    def own_tokens(self) -> jax.Array:
+        """int32[B, K+1], the target's own token at each row, -1 if it has no distribution."""
+        return self._sampled(None)[0]
 
     def at(self, tokens_BK: jax.Array) -> jax.Array:
-        return super().at(tokens_BK) if self._round.verifier.needs_p else self._sampled[1][:, :-1]
+        if self._round.verifier.needs_p:
+            return super().at(tokens_BK)
+        return self._sampled_beside_draft[1].reshape(self._logits_BnV.shape[:2])[:, :-1]
+
+    @functools.cached_property
+    def _sampled_beside_draft(self) -> tuple[jax.Array, jax.Array]:
+        """`own_tokens`, and float32[R], the target's p of the draft's token behind each row."""
+        return self._sampled(jnp.pad(self._draft.tokens, ((0, 0), (0, 1))).reshape(-1))
+
+    def _sampled(self, tokens_R: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        round, state = self._round, self._state
+        found = sample(
+            round.config, self._job.sampling, self._logits_RV, state.history, self._paths,
+            u_RU=None if round.config.greedy else self._noise_RU, tokens_R=tokens_R,
+            kernels=round.kernels, n_valid_B=_valid(state, self._draft),
+        )  # fmt: skip
+        return jnp.where(found.ok, found.token, -1).reshape(self._logits_BnV.shape[:2]), found.share
 
     @functools.cached_property
     def rows(self) -> LogitRows | None:  # type: ignore[override]
-        native = has_native_call(self._round.verifier, self._round.kernels)
-        return self._round.logit_rows(*self._given) if native else None
+        round, state = self._round, self._state
+        if not has_native_call(round.verifier, round.kernels):
+            return None
+        rows_RV, probs = rows_to_judge(
+            round.config, self._job.sampling, self._logits_RV, state.history, self._paths
+        )  # fmt: skip
+        return LogitRows(rows_RV, probs, _valid(state, self._draft), round.kernels.judge)
 
     @functools.cached_property
-    def _sampled(self) -> tuple[jax.Array, jax.Array]:
-        """int32[B, K+1] `tokens`, and float32[B, K+1] the target's p of the draft's token behind each row."""
-        return self._round.sampled(*self._given, tokens_Bn=jnp.pad(self._draft.tokens, ((0, 0), (0, 1))))
+    def _paths(self):
+        tokens_Bn = _rows(self._state, self._draft)
+        if self._round.config.raw or not self._round.drafter.tree:  # raw distributions ask for a row's sequence alone
+            return chain_rows(tokens_Bn)
+        return tree_rows(tokens_Bn, row_parents(self._draft.parents), depth=self._round.drafter.max_depth)
 
     @functools.cached_property
-    def _unmarked(self) -> tuple[jax.Array, jax.Array]:
-        return self._round.row_probs(*self._given)
+    def _noise_RU(self) -> jax.Array:
+        """float32[R, 4], keyed by the absolute position of the token that follows each row."""
+        if self._round.drafter.tree:
+            depth_BK = node_depths(self._draft.parents, max_depth=self._round.drafter.max_depth)
+        else:
+            depth_K = jnp.arange(1, self._draft.max_nodes + 1, dtype=jnp.int32)
+            depth_BK = jnp.broadcast_to(depth_K[None], self._draft.tokens.shape)
+        position_Bn = self._state.length[:, None] + jnp.pad(depth_BK, ((0, 0), (1, 0)))
+        return target_uniforms(self._job, position_Bn).reshape(-1, 4)
 
 
 _NOT_TRACEABLE = (
@@ -331,11 +330,7 @@ _NOT_TRACEABLE = (
 
 @contextlib.contextmanager
 def traced(drafter: Drafter, method: str) -> Iterator[None]:
-    """Calls a method of anybody's drafter while a program is traced.
-
-    Raises:
-        UserError: it asks a traced value for its numbers; says in which line, and the ways out.
-    """
+    """Calls a method of anybody's drafter while a program is traced; refuses one that asks for a traced value."""
     try:
         yield
     except _NOT_TRACEABLE as error:
@@ -354,11 +349,7 @@ DRAFTED = (
 
 
 def check_drafted(drafter: Drafter, found: object, ctx: DraftContext) -> None:
-    """Refuses what is no draft for that context, while the program is traced.
-
-    Raises:
-        UserError: what was returned, and what a drafter returns.
-    """
+    """Refuses what is no draft for that context, while the program is traced."""
     B, K = ctx.length.shape[0], drafter.max_nodes
     wrong = ""
     if not isinstance(found, Drafted):
@@ -380,26 +371,8 @@ def check_drafted(drafter: Drafter, found: object, ctx: DraftContext) -> None:
         raise UserError(f"{type(drafter).__name__}.draft returned {wrong}: {DRAFTED}")
 
 
-def _check_vocab(drafter: Drafter, draft: Draft, size: int) -> None:
-    """Refuses distributions over other tokens than the target's.
-
-    Raises:
-        UserError: both numbers.
-    """
-    if draft.q is not None and draft.q.shape[2] != size:
-        B, K = draft.tokens.shape
-        raise UserError(
-            f"{type(drafter).__name__}.draft returned q {_shown(draft.q)} where float32[{B}, {K}, {size}] is needed: "
-            f"the target has {size} tokens"
-        )
-
-
 def check_state(part: Drafter | Policy | None, after: object, before: object, method: str = "commit") -> None:
-    """Refuses a state that is not of the kind that `init` made.
-
-    Raises:
-        UserError: both.
-    """
+    """Refuses a state that is not of the kind that `init` made."""
     kinds = [jax.tree.map(_shown, state) for state in (before, after)]
     if kinds[0] != kinds[1]:
         raise UserError(
@@ -423,11 +396,6 @@ def _rows(state: DecodeState, draft: Draft) -> jax.Array:
 def _valid(state: DecodeState, draft: Draft) -> jax.Array:
     """int32[B], rows of each sequence that count: the root's and those of the nodes that were really drafted."""
     return jnp.where(running(state), 1 + draft.count, 0)
-
-
-def _exists(draft: Draft) -> jax.Array:
-    """bool[B, K+1]: the root, and the nodes that were really drafted."""
-    return jnp.arange(draft.max_nodes + 1, dtype=jnp.int32)[None] <= draft.count[:, None]
 
 
 def make_step(

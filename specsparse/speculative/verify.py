@@ -131,11 +131,7 @@ class Rule(abc.ABC):
         """The verdict on a draft of a kind that it accepts. Rows of a batch do not depend on each other."""
 
     def ends(self, draft: Draft, p_nV: np.ndarray) -> list[End]:
-        """All ends of positive probability of a round on one sequence's draft, for the certificate, in numpy.
-
-        Raises:
-            UserError: the rule does not say.
-        """
+        """All ends of positive probability of a round on one sequence's draft, for the certificate, in numpy."""
         raise UserError(f"{type(self).__name__} has no `ends`, which certify needs: derive it from a SiblingRule")
 
     def reads_alpha(self, *, tree: bool, greedy: bool) -> bool:

@@ -65,9 +65,6 @@ def check_compatible(
         special_tokens: "target" goes on with the target's ids if only specials differ: the draft is fed those, and
             drafts are read as those.
         where: the draft model's file, for the message.
-
-    Raises:
-        UserError: what differs, and what to do.
     """
     differences = compare(target, draft)
     real = [d for d in differences if not d.special]

@@ -38,7 +38,7 @@ from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import valid_verifiers
 from specsparse.speculative.verifiers.draft_rules import match_verdict
 from specsparse.testing.drafting import draft_context, drafted_ids, on_spec
-from specsparse.testing.verifiers import assert_lossless
+from specsparse.testing.lossless import assert_lossless
 
 VOCAB, CAPACITY, GAMMA = 5, 48, 6
 """Ids of the texts, few enough that they repeat themselves; their longest; most nodes asked for."""
@@ -244,13 +244,9 @@ def _check_draft(drafter: Drafter, draft: Draft, budget: list[int]) -> None:
         count, parents = int(draft.count[b]), np.asarray(draft.parents[b]).tolist()
         assert 0 <= count <= min(most, drafter.max_nodes), f"{count} nodes on a budget of {most}"
         try:
-            TreeTemplate(tuple(parents[:count]))
+            depth = TreeTemplate(tuple(parents[:count])).max_depth
         except UserError as error:
             raise AssertionError(str(error)) from error
-        depths: list[int] = []
-        for parent in parents[:count]:
-            depths.append(1 + (depths[parent] if parent >= 0 else 0))
-        depth = max(depths, default=0)
         assert depth <= min(most, drafter.max_depth), f"depth {depth} on a budget of {most}"
         ids = drafted_ids(draft, b)
         assert all(0 <= token < VOCAB for token in ids), f"{ids}: ids lie in 0..{VOCAB - 1}"
@@ -261,13 +257,12 @@ def _check_draft(drafter: Drafter, draft: Draft, budget: list[int]) -> None:
 def nothing_beyond_the_text_is_read(case: DrafterCase) -> None:
     """Poison beyond the length, likely tokens and impossible ones, changes nothing."""
     for seed in SEEDS:
-        contexts = [draft_context(texts(seed), capacity=CAPACITY, budget=GAMMA, poison=p) for p in _POISON]
+        contexts = [
+            draft_context(texts(seed), capacity=CAPACITY, budget=GAMMA, poison=p) for p in (-7, 0, 1, 2**31 - 1)
+        ]
         first, *others = map(case.draft, contexts)
         for other in others:
             _check_same(first, other, "it reads tokens beyond the length")
-
-
-_POISON = (-7, 0, 1, 2**31 - 1)
 
 
 def rows_are_independent(case: DrafterCase) -> None:
@@ -276,7 +271,8 @@ def rows_are_independent(case: DrafterCase) -> None:
         ctx = draft_context(texts(seed), capacity=CAPACITY, budget=[GAMMA, 2, 4], round=1)
         together = case.draft(ctx)
         for b in range(3):
-            _check_same(_row(together, b), case.draft(_row(ctx, b)), "a text's draft depends on its batch")
+            mine, own = jax.tree.map(lambda x, b=b: x[b : b + 1], (together, ctx))
+            _check_same(mine, case.draft(own), "a text's draft depends on its batch")
 
 
 def one_compilation_serves_every_text(case: DrafterCase) -> None:
@@ -368,10 +364,6 @@ def texts(seed: int, batch: int = 3) -> list[list[int]]:
     """Texts over `VOCAB` ids, so that they repeat themselves; different lengths."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, VOCAB, n).tolist() for n in rng.integers(1, CAPACITY - GAMMA - 1, batch)]
-
-
-def _row(tree: Any, b: int) -> Any:
-    return jax.tree.map(lambda x: x[b : b + 1], tree)
 
 
 def _check_same(a: Draft, b: Draft, what: str) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from specsparse import api, kernels
-from specsparse.engine import llama, weights
+from specsparse import api
+from specsparse.engine import weights
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
-from specsparse.engine.model import Model
 from specsparse.engine.rope import model_tables
 from specsparse.engine.text.tokenizer import Tokenizer
+from specsparse.testing.drafting import model_of
 
 _DAMAGES = ("flip", "flip", "cut", "overwrite", "overwrite", "overwrite a count", "swap", "repeat", "remove")
 _NASTY = (0, 1, 2, 7, 8, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**60, 2**63 - 1, 2**63, 2**64 - 1)
@@ -110,24 +110,10 @@ class Runner:
         """
         has_tokenizer = any(key.startswith("tokenizer.") for key in f.metadata)
         tokenizer = Tokenizer.from_metadata(f.metadata, where=str(f.path)) if has_tokenizer else None
-        chosen = kernels.get()
-        params = weights.load_params(f, config, floats=chosen.name != "native")
-        key = (config, jax.tree.structure(params))
-        if key not in self.models:
-            self.models[key] = Model(
-                config=config,
-                tokenizer=None,
-                params=params,
-                forward=llama.make_forward(config, chosen),
-                kernels=chosen,
-                kv_dtype="f16",
-                path=f.path,
-                footprint=weights.footprint(params, f),
-            )
+        own = model_of(f, config, None)
+        known = self.models.setdefault((config, jax.tree.structure(own.params)), own)
         factors = weights.rope_factors(f, config)
-        model = self.models[key].with_own_programs(
-            params=params, path=f.path, rope_factors=factors, tokenizer=tokenizer
-        )
+        model = known.with_own_programs(params=own.params, path=f.path, rope_factors=factors, tokenizer=tokenizer)
         model.programs.tables.clear()
         if tokenizer is None:
             model.logits(np.arange(min(self.tokens, config.vocab_size, config.context_length)))

@@ -13,7 +13,7 @@ from specsparse import kernels
 from specsparse.engine import cache as kv
 from specsparse.engine import llama, weights
 from specsparse.engine.config import ModelConfig, RopeConfig
-from specsparse.engine.gguf.reader import open_gguf
+from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.engine.noise import seed_words
@@ -66,53 +66,51 @@ def tiny_model(folder: Path, *, vocab: int, capacity: int, seed: int = 0, layers
         path, quant="Q8_0", tokenizer="none", vocab_size=vocab, context_length=capacity, n_layers=layers, seed=seed
     )
     f = open_gguf(path)
-    config, chosen = ModelConfig.from_gguf(f), kernels.get()
+    return model_of(f, ModelConfig.from_gguf(f), DummyTokenizer(vocab))
+
+
+def model_of(f: GGUFFile, config: ModelConfig, tokenizer: Any) -> Model:
+    """The model of an open file on this machine's kernels, without the checks and choices of `load`."""
+    chosen = kernels.get()
     params = weights.load_params(f, config, floats=chosen.name != "native")
     return Model(
         config=config,
-        tokenizer=DummyTokenizer(vocab),  # type: ignore[arg-type]
+        tokenizer=tokenizer,
         params=params,
         forward=llama.make_forward(config, chosen),
         kernels=chosen,
         kv_dtype="f16",
-        path=path,
+        path=f.path,
         footprint=weights.footprint(params, f),
     )
 
 
 def on_target(model: Model, ctx: DraftContext) -> DraftContext:
     """The context with the target's weights, and its cache after all tokens but the last."""
-    batch, capacity = ctx.tokens.shape
-
-    def run(params: Params, cache: kv.KVCache, tokens_BC: jax.Array, length_B: jax.Array) -> kv.KVCache:
-        count_B = length_B - 1
-        _, cache = model.forward(params, _held(tokens_BC, count_B), cache, n_valid_B=count_B, want=Want(logits="none"))
-        return kv.commit(cache, count_B)
-
-    params, cache = model.params_for(capacity), model.new_cache(batch, capacity)
-    cache = _compiled(model, (("on_target",), model.forward), run)(params, cache, ctx.tokens, ctx.length)
-    return ctx._replace(params=params, cache=cache)
+    _, cache = _read(model, ctx.tokens, ctx.length - 1, False)
+    return ctx._replace(params=model.params_for(ctx.tokens.shape[1]), cache=cache)
 
 
 def target_rows(model: Model, ctx: DraftContext, hidden: bool | tuple[int, ...] = True) -> jax.Array:
     """float32[B, C, ..]: the model's hidden rows, as `Want.hidden` says, at every position of the texts."""
-    batch, capacity = ctx.tokens.shape
+    return _read(model, ctx.tokens, ctx.length, hidden)[0]
 
-    def run(params: Params, cache: kv.KVCache, tokens_BC: jax.Array, length_B: jax.Array) -> jax.Array:
+
+def _read(model: Model, tokens_BC: jax.Array, count_B: jax.Array, hidden: bool | tuple[int, ...]) -> tuple:
+    """Hidden rows, and the cache after the first tokens of each text.
+
+    It is one program of the model's, for all tests that share the model: an op at a time would compile dozens.
+    """
+    batch, capacity = tokens_BC.shape
+
+    def run(params: Params, cache: kv.KVCache, tokens_BC: jax.Array, count_B: jax.Array) -> tuple:
+        held_BC = jnp.where(jnp.arange(capacity, dtype=jnp.int32)[None] < count_B[:, None], tokens_BC, 0)
         want = Want(logits="none", hidden=hidden)
-        return model.forward(params, _held(tokens_BC, length_B), cache, n_valid_B=length_B, want=want)[0].hidden
+        out, cache = model.forward(params, held_BC, cache, n_valid_B=count_B, want=want)
+        return out.hidden, kv.commit(cache, count_B)
 
-    params, cache = model.params_for(capacity), model.new_cache(batch, capacity)
-    return _compiled(model, (("target_rows", hidden), model.forward), run)(params, cache, ctx.tokens, ctx.length)
-
-
-def _held(tokens_BC: jax.Array, count_B: jax.Array) -> jax.Array:
-    return jnp.where(jnp.arange(tokens_BC.shape[1], dtype=jnp.int32)[None] < count_B[:, None], tokens_BC, 0)
-
-
-def _compiled(model: Model, key: tuple, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` as one program of the model's, for all tests that share the model: an op at a time would compile dozens."""
-    return model.programs.once(key, lambda: jax.jit(run))
+    read = model.programs.once((("read", hidden), model.forward), lambda: jax.jit(run))
+    return read(model.params_for(capacity), model.new_cache(batch, capacity), tokens_BC, count_B)
 
 
 def random_head(

@@ -1,67 +1,18 @@
-"""The contract of a verifier, and the certificate of any verifier, policy or callable as an assertion.
+"""The contract of a verifier, for anybody's own: `check_verifier(get_verifier("mine:Rule"))` is one line in a test."""
 
-`check_verifier(get_verifier("mine:Rule"))` or `assert_lossless(my_verifier)` is one line in a test.
-"""
-
-import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.errors import UserError
 from specsparse.speculative.base import Draft, DraftKind, Verdict, Verifier
-from specsparse.speculative.policies.base import Policy
-from specsparse.speculative.proof.certify import Certifiable, cases, certify
+from specsparse.speculative.proof.certify import cases, certify
 from specsparse.speculative.proof.driver import Decided, Drafts, sound
-from specsparse.speculative.proof.external import ExternalVerifier, external
-from specsparse.speculative.proof.results import CertificateReport
 from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verify import Noise, Target
 
 VOCAB, GAMMA, BATCH = 3, 2, 4
-
-
-def assert_lossless(
-    verifier: Certifiable, *, vocab: int | None = None, gamma: int | None = None, seed: int = 0, **how: Any
-) -> CertificateReport:
-    """Refuses a verifier, or a draft-length policy, whose text does not have the target's distribution.
-
-    Args:
-        verifier: yours, a callable as `speculative.proof.external` describes it; one of ours, its name, or a policy.
-        vocab: tokens, see `specsparse.certify`.
-        gamma: longest draft.
-        seed: of the random distributions, and of the samples of a callable that draws for itself.
-        how: fields of `ExternalVerifier`, such as `arrays="torch"` or `samples=100_000`.
-
-    Returns:
-        The report: whether the distribution was enumerated or sampled, and the error that samples would have found.
-
-    Raises:
-        AssertionError: it is lossy; says by how much, on what, and which texts differ most.
-        UserError: it cannot be certified so.
-    """
-    if not isinstance(verifier, Verifier | Policy | str):
-        try:
-            verifier = dataclasses.replace(external(verifier), lossless=True, **how)
-        except TypeError as error:
-            known = ", ".join(field.name for field in dataclasses.fields(ExternalVerifier))
-            raise UserError(f"assert_lossless: {error}; known are {known}") from error
-    elif how:
-        raise UserError(f"assert_lossless: {', '.join(how)} say how a callable is handed its arguments")
-    report = certify(verifier, vocab=vocab, gamma=gamma, seed=seed, mutants=False)
-    broken = [result for result in report.results if not result.holds]
-    if broken:
-        worst = max(broken, key=lambda result: result.tv)
-        lines = [
-            f"{worst.verifier} is not lossless: total variation {worst.tv:.3g} on {worst.worst_on} ({worst.part}; "
-            f"rounding or chance explain {worst.bound:.1g}); {len(broken)} of {len(report.results)} cases fail",
-            *worst.differences(),
-        ]
-        raise AssertionError("\n  ".join(lines))
-    return report
 
 
 def check_verifier(verifier: Verifier) -> None:

@@ -32,7 +32,7 @@ from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.runtime.timing_cache import CostTable
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.policies.base import Heuristic
-from specsparse.speculative.proof import certify as certificate
+from specsparse.speculative.proof import known_bugs, mutants
 from specsparse.speculative.proof.mutants import DRIVER_MUTANTS, MUTANTS
 from specsparse.support import terminal
 from specsparse.support.files import conf_dir
@@ -268,7 +268,7 @@ def test_certify_prints_one_table_and_fails_where_the_promise_is_broken(cfg, tmp
     spec = CertifySpec(("token", "typical"), vocab=2, gamma=1, known_bugs=False)
     cfg = replaced(cfg, kind="certify", certify=spec, model=ModelSpec("none.gguf"))
     few = {name: DRIVER_MUTANTS[name] for name in ("no_coins_token", "count_ignored_token")}
-    monkeypatch.setattr(certificate, "DRIVER_MUTANTS", few)
+    monkeypatch.setattr(mutants, "DRIVER_MUTANTS", few)
     found, text, written = play(cfg, tmp_path / "a")
     assert found.as_promised and found.objective <= 1e-10
     promises = [row["promise"] for row in written["rows"]]
@@ -291,8 +291,8 @@ def test_certify_takes_callables_and_the_known_bugs(cfg, tmp_path, monkeypatch):
     source = "def lazy(p, q, drafts, uniforms):\n    return [int(uniforms[0] >= p[0, 0])]\n"
     (tmp_path / "mine_own.py").write_text(source + "\n\ndef eager(p, q, drafts, u):\n    return len(drafts), 0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    shown = {name: certificate.KNOWN_BUGS[name] for name in ("coin_is_0", "argmax_drafts_q_1")}
-    monkeypatch.setattr(certificate, "KNOWN_BUGS", shown)
+    shown = {name: known_bugs.KNOWN_BUGS[name] for name in ("coin_is_0", "argmax_drafts_q_1")}
+    monkeypatch.setattr(known_bugs, "KNOWN_BUGS", shown)
     spec = CertifySpec((), vocab=2, gamma=1, mutants=False, also=("mine_own:lazy",))
     cfg = replaced(cfg, kind="certify", certify=spec, model=ModelSpec("none.gguf"))
     found, text, written = play(cfg, tmp_path / "a")

@@ -56,9 +56,7 @@ def test_sequoia_of_a_sure_draft_is_a_chain_and_of_a_flat_one_a_fan():
     assert sequoia([0.5], [1, 9, 9], 2, 2).size == 2  # where all is dear, what is dear anyhow is used
 
 
-@pytest.mark.parametrize(
-    "arguments", [([], [1, 1], 1, 1), ([0.8, 0.3], [1, 1], 1, 1), ([0.5], [1], 1, 1), ([0.5], [1, 1], 0, 1)]
-)
+@pytest.mark.parametrize("arguments", [([], [1, 1], 1, 1), ([0.8, 0.3], [1, 1], 1, 1), ([0.5], [1], 1, 1)])
 def test_sequoia_refuses(arguments):
     with pytest.raises(UserError, match="tree"):
         sequoia(*arguments)

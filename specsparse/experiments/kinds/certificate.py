@@ -10,9 +10,9 @@ from specsparse.experiments.kind import Kind, RunContext, RunResult
 from specsparse.speculative.policies.base import Policy
 from specsparse.speculative.proof.certify import certify
 from specsparse.speculative.proof.external import ExternalVerifier, external
-from specsparse.speculative.proof.results import DRIVER, LEGEND, POWER, RULE
+from specsparse.speculative.proof.results import COLUMNS, DRIVER, LEGEND, POWER, RULE
 from specsparse.speculative.verifiers import VERIFIERS, get_verifier
-from specsparse.support import registry, terminal
+from specsparse.support import registry, tables, terminal
 from specsparse.support.options import Also, Range, Seed
 
 DEFINITIONS = {
@@ -71,10 +71,14 @@ class Certify(Kind[CertifySettings]):
             verdict = Text(f"as promised: {kept}", style="green")
         lossless = [result for result in report.results if result.lossless]
         rule, driver = (max((r.tv for r in lossless if r.part == part), default=None) for part in (RULE, DRIVER))
+        table = tables.new(*COLUMNS, left=(0, 1, 2, 6), wrap=(0, 6), close=True)
+        for name, what, promise, tv, *more in report.cells():
+            failed = "bold red" if tv.endswith("FAILS") else ""
+            table.add_row(Text(name, no_wrap=True), what, promise, Text(tv, style=failed), *more)
         return RunResult(
             {"as_promised": report.passed, "worst_lossless": rule, "worst_lossless_driver": driver},
             report,
-            shown=[report.rich_table(), Text("\n".join(report.legend()), style="dim"), verdict],
+            shown=[table, Text("\n".join(report.legend()), style="dim"), verdict],
             definitions=DEFINITIONS,
             more={"failures": report.failures, "rows": report.rows()},
             as_promised=report.passed,

@@ -49,11 +49,7 @@ def get_policy(name: str, **options: object) -> "Policy":
 
 
 def over_tree(name: str, options: Mapping[str, object], nodes: int) -> dict[str, object]:
-    """Options of a policy for drafts that are trees of so many nodes, which are no draft lengths.
-
-    Raises:
-        UserError: as `get_policy`.
-    """
+    """Options of a policy for drafts that are trees of so many nodes, which are no draft lengths."""
     return values_of(POLICIES.make(name, options).over_tree(nodes))
 
 

@@ -94,11 +94,7 @@ class Policy:
             cls.one_hot_only = True
 
     def check_times(self) -> None:
-        """Refuses a policy that weighs times and has none; by default it weighs none.
-
-        Raises:
-            UserError: times were neither given nor measured.
-        """
+        """Refuses a policy that weighs times and has none; by default it weighs none."""
 
     def over_tree(self, nodes: int) -> Self:
         """The same for drafts that are trees of so many nodes; by default as for chains."""
@@ -157,12 +153,16 @@ class ActivePolicy:
         return self.policy.keep(self.state, count_B)
 
 
-def check_policy(policy: Policy, kind: DraftKind) -> None:
-    """Refuses a policy that may drop drawn tokens.
+def check_at_most(policy: Policy, **limits: str) -> None:
+    """Refuses an option that is larger than the one that limits it, both by name; None is not given."""
+    for name, limit in limits.items():
+        value, most = getattr(policy, name), getattr(policy, limit)
+        if value is not None and most is not None and value > most:
+            raise UserError(f"policy.{name}={value} must be at most policy.{limit}={most}")
 
-    Raises:
-        UserError: `n_min`, or a `keep` of its own, with drafts that are drawn.
-    """
+
+def check_policy(policy: Policy, kind: DraftKind) -> None:
+    """Refuses a policy that may drop tokens of drafts that are drawn: `n_min`, or a `keep` of its own."""
     if policy.one_hot_only and kind is not DraftKind.ONE_HOT:
         raise UserError(
             f"policy={policy.name} may drop drawn tokens of {kind.value} drafts, and the text would be biased: draft "
@@ -183,8 +183,7 @@ class Fixed(Policy):
     n_min: Annotated[Size, Also("draft_min")] = 0
 
     def __post_init__(self):
-        if self.n_min > self.gamma:
-            raise UserError(f"policy.n_min={self.n_min} must lie in 0..gamma={self.gamma}")
+        check_at_most(self, n_min="gamma")
 
     @property
     def always(self) -> bool:  # type: ignore[override]
@@ -286,8 +285,7 @@ class Heuristic(Policy):
     start: Annotated[Count | None, Also("num_assistant_tokens")] = None
 
     def __post_init__(self):
-        if self.start is not None and self.start > self.gamma:
-            raise UserError(f"policy.start={self.start} must lie in 1..gamma={self.gamma}")
+        check_at_most(self, start="gamma")
 
     def init(self, batch: int) -> jax.Array:
         """int32[B], the length of the next draft."""

@@ -21,7 +21,7 @@ from specsparse.errors import UserError
 from specsparse.speculative import expected
 from specsparse.speculative.base import SHORT_GAMMA, Verdict
 from specsparse.speculative.policies import POLICIES, get_policy
-from specsparse.speculative.policies.base import DraftView, Gamma, Policy, PolicyReport, Unit
+from specsparse.speculative.policies.base import DraftView, Gamma, Policy, PolicyReport, Unit, check_at_most
 from specsparse.support.options import Also, Count, Inline, Positive, Range, Size, instance_of
 
 KEPT = "kept"
@@ -58,11 +58,7 @@ class CostModel:
 
     @property
     def times(self) -> tuple[float, ...]:
-        """v.
-
-        Raises:
-            UserError: it was neither given nor measured.
-        """
+        """v, if it was given or measured."""
         if not isinstance(self.v, tuple):
             raise UserError("policy.v is needed: measured times v(1)..v(gamma+1) of a forward of n positions, v(1) = 1")
         return self.v
@@ -72,11 +68,7 @@ class CostModel:
         return 0.6 if self.prior is None else self.prior
 
     def check(self, gamma: int) -> None:
-        """Refuses times of fewer positions than a draft of `gamma` tokens has.
-
-        Raises:
-            UserError: both numbers.
-        """
+        """Refuses times of fewer positions than a draft of `gamma` tokens has."""
         if isinstance(self.v, tuple) and len(self.v) <= gamma:
             raise UserError(f"policy.gamma={gamma} needs v(1)..v({gamma + 1}), measured up to v({len(self.v)})")
 
@@ -106,10 +98,6 @@ class CostModel:
             found.append(tokens_B * jnp.float32(self.times[0] / self.time(g)))
         return jnp.stack(found, axis=1)
 
-    def without_drafting(self) -> "CostModel":
-        """The same for drafts that cost nothing."""
-        return dataclasses.replace(self, c=0.0, c0=0.0)
-
     def time(self, g: int) -> float:
         """T(g)."""
         return expected.round_cost(lambda n: self.times[n - 1], g, c=self.c or 0.0, c0=self.c0 or 0.0)
@@ -130,14 +118,13 @@ class CostOptimal(Policy):
 
     def __post_init__(self):
         self.cost.check(self.gamma)
-        if self.least > self.gamma:
-            raise UserError(f"policy.least={self.least} must lie in 0..gamma={self.gamma}")
+        check_at_most(self, least="gamma")
 
     def check_times(self) -> None:
         assert self.cost.times
 
     def zero_cost(self) -> "CostOptimal":
-        return dataclasses.replace(self, cost=self.cost.without_drafting())
+        return dataclasses.replace(self, cost=dataclasses.replace(self.cost, c=0.0, c0=0.0))
 
     def init(self, batch: int) -> FadingCounts:
         return self.cost.init(batch)
@@ -203,20 +190,13 @@ class AutoOff(Policy):
 
     def __post_init__(self):
         self.cost.check(self.gamma)
-        if self.probe > self.gamma:
-            raise UserError(f"policy.probe={self.probe} must lie in 1..gamma={self.gamma}")
-        if self.most is not None and self.every > self.most:
-            raise UserError(f"policy.every={self.every} must lie in 1..most={self.most}")
+        check_at_most(self, probe="gamma", every="most")
         if isinstance(self.inner, Policy) and self.inner.gamma > self.gamma:
             raise UserError(f"policy.gamma={self.gamma} must be at least the inner policy's {self.inner.gamma}")
 
     @cached_property
     def paying(self) -> Policy:
-        """The policy while it pays. A named one has this gamma, and `cost` this cost model.
-
-        Raises:
-            UserError: an unknown name or option, or no times for it.
-        """
+        """The policy while it pays. A named one has this gamma, and `cost` this cost model."""
         if isinstance(self.inner, Policy):
             return self.inner
         name = self.inner or CostOptimal.name
@@ -232,7 +212,8 @@ class AutoOff(Policy):
         return dataclasses.replace(self, gamma=nodes, inner="fixed" if self.inner is None else self.inner)
 
     def zero_cost(self) -> "AutoOff":
-        return dataclasses.replace(self, inner=self.paying.zero_cost(), cost=self.cost.without_drafting())
+        cost = dataclasses.replace(self.cost, c=0.0, c0=0.0)
+        return dataclasses.replace(self, inner=self.paying.zero_cost(), cost=cost)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -12,27 +12,26 @@ draft-length policy is certified by the driver on the drafts that it leaves (`po
 """
 
 import dataclasses
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftKind, Verifier
-from specsparse.speculative.policies.base import Policy
 from specsparse.speculative.proof.cases import CORNERS, Case, at_temperature_0, make_case
-from specsparse.speculative.proof.driver import driver_probs, jitted
 from specsparse.speculative.proof.exact import continuations, output_probs
 from specsparse.speculative.proof.external import ExternalVerifier, external
-from specsparse.speculative.proof.known_bugs import KNOWN_BUGS
 from specsparse.speculative.proof.measured import measure_external
-from specsparse.speculative.proof.mutants import DRIVER_MUTANTS, MUTANTS, measure_mutant
-from specsparse.speculative.proof.policies import measure_policy
 from specsparse.speculative.proof.results import DRIVER, CertificateReport, MutantResult, Result, driver_tv
 from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import VERIFIERS, get_verifier
 from specsparse.support.options import Range, Seed, read
 
-Certifiable = Verifier | str | ExternalVerifier | Callable | Policy
+if TYPE_CHECKING:
+    from specsparse.speculative.policies.base import Policy
+
+Certifiable: TypeAlias = "Verifier | str | ExternalVerifier | Callable | Policy"
 
 VOCAB, GAMMA = 4, 3
 """Tokens of most cases of our own verifiers and their longest chain, unless others are asked for."""
@@ -85,6 +84,8 @@ def measure(verifier: Verifier, case: Case) -> Result:
 
 def measure_driver(verifier: Verifier, tried: Sequence[Case], *, seed: int) -> list[Result]:
     """Total variation between the output of one round by the jitted driver and plain sampling, case by case."""
+    from specsparse.speculative.proof.driver import driver_probs, jitted
+
     found = []
     for one_hot in (True, False):
         some = [case for case in tried if (case.kind is DraftKind.ONE_HOT) == one_hot]
@@ -110,7 +111,7 @@ class _Options:
 
 
 def certify(
-    verifiers: Sequence[Certifiable] | Certifiable | None = None,
+    verifiers: "Sequence[Certifiable] | Certifiable | None" = None,
     *,
     vocab: int | None = None,
     gamma: int | None = None,
@@ -153,28 +154,49 @@ def certify(
     several = [verifiers] if alone else list(VERIFIERS.values() if verifiers is None else verifiers)
     if not several and not known_bugs:
         raise UserError("certify([]) certifies nothing: name a verifier, or leave the list out for all")
-    named = [get_verifier(v) if isinstance(v, str) else v for v in several]
-    chosen = [v if isinstance(v, Verifier | Policy) else external(v) for v in named]
-    if (vocab or gamma) and any(isinstance(v, Policy) for v in chosen):
-        raise UserError("certify: a policy's drafts are as long as its own gamma: leave out gamma and vocab")
-    mutants = any(isinstance(v, Verifier) for v in chosen) if mutants is None else mutants
+    chosen = [certifiable(v) for v in several]
+    ours = [v for v in chosen if isinstance(v, Verifier)]
     results: list[Result] = []
-    for verifier in sorted(chosen, key=lambda v: isinstance(v, Verifier)):  # a broken callable is said at once
-        if isinstance(verifier, Policy):
-            results += measure_policy(verifier, seed=seed)
-        elif isinstance(verifier, ExternalVerifier):
-            results += measure_external(verifier, vocab=vocab, gamma=gamma, seed=seed)
-        else:
-            tried = list(cases(verifier, vocab=vocab or VOCAB, gamma=gamma or GAMMA, seed=seed))
-            results += [measure(verifier, case) for case in tried]
-            results += measure_driver(verifier, tried, seed=seed) if driver and verifier.lossless else []
-    names = [*MUTANTS, *(DRIVER_MUTANTS if driver else ())] if mutants else []
-    wrong = [measure_mutant(name, seed=seed) for name in names]
-    for bug in KNOWN_BUGS.values() if known_bugs else ():
-        found = bug.measure(seed=seed)
-        if bug.how.lossless:
-            results += found
-        else:
-            worst = max(found, key=lambda r: r.tv)
-            wrong.append(MutantResult(bug.name, bug.about, worst.tv, worst.part, worst.bound))
+    for one in chosen:  # a broken callable is said at once
+        if isinstance(one, ExternalVerifier):
+            results += measure_external(one, vocab=vocab, gamma=gamma, seed=seed)
+        elif not isinstance(one, Verifier):
+            from specsparse.speculative.proof.policies import measure_policy
+
+            if vocab or gamma:
+                raise UserError("certify: a policy's drafts are as long as its own gamma: leave out gamma and vocab")
+            results += measure_policy(one, seed=seed)
+    for verifier in ours:
+        tried = list(cases(verifier, vocab=vocab or VOCAB, gamma=gamma or GAMMA, seed=seed))
+        results += [measure(verifier, case) for case in tried]
+        results += measure_driver(verifier, tried, seed=seed) if driver and verifier.lossless else []
+    wrong: list[MutantResult] = []
+    if bool(ours) if mutants is None else mutants:
+        from specsparse.speculative.proof import mutants as known
+
+        names = [*known.MUTANTS, *(known.DRIVER_MUTANTS if driver else ())]
+        wrong += [known.measure_mutant(name, seed=seed) for name in names]
+    if known_bugs:
+        from specsparse.speculative.proof.known_bugs import KNOWN_BUGS
+
+        for bug in KNOWN_BUGS.values():
+            found = bug.measure(seed=seed)
+            if bug.how.lossless:
+                results += found
+            else:
+                worst = max(found, key=lambda r: r.tv)
+                wrong.append(MutantResult(bug.how.name, bug.about, worst.tv, worst.part, worst.bound))
     return CertificateReport(tuple(results), tuple(wrong))
+
+
+def certifiable(verifier: Certifiable) -> "Verifier | ExternalVerifier | Policy":
+    """A verifier by its name, a policy or verifier as it is, a callable with the defaults of `ExternalVerifier`.
+
+    Only names and policies need jax.
+    """
+    if isinstance(verifier, str):
+        return get_verifier(verifier)
+    if isinstance(verifier, Verifier | ExternalVerifier) or callable(verifier):
+        return verifier if isinstance(verifier, Verifier) else external(verifier)
+    policies = sys.modules.get("specsparse.speculative.policies.base")  # imported by whoever made one
+    return verifier if policies and isinstance(verifier, policies.Policy) else external(verifier)

@@ -173,11 +173,7 @@ class ExternalVerifier:
 
 
 def external(verifier: object) -> ExternalVerifier:
-    """An `ExternalVerifier` as it is, anything callable with the defaults.
-
-    Raises:
-        UserError: it cannot be called.
-    """
+    """An `ExternalVerifier` as it is, anything callable with the defaults."""
     if isinstance(verifier, ExternalVerifier):
         return verifier
     if not callable(verifier):

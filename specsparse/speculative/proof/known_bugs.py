@@ -96,19 +96,17 @@ class KnownBug:
     """A mistake, or a lossless method that was called lossy.
 
     Attributes:
-        name: of it.
         about: one line.
         reports: the threads that reported it, or called it lossy.
         how: the callable; its `lossless` is the expected outcome, True for a method that was called lossy and is not.
     """
 
-    name: str
     about: str
     reports: tuple[str, ...]
     how: ExternalVerifier
 
-    def measure(self, *, vocab: int = 3, gamma: int = 2, seed: int = 0) -> list[Result]:
-        return measure_external(self.how, vocab=vocab, gamma=gamma, seed=seed)
+    def measure(self, *, gamma: int = 2, seed: int = 0) -> list[Result]:
+        return measure_external(self.how, vocab=3, gamma=gamma, seed=seed)
 
 
 CUT, HOT = keep_top(2), tempered(1.5)
@@ -120,11 +118,6 @@ def _bfloat16(probs_V: np.ndarray) -> np.ndarray:
         logits = np.log(probs_V).astype(ml_dtypes.bfloat16).astype(np.float64)
     weights = np.exp(logits - logits.max())
     return weights / weights.sum()
-
-
-def _other_ids(probs_V: np.ndarray) -> np.ndarray:
-    """The draft's ids are the target's shifted by one."""
-    return np.roll(probs_V, 1)
 
 
 def _transformed(*, p: Transform | None = None, q: Transform | None = None) -> Callable:
@@ -150,28 +143,16 @@ def _p_without_draft(p, q, drafts):
     return p[:, :-1] * (1 - one_hot(drafts, p.shape[2]))
 
 
-def _zeroed_before_the_test(p, q, drafts, uniforms):
-    return rejection(np.concatenate([_p_without_draft(p, q, drafts), p[:, -1:]], axis=1), q, drafts, uniforms)
-
-
 def _two_chances(p, q, drafts, uniforms):
-    K = drafts.shape[1]
-    own = own_samples(p, uniforms[:, K : 2 * K])
-    chance = np.where(own == drafts, 1.0, ratio(p, q, drafts))
-    return rejection(p, q, drafts, uniforms, chance=chance)
+    own = own_samples(p, uniforms[:, drafts.shape[1] : 2 * drafts.shape[1]])
+    return rejection(p, q, drafts, uniforms, chance=np.where(own == drafts, 1.0, ratio(p, q, drafts)))
 
 
 def _greedy_then_residual(p, q, drafts, uniforms):
     best = p.argmax(axis=2)
-    accept = best[:, :-1] == drafts
-    return rejection(
-        np.concatenate([p[:, :-1], one_hot(best[:, -1:], p.shape[2])], axis=1), q, drafts, uniforms,
-        chance=accept.astype(np.float64), rest=residual(p, q),
-    )  # fmt: skip
-
-
-def _one_hot_of_drawn(p, q, drafts, uniforms):
-    return rejection(p, one_hot(drafts, p.shape[2]), drafts, uniforms)
+    accept = (best[:, :-1] == drafts).astype(np.float64)
+    greedy_p = np.concatenate([p[:, :-1], one_hot(best[:, -1:], p.shape[2])], axis=1)
+    return rejection(greedy_p, q, drafts, uniforms, chance=accept, rest=residual(p, q))
 
 
 def _noise_of(q, drafts, generator) -> np.ndarray:
@@ -212,13 +193,13 @@ def _match_draft_noise(p, q, drafts, generator):
 def _bug(name: str, about: str, reports: str, call: Callable, *, lossless: bool = False, **how) -> KnownBug:
     made = ExternalVerifier(call, name=name, batched=True, lossless=lossless, **how)
     made = dataclasses.replace(made, samples=20_000) if made.exact else made
-    return KnownBug(name, about, tuple(reports.split()), made)
+    return KnownBug(about, tuple(reports.split()), made)
 
 
 ARGMAX = DraftKind.ONE_HOT
 
 KNOWN_BUGS: dict[str, KnownBug] = {
-    bug.name: bug
+    bug.how.name: bug
     for bug in (
         _bug("argmax_as_sampled", "drafts are the argmax, and p/q takes them for draws from q",
               "huggingface/transformers#32867 jaymody/speculative-sampling#3", rejection, draft_transform=keep_top(1)),
@@ -236,7 +217,9 @@ KNOWN_BUGS: dict[str, KnownBug] = {
         _bug("token_alone_subtracted", "after a rejection p without the rejected token, where p - q is due",
               "xLLM-AI/xllm#2175 SafeAILab/EAGLE#20", _rejection_with(rest=_p_without_draft)),
         _bug("zeroed_before_the_test", "one-hot drafts: p of the draft is zeroed in place before the draft is tested",
-              "vllm-project/vllm-ascend#2881", _zeroed_before_the_test, drafts=ARGMAX),
+              "vllm-project/vllm-ascend#2881",
+             lambda p, q, x, u: rejection(np.append(_p_without_draft(p, q, x), p[:, -1:], axis=1), q, x, u),
+             drafts=ARGMAX),
         _bug("two_chances", "a draft passes by the ratio, or because the target's own sample is the same token",
               "alibaba/rtp-llm#1295", _two_chances),
         _bug("greedy_then_residual", "top-k = 1: drafts are compared with the argmax, but a mismatch draws from p - q",
@@ -244,7 +227,7 @@ KNOWN_BUGS: dict[str, KnownBug] = {
         _bug("next_row", "after a rejection the next row is sampled, whose context has the rejected draft",
               "openvinotoolkit/openvino.genai#4190", _rejection_with(rest=lambda p, q, x: p[:, 1:])),
         _bug("draft_ids_kept", "the draft's ids differ from the target's; drafts are translated, their q is not",
-              "alibaba/rtp-llm#1311", rejection, draft_transform=_other_ids),
+              "alibaba/rtp-llm#1311", rejection, draft_transform=lambda probs: np.roll(probs, 1)),
         _bug("argmax_committed", "the argmax of the target is emitted at a temperature above 0",
               "Luce-Org/lucebox#374", greedy),
         _bug("ratio_without_q", "q is left out of the ratio and kept in the residual", "",
@@ -260,7 +243,8 @@ KNOWN_BUGS: dict[str, KnownBug] = {
         _bug("argmax_drafts_q_1", "argmax drafts are accepted with p(x), q being 1 there",
               "SafeAILab/EAGLE#110 SafeAILab/EAGLE#183", rejection, lossless=True, drafts=ARGMAX),
         _bug("drawn_drafts_q_1", "drafts are drawn from q, which is thrown away: 1 at the draft in ratio and residual",
-              "vllm-project/vllm#40149 vllm-project/vllm#41044", _one_hot_of_drawn, lossless=True),
+              "vllm-project/vllm#40149 vllm-project/vllm#41044",
+             lambda p, q, x, u: rejection(p, one_hot(x, p.shape[2]), x, u), lossless=True),
         _bug("draft_hotter", "the draft has another temperature than the target, and q is its true distribution",
               "huggingface/transformers#40976", _transformed(q=HOT), lossless=True, draft_transform=HOT),
         _bug("greedy_at_0", "at temperature 0 drafts are compared with the argmax",

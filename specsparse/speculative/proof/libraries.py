@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import importlib
 import importlib.metadata
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -23,7 +24,6 @@ from specsparse.speculative.proof.cases import CORNERS, keep_top
 from specsparse.speculative.proof.external import ExternalVerifier
 from specsparse.speculative.proof.known_bugs import (
     KNOWN_BUGS,
-    KnownBug,
     at,
     draw,
     greedy,
@@ -52,9 +52,6 @@ def transformers_sampling(*, uniforms: bool = True, ensemble: float | None = Non
     Args:
         uniforms: whether its two draws read our uniforms, or torch's global generator. Everything else is its own code.
         ensemble: its `assistant_ensemble_weight`, which is lossy by design (2604.07622).
-
-    Raises:
-        UserError: transformers or torch is not installed, or has no such function.
     """
     try:
         import torch
@@ -160,50 +157,33 @@ def llama_cpp_match(*, seed: int = 1, top_k: int = 0) -> ExternalVerifier:
     Args:
         seed: of the sampler, one for all rounds as in a server's slot.
         top_k: of the chain; the distribution to keep is then p's top k.
-
-    Raises:
-        UserError: llama-cpp-python is not installed.
     """
-    sampler = LlamaCppSampler(seed=seed, top_k=top_k)
+    try:
+        lib = importlib.import_module("llama_cpp")
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UserError(f"llama-cpp-python is needed ({error}): pip install llama-cpp-python") from error
+    chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+    if top_k:
+        lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_top_k(top_k))
+    lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_dist(seed))
 
     def verify(p, q, drafts):
         emitted = []
         for row, draft in zip(p, [*drafts.tolist(), -1]):
-            emitted.append(sampler.draw(row))
+            with np.errstate(divide="ignore"):
+                logits = np.log(row).tolist()
+            data = (lib.llama_token_data * len(row))(*((i, x, 0.0) for i, x in enumerate(logits)))
+            several = lib.llama_token_data_array(data=data, size=len(row), selected=-1, sorted=False)
+            lib.llama_sampler_apply(chain, ctypes.byref(several))
+            emitted.append(int(several.data[several.selected].id))
             if emitted[-1] != draft:
                 break
         return emitted
 
+    weakref.finalize(verify, lib.llama_sampler_free, chain)
     name = f"llama.cpp sample and match{f', top-k {top_k}' if top_k else ''}"
     how = {"randomness": "own", "samples": SAMPLES, "target_transform": keep_top(top_k) if top_k else None}
     return ExternalVerifier(verify, name=name, dtype="float32", **how)
-
-
-class LlamaCppSampler:
-    """A chain of llama.cpp's samplers that ends in `dist`."""
-
-    def __init__(self, *, seed: int, top_k: int = 0):
-        try:
-            self._lib = lib = importlib.import_module("llama_cpp")
-        except (ImportError, OSError, RuntimeError) as error:
-            raise UserError(f"llama-cpp-python is needed ({error}): pip install llama-cpp-python") from error
-        self._chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
-        if top_k:
-            lib.llama_sampler_chain_add(self._chain, lib.llama_sampler_init_top_k(top_k))
-        lib.llama_sampler_chain_add(self._chain, lib.llama_sampler_init_dist(seed))
-
-    def draw(self, probs_V: np.ndarray) -> int:
-        lib, V = self._lib, len(probs_V)
-        with np.errstate(divide="ignore"):
-            logits = np.log(probs_V)
-        data = (lib.llama_token_data * V)(*((i, x, 0.0) for i, x in enumerate(logits.tolist())))
-        several = lib.llama_token_data_array(data=data, size=V, selected=-1, sorted=False)
-        lib.llama_sampler_apply(self._chain, ctypes.byref(several))
-        return int(several.data[several.selected].id)
-
-    def __del__(self):
-        if chain := getattr(self, "_chain", None):
-            self._lib.llama_sampler_free(chain)
 
 
 # -- the page --
@@ -252,9 +232,6 @@ def page(
         date: of the measurement.
         libraries: the other libraries' verifiers.
         progress: gets the name of the next one.
-
-    Raises:
-        UserError: a library that is to be certified is not installed.
     """
     rows = []
     for library in libraries:
@@ -269,7 +246,15 @@ def known_bug_tables(names: Iterable[str] = tuple(KNOWN_BUGS)) -> list[str]:
     """The tables of mistakes and of lossless methods that were called lossy, in lines of Markdown."""
     wrong, right = [], []
     for bug in (KNOWN_BUGS[name] for name in names):
-        (right if bug.how.lossless else wrong).append(_bug_row(bug, bug.measure(vocab=VOCAB, gamma=GAMMA)))
+        results = bug.measure()
+        worst = max(results, key=lambda r: r.tv)
+        links = [f"[{r}](https://github.com/{r.partition('#')[0]}/issues/{r.partition('#')[2]})" for r in bug.reports]
+        common = f"`{bug.how.name}`", bug.about, ", ".join(links) or "no report known: one slip away", _kind(worst)
+        if bug.how.lossless:
+            right.append((*common, _size(worst), f"{worst.bound:.0e}"))
+        else:
+            plain = max((r for r in results if r.corner.startswith("random")), key=lambda r: r.tv)
+            wrong.append((*common, _size(plain), _size(worst), worst.corner))
     return [MISTAKES, *table(WRONG_HEAD, wrong), "", NO_LOSS, *table(RIGHT_HEAD, right)]
 
 
@@ -326,16 +311,6 @@ def library_row(library: Library, how: ExternalVerifier, results: Sequence[Resul
     finds = f"{worst.power.finds:.3f}" if worst.power else ""
     numbers = _kind(worst), _size(worst), f"{worst.bound:.0e}", finds
     return how.name, library.about, f"{version}, {date}", *numbers, promise
-
-
-def _bug_row(bug: KnownBug, results: Sequence[Result]) -> tuple[str, ...]:
-    worst = max(results, key=lambda r: r.tv)
-    links = [f"[{r}](https://github.com/{r.partition('#')[0]}/issues/{r.partition('#')[2]})" for r in bug.reports]
-    common = f"`{bug.name}`", bug.about, ", ".join(links) or "no report known: one slip away", _kind(worst)
-    if bug.how.lossless:
-        return *common, _size(worst), f"{worst.bound:.0e}"
-    plain = max((r for r in results if r.corner.startswith("random")), key=lambda r: r.tv)
-    return *common, _size(plain), _size(worst), worst.corner
 
 
 def _kind(result: Result) -> str:

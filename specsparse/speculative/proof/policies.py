@@ -74,9 +74,6 @@ def measure_policy(policy: Policy, *, seed: int) -> list[Result]:
     """Total variation from plain sampling of one round by the driver, corner by corner and history by history.
 
     Drafts are drawn ones; of a policy that is `one_hot_only`, one-hot ones.
-
-    Raises:
-        UserError: its drafts are too long to enumerate.
     """
     if policy.gamma > MOST_NODES:
         raise UserError(

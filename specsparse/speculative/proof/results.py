@@ -1,19 +1,14 @@
 """The results of a certificate, the power of samples, and the report."""
 
 import dataclasses
-import io
 import math
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from specsparse.speculative.proof.cases import Case
 from specsparse.speculative.proof.exact import total_variation
 from specsparse.speculative.trees.template import TreeTemplate
-from specsparse.support import tables
 
 RULE, DRIVER, CALLABLE, SAMPLED = "rule", "driver", "callable", "sampled"
 """The subject of a line of the report: the rule in float64, the jitted driver in float32, or anybody's callable."""
@@ -24,6 +19,9 @@ LEGEND = {
     CALLABLE: "a callable in its own precision, every draft enumerated and every uniform bisected",
     SAMPLED: "a callable that draws for itself, by samples: at most the bound by chance",
 }
+
+COLUMNS = ("", "what", "promise", "TV", "cases", "drafts", "")
+"""Of the table of a report; TV is total variation."""
 
 LOSSLESS_TV = 1e-10
 """Most total variation of a lossless rule: float64 rounding of a few thousand additions."""
@@ -272,15 +270,15 @@ class CertificateReport:
             out.append({**same, "holds": m.caught, "on": m.mistake})
         return out
 
-    def rich_table(self) -> Table:
-        """The rows as one table for a terminal; TV is total variation."""
-        out = tables.new("", "what", "promise", "TV", "cases", "drafts", "", left=(0, 1, 2, 6), wrap=(0, 6), close=True)
+    def cells(self) -> list[list[str]]:
+        """The rows as `COLUMNS` of a table."""
+        out = []
         for row in self.rows():
             bound = {"lossless": "<= {:.0e}", "lossy": "LOSSY", "mutant": "> {:.0e}"}[row["promise"]]
             what = f"{row['part']} mutant" if row["promise"] == "mutant" else row["part"]
-            tv = Text(f"{row['tv']:.1e}" + ("" if row["holds"] else " FAILS"), style="" if row["holds"] else "bold red")
+            tv = f"{row['tv']:.1e}{'' if row['holds'] else ' FAILS'}"
             counts = (str(row.get(key, "")) for key in ("cases", "drafts"))
-            out.add_row(Text(row["name"], no_wrap=True), what, bound.format(row["bound"]), tv, *counts, row["on"])
+            out.append([row["name"], what, bound.format(row["bound"]), tv, *counts, row["on"]])
         return out
 
     def legend(self) -> list[str]:
@@ -300,10 +298,11 @@ class CertificateReport:
 
     def table(self) -> str:
         """The table as plain text, with the legend and the verdict."""
-        console = Console(file=io.StringIO(), width=118)
-        console.print(self.rich_table())
+        cells = [list(COLUMNS), *self.cells()]
+        widths = [max(map(len, column)) for column in zip(*cells)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
         verdict = "holds" if self.passed else "FAILS: " + "; ".join(self.failures)
-        return "\n".join([console.file.getvalue(), *self.legend(), f"certificate {verdict}\n"])
+        return "\n".join([*lines, "", *self.legend(), f"certificate {verdict}\n"])
 
 
 def _shapes(several: set[tuple[int, ...]]) -> str:

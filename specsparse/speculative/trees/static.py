@@ -134,23 +134,20 @@ class TemplateTree(TreeShape):
                 wide_BPV = by.widen(x_RN).reshape(batch, P, -1)
                 q_BKV = q_BKV.at[:, node_P].set(wide_BPV, mode="drop")
             tokens_BK = tokens_BK.at[:, node_P].set(by.token_ids(column_R).reshape(batch, P), mode="drop")
-            return tokens_BK, q_BKV, self._without(x_RN, column_R)
+            # What the next sibling is taken from: logits or q without the column just used.
+            row_R = jnp.arange(x_RN.shape[0], dtype=jnp.int32)
+            if self.kind is DraftKind.ONE_HOT:
+                x_RN = x_RN.at[row_R, column_R].set(np.float32(-np.inf))
+            elif self.kind is DraftKind.WOR:
+                x_RN = x_RN.at[row_R, column_R].set(np.float32(0))
+                mass_R1 = jnp.sum(x_RN, axis=1, keepdims=True)
+                # A distribution whose mass is spent stays zero: a node without mass at its token is never accepted.
+                x_RN = jnp.where(mass_R1 > 0, x_RN / mass_R1, jnp.float32(0))
+            return tokens_BK, q_BKV, x_RN
 
         start = (partial.tokens, partial.q, x_RN)
         tokens_BK, q_BKV, _ = jax.lax.fori_loop(0, levels.widths[d], rank, start)
         return partial._replace(tokens=tokens_BK, q=q_BKV)
-
-    def _without(self, x_RN: jax.Array, column_R: jax.Array) -> jax.Array:
-        """What the next sibling is taken from: logits or q without the column just used."""
-        row_R = jnp.arange(x_RN.shape[0], dtype=jnp.int32)
-        if self.kind is DraftKind.ONE_HOT:
-            return x_RN.at[row_R, column_R].set(np.float32(-np.inf))
-        if self.kind is not DraftKind.WOR:
-            return x_RN
-        x_RN = x_RN.at[row_R, column_R].set(np.float32(0))
-        mass_R1 = jnp.sum(x_RN, axis=1, keepdims=True)
-        # A distribution whose mass is spent stays zero: a node without mass at its token is never accepted.
-        return jnp.where(mass_R1 > 0, x_RN / mass_R1, jnp.float32(0))
 
 
 DRAWS = {"top": DraftKind.ONE_HOT, "iid": DraftKind.IID, "wor": DraftKind.WOR}
@@ -169,10 +166,11 @@ class StaticTree(TemplateTree):
 
     def __post_init__(self):
         super().__post_init__()
-        if list(self.template.depths) != sorted(self.template.depths):
-            object.__setattr__(self, "template", by_level(self.template))
-        if self.draw is DraftKind.SAMPLED and self.branches:
-            raise UserError("siblings are drawn iid or wor; sampled is for chains")
+        assert not (self.draw is DraftKind.SAMPLED and self.branches), "siblings are drawn iid or wor"
+        parents, depths = self.template.parents, self.template.depths
+        order = sorted(range(self.template.size), key=lambda node: depths[node])
+        place = {node: i for i, node in enumerate(order)} | {ROOT: ROOT}
+        object.__setattr__(self, "template", TreeTemplate(tuple(place[parents[node]] for node in order)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,23 +254,8 @@ class Sequoia(TemplateTree):
         return sequoia(rates, times, self.nodes, self.depth, level_cost=self.level_cost or 0.0)
 
 
-def by_level(template: TreeTemplate) -> TreeTemplate:
-    """The same tree with its nodes level by level, siblings in their order."""
-    order = sorted(range(template.size), key=lambda node: template.depths[node])
-    place = {node: i for i, node in enumerate(order)} | {ROOT: ROOT}
-    return TreeTemplate(tuple(place[template.parents[node]] for node in order))
-
-
 GUESSED_ACCEPTANCE = (0.6, 0.15, 0.07, 0.03)
 """By rank, where nothing was measured."""
-
-
-class _Tables(NamedTuple):
-    """gain[d, r, n]: most tokens that n nodes give as children of rank r and up (and their subtrees) of one node, with
-    paths of at most d; first[d, r, n]: nodes of the subtree of child r in that optimum, 0 for no child."""
-
-    gain: np.ndarray
-    first: np.ndarray
 
 
 def sequoia(
@@ -288,50 +271,45 @@ def sequoia(
     A tree T is expected to yield 1 + sum over its nodes of the product of acceptances on the node's path; it takes
     cost_of_n[size] + level_cost * depth. Unlike the paper's, the cost is measured and may have steps.
 
+    The tree has its nodes level by level, and at least one, since no draft at all is a policy's business.
+
     Args:
         acceptance_by_rank: chance that the child of rank r is the one accepted at a node.
         cost_of_n: time of a round that verifies n nodes, n = 0 .. max_nodes, in any unit (a table of v(n + 1)).
-        max_nodes: at least 1.
-        max_depth: at least 1.
+        max_nodes, max_depth: at least 1.
         level_cost: time of drafting one level, same unit.
 
-    Returns:
-        The tree, nodes level by level; at least one node, since no draft at all is a policy's business.
-
     Raises:
-        UserError: an argument out of range.
+        UserError: chances or times that are none.
     """
     rates, cost = np.asarray(acceptance_by_rank, np.float64), np.asarray(cost_of_n, np.float64)
     if rates.ndim != 1 or rates.size == 0 or (rates < 0).any() or rates.sum() > 1 + 1e-9:
         raise UserError("tree.acceptance must hold the chance of each rank: at least 0, in all at most 1")
-    if max_nodes < 1 or max_depth < 1 or cost.ndim != 1 or cost.size <= max_nodes or not (cost > 0).all():
-        raise UserError(f"tree.cost must hold times above 0 for 0..{max_nodes} nodes, and depth be at least 1")
-    tables = _solve(rates, max_nodes, min(max_depth, max_nodes))
-    depths, sizes = range(1, tables.gain.shape[0]), range(1, max_nodes + 1)
-    _, depth, size = max(
-        ((1 + tables.gain[d, 0, n]) / (cost[n] + level_cost * d), -d, -n) for d in depths for n in sizes
-    )
-    return TreeTemplate.from_paths(_paths(tables, -depth, 0, -size))
-
-
-def _solve(rates: np.ndarray, nodes: int, depth: int) -> _Tables:
-    ranks = len(rates)
-    gain = np.zeros((depth + 1, ranks + 1, nodes + 1))
-    first = np.zeros((depth + 1, ranks + 1, nodes + 1), np.int64)
-    for d in range(1, depth + 1):
+    if cost.ndim != 1 or cost.size <= max_nodes or not (cost > 0).all():
+        raise UserError(f"tree.cost must hold times above 0 for 0..{max_nodes} nodes")
+    ranks, deepest = len(rates), min(max_depth, max_nodes)
+    # gain[d, r, n]: most tokens that n nodes give as children of rank r and up (and their subtrees) of one node, with
+    # paths of at most d. first[d, r, n]: nodes of the subtree of child r in that optimum, 0 for no child.
+    gain = np.zeros((deepest + 1, ranks + 1, max_nodes + 1))
+    first = np.zeros(gain.shape, np.int64)
+    for d in range(1, deepest + 1):
         for r in reversed(range(ranks)):
-            for n in range(1, nodes + 1):
+            for n in range(1, max_nodes + 1):
                 m = np.arange(1, n + 1)  # nodes of this child's subtree, itself among them
                 worth = rates[r] * (1 + gain[d - 1, 0, m - 1]) + gain[d, r + 1, n - m]
                 best = int(np.argmax(worth))
                 gain[d, r, n], first[d, r, n] = worth[best], m[best]
-    return _Tables(gain, first)
 
+    def paths(d: int, r: int, n: int, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+        """Paths of ranks of the optimum's nodes below one node."""
+        if d == 0 or n == 0 or first[d, r, n] == 0:
+            return []
+        m, here = int(first[d, r, n]), (*path, r)
+        return [here, *paths(d - 1, 0, m - 1, here), *paths(d, r + 1, n - m, path)]
 
-def _paths(tables: _Tables, d: int, r: int, n: int, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
-    """Paths of ranks of the optimum's nodes below one node."""
-    if d == 0 or n == 0 or tables.first[d, r, n] == 0:
-        return []
-    m = int(tables.first[d, r, n])
-    here = (*path, r)
-    return [here, *_paths(tables, d - 1, 0, m - 1, here), *_paths(tables, d, r + 1, n - m, path)]
+    _, depth, size = max(
+        ((1 + gain[d, 0, n]) / (cost[n] + level_cost * d), -d, -n)
+        for d in range(1, deepest + 1)
+        for n in range(1, max_nodes + 1)
+    )
+    return TreeTemplate.from_paths(paths(-depth, 0, -size))

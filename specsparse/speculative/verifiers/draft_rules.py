@@ -2,7 +2,6 @@
 and not its distribution (`Match` follows it), and block verification of a chain (Sun et al. 2403.10444)."""
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,31 +66,24 @@ class Match(Rule):
         return found
 
 
-class MatchEnd(NamedTuple):
-    """Where a match ends: int32 row of the last accepted token, int32[K] accepted nodes, int32 their number."""
+def follow(rule: Match, draft: Draft, target_Bn: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Follows the target's tokens through sequence b's tree; `target_Bn[b, row]` was sampled from p at that row.
 
-    at: jax.Array
-    nodes: jax.Array
-    accepted: jax.Array
-
-
-def follow(rule: Match, draft: Draft, target_Bn: jax.Array, b: jax.Array) -> MatchEnd:
-    """Follows the target's tokens through sequence b's tree; `target_Bn[b, row]` was sampled from p at that row."""
+    int32 row of the last accepted node, int32[K] accepted nodes, int32 their number.
+    """
     K = draft.max_nodes
 
     def next_node(at):
         return rule.child(draft.tokens[b], draft.parents[b], draft.count[b], at, target_Bn[b, at])
 
     def step(carry):
-        node, end = carry
-        nodes_K = jnp.where(jnp.arange(K) == end.accepted, node, end.nodes)
-        return next_node(node + 1), MatchEnd(node + 1, nodes_K, end.accepted + 1)
+        node, _, nodes_K, accepted = carry
+        return next_node(node + 1), node + 1, jnp.where(jnp.arange(K) == accepted, node, nodes_K), accepted + 1
 
-    start = MatchEnd(jnp.int32(0), jnp.full((K,), PAD, jnp.int32), jnp.int32(0))
+    start = (jnp.int32(0), jnp.full((K,), PAD, jnp.int32), jnp.int32(0))
     if not K:
         return start
-    _, end = jax.lax.while_loop(lambda c: c[0] < K, step, (next_node(start.at), start))
-    return end
+    return jax.lax.while_loop(lambda c: c[0] < K, step, (next_node(start[0]), *start))[1:]
 
 
 def match_verdict(draft: Draft, target_Bn: jax.Array, *, tree: bool = True) -> Verdict:
@@ -99,10 +91,10 @@ def match_verdict(draft: Draft, target_Bn: jax.Array, *, tree: bool = True) -> V
     is reached. Chains (`tree` False) need no walk."""
     if not tree:
         return match_chain(draft, target_Bn)
-    end = jax.lax.map(lambda b: follow(Match(), draft, target_Bn, b), jnp.arange(draft.tokens.shape[0]))
-    last_B = jnp.take_along_axis(target_Bn, end.at[:, None], axis=1)[:, 0]
-    tested_B = end.accepted + has_child(draft, end.at)
-    return emitted(draft, end.nodes, end.accepted, tested_B, last_B, last_B < 0)
+    sequences = jnp.arange(draft.tokens.shape[0])
+    at_B, nodes_BK, accepted_B = jax.lax.map(lambda b: follow(Match(), draft, target_Bn, b), sequences)
+    last_B = jnp.take_along_axis(target_Bn, at_B[:, None], axis=1)[:, 0]
+    return emitted(draft, nodes_BK, accepted_B, accepted_B + has_child(draft, at_B), last_B, last_B < 0)
 
 
 def match_chain(draft: Draft, target_Bn: jax.Array) -> Verdict:
@@ -191,15 +183,11 @@ class Block(Rule):
         return residuals.namespace(p_V).maximum(scaled, residuals.namespace(p_V).zeros_like(scaled))
 
 
-class BlockEnd(NamedTuple):
-    """Where a block ends: int32 number of accepted tokens, and float[V] the distribution of the token after them."""
+def judge(rule: Block, draft: Draft, p_BnV: jax.Array, coins_BK: jax.Array, b: jax.Array) -> tuple:
+    """Judges the chain of sequence b with one coin per position (uniforms in [0, 1)).
 
-    accepted: jax.Array
-    probs: jax.Array
-
-
-def judge(rule: Block, draft: Draft, p_BnV: jax.Array, coins_BK: jax.Array, b: jax.Array) -> BlockEnd:
-    """Judges the chain of sequence b with one coin per position (uniforms in [0, 1))."""
+    int32 number of accepted tokens, and float[V] the distribution of the token after them.
+    """
     count = draft.count[b]
 
     def q_V(i):
@@ -219,4 +207,4 @@ def judge(rule: Block, draft: Draft, p_BnV: jax.Array, coins_BK: jax.Array, b: j
     _, accepted, weight = jax.lax.fori_loop(jnp.int32(0), count, step, (one, jnp.int32(0), one))
     row = p_BnV[b, accepted]
     probs_V = jax.lax.cond(accepted < count, lambda: rule.probs(weight, row, q_V(accepted)), lambda: row)
-    return BlockEnd(accepted, probs_V)
+    return accepted, probs_V
