@@ -151,12 +151,11 @@ def _main(argv: list[str]) -> int:
         parser.error = _raise_user_error  # type: ignore[method-assign]
         parser.allow_abbrev = False  # --experiment would be --experimental-rerun
         flags = parser.parse_args(argv)
-        if flags.resolve and not (flags.cfg or flags.help):
-            raise UserError("--resolve goes with --cfg job or --help")
         modes = ("run", "multirun", "cfg", "info", "shell_completion")
         chosen = [f"--{mode.replace('_', '-')}" for mode in modes if getattr(flags, mode)]
-        if len(chosen) > 1:
-            raise UserError(f"{' and '.join(chosen)}: give one of them")
+        if len(chosen) > 1 or (flags.resolve and not (flags.cfg or flags.help)):
+            several = f"{' and '.join(chosen)}: give one of them"
+            raise UserError(several if len(chosen) > 1 else "--resolve goes with --cfg job or --help")
         conf = conf_dir()
         offer(argv)
         hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(_task)()

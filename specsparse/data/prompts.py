@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specsparse.errors import UserError
-from specsparse.support.files import Json, cache_dir
+from specsparse.support.files import cache_dir
 
 BUILTIN = "builtin"
 SPEC_BENCH_URL = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
@@ -66,10 +66,9 @@ def load(
     Raises:
         UserError: no such file, a malformed line, an unknown task, or nothing left.
     """
-    if path is not None and source != "speed_bench":
-        raise UserError(f"data.path={path} is for data=speed_bench; a file of your own is data.source=FILE")
-    if split != "blank" and not source.endswith(".txt"):
-        raise UserError(f"data.split={split} is for a .txt file; data.source={source} has prompts of its own")
+    if (path is not None and source != "speed_bench") or (split != "blank" and not source.endswith(".txt")):
+        option = f"data.path={path} is for data=speed_bench" if path else f"data.split={split} is for a .txt file"
+        raise UserError(f"{option}, and data.source={source}; a file of your own is data.source=FILE")
     if source == "humaneval":
         prompts = _humaneval()
     elif source == "speed_bench":
@@ -79,17 +78,16 @@ def load(
     else:
         prompts = _read(Path(__file__).with_suffix(".jsonl") if source == BUILTIN else Path(source).expanduser(), split)
     prompts = [p for p in prompts if turns == "both" or not p.before]
-    present = list(dict.fromkeys(p.task for p in prompts))
-    if unknown := [task for task in tasks or () if task not in present]:
-        raise UserError(f"no prompts of task {unknown[0]!r} in {source}; tasks: {', '.join(present)}")
     kept, seen = [], Counter[str]()
     for prompt in prompts:
         if tasks is None or prompt.task in tasks:
             seen[prompt.task] += 1
             if limit_per_task is None or seen[prompt.task] <= limit_per_task:
                 kept.append(prompt)
-    if not kept:
-        raise UserError(f"no prompts in {source}")
+    present = list(dict.fromkeys(p.task for p in prompts))
+    unknown = [f" of task {task!r}" for task in tasks or () if task not in present]
+    if unknown or not kept:
+        raise UserError(f"no prompts{''.join(unknown[:1])} in {source}; tasks: {', '.join(present) or 'none'}")
     return kept
 
 
@@ -123,36 +121,25 @@ def _check_ids(prompts: Iterable[Prompt], where: str) -> None:
 
 def _parsed(row: object) -> list[Prompt]:
     """The prompts of a line: a text, or every user's turn of a conversation; ValueError if it is neither."""
-    if isinstance(row, dict) and "messages" in row:
-        return _of_messages(row)
-    if isinstance(row, dict) and "turns" in row:
-        return _of_turns(row, row["turns"])
-    if not isinstance(row, dict) or not isinstance(row.get("text"), str) or not row["text"]:
-        raise ValueError('expected an object with a "text"')
-    return [Prompt(str(row.get("id") or ""), str(row.get("task") or "text"), row["text"])]
-
-
-def _of_messages(row: Json) -> list[Prompt]:
-    """Every user's turn of {"role", "content"} messages, which may begin with a system message."""
-    messages = row["messages"]
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and "content" in m for m in messages):
-        raise ValueError('"messages" must be a list of {"role", "content"}')
-    system = messages[0]["content"] if messages and messages[0].get("role") == "system" else ""
-    if not isinstance(system, str):
-        raise ValueError("the system message must be a text")
-    users = messages[1:] if system else messages
-    if other := [m.get("role") for m in users if m.get("role") != "user"]:
-        raise ValueError(f"a message of role {other[0]!r}: the answers to a user's turns are up to the model")
-    return [p._replace(system=system) for p in _of_turns(row, [m["content"] for m in users])]
-
-
-def _of_turns(row: Json, turns: object) -> list[Prompt]:
-    """Every turn of a Spec-Bench question; the later ones are numbered."""
-    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t for t in turns):
-        raise ValueError('"turns" must be a list of texts')
-    name, task = str(row.get("question_id") or row.get("id") or ""), str(row.get("category") or "text")
+    if not isinstance(row, dict) or not row.keys() & {"text", "turns", "messages"}:
+        raise ValueError('expected an object with a "text", "turns" or "messages"')
+    turns, system = row.get("turns"), ""
+    if (messages := row.get("messages")) is not None:  # {"role", "content"} each; a system message may begin them
+        if not isinstance(messages, list) or not all(isinstance(m, dict) and "content" in m for m in messages):
+            raise ValueError('"messages" must be a list of {"role", "content"}')
+        system = messages[0]["content"] if messages and messages[0].get("role") == "system" else ""
+        users = messages[1:] if system else messages
+        if other := [m.get("role") for m in users if m.get("role") != "user"]:
+            raise ValueError(f"a message of role {other[0]!r}: the answers to a user's turns are up to the model")
+        turns = [m["content"] for m in users]
+    elif turns is None:
+        turns = [row["text"]]
+    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t for t in (*turns, system or "-")):
+        raise ValueError('"text", "turns" and messages must be texts, and not empty')
+    name = str(row.get("question_id") or row.get("id") or "")
+    task = str(row.get("category") or row.get("task") or "text")
     ids = [name if i == 0 or not name else f"{name}-{i + 1}" for i in range(len(turns))]
-    return [Prompt(ids[i], task, text, tuple(turns[:i])) for i, text in enumerate(turns)]
+    return [Prompt(ids[i], task, text, tuple(turns[:i]), system) for i, text in enumerate(turns)]
 
 
 def spec_bench_places() -> list[Path]:

@@ -233,7 +233,8 @@ class Passes:
             with terminal.busy(self._ctx.console, "compiling the decode loops"):
                 for side in self.sides:
                     self._keep(jobs[0], side, WARM_UP, self.generate(jobs[0], side))
-        total = speedups.most_repeats(self._cfg.repeats) * len(jobs) * len(self.sides)
+        most = speedups.LIMIT if self._cfg.repeats == speedups.AUTO else self._cfg.repeats
+        total = most * len(jobs) * len(self.sides)
         self._meter = machine.Meter()  # what was compiled before is no load of others
         with self._ctx.counting("timing", total) as step:
             names = [(job, side) for job in jobs for side in self.sides]

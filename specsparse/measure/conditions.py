@@ -58,12 +58,13 @@ class Conditions:
 
     def parts(self) -> list[str]:
         """The figures that are known, in words."""
-        read, plain, load = self.read_bandwidth, self.plain_tokens_per_second, self.other_load
-        return [
-            *([] if read is None else [f"read bandwidth {read / 1e9:.1f} GB/s"]),
-            *([] if plain is None else [f"plain decoding {plain:.1f} tok/s"]),
-            *([] if load is None else [f"other processes on {load:.1f} cores"]),
-        ]
+        read = None if self.read_bandwidth is None else self.read_bandwidth / 1e9
+        known = (
+            (read, "read bandwidth {:.1f} GB/s"),
+            (self.plain_tokens_per_second, "plain decoding {:.1f} tok/s"),
+            (self.other_load, "other processes on {:.1f} cores"),
+        )
+        return [text.format(value) for value, text in known if value is not None]
 
     def line(self) -> str | None:
         """For the terminal; None if nothing is known."""
@@ -74,7 +75,7 @@ UNKNOWN = Conditions()
 
 
 class ResultConditions(NamedTuple):
-    """Conditions of one result; `machine` and `work` (what was decoded, on which kernels) say with which to compare."""
+    """Conditions of one result. Those of one `machine`, and of one `work` (text and kernels), are compared."""
 
     conditions: Conditions
     machine: str = ""
@@ -158,10 +159,10 @@ def all_busy(found: Iterable[tuple[str, Conditions]]) -> list[str]:
 
 def all_impossible(found: Iterable[tuple[str, float | None, float | None]]) -> list[str]:
     """`impossible` of names, speed-ups and tokens per pass; several impossible ones share a line."""
-    beyond = [(*each, line) for each in found if (line := impossible(*each[1:]))]
+    beyond = [each for each in found if impossible(*each[1:])]
     if len(beyond) < 2:
-        return [f"{name}: {line}" for name, _, _, line in beyond]
-    each = ", ".join(f"{name} ({speedup:.2f} with {tokens:.2f})" for name, speedup, tokens, _ in beyond)
+        return [f"{name}: {impossible(*rest)}" for name, *rest in beyond]
+    each = ", ".join(f"{name} ({speedup:.2f} with {tokens:.2f})" for name, speedup, tokens in beyond)
     return [
         f"speed-ups that are impossible with their tokens per target pass: {each}: they cannot come from the method, "
         "the machine changed between the sides"
@@ -173,10 +174,9 @@ def all_skewed(found: Iterable[tuple[str, Interval | None]]) -> list[str]:
     names = [name for name, interval in found if interval is not None and interval.skewed]
     if not names:
         return []
-    several = len(names) > 1
     return [
         f"skewed: a few prompts gain far more or less than the rest ({', '.join(names)}): the 95 % "
-        f"interval{'s' if several else ''} may not be believed; look at the prompts one by one, or take more of them"
+        f"interval{'s' * (len(names) > 1)} may not be believed; look at the prompts one by one, or take more of them"
     ]
 
 

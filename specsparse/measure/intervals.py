@@ -43,7 +43,7 @@ class Interval(NamedTuple):
         return shown(self.low, self.high)
 
     def sentence(self) -> str:
-        """For a line of text: the ends and over what, or why there are none."""
+        """The ends and over what, or why there are none, for a line of text."""
         if self.low is None or self.high is None:
             few = "one prompt" if self.prompts == 1 else f"{self.prompts} prompts"
             return f"{few}: no interval" if self.prompts < LEAST_PROMPTS else "no interval"
@@ -61,12 +61,8 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interva
 
     Both sums lose the same prompt, so that what moves both sides of one prompt cancels.
 
-    Returns:
-        None if the denominators sum to zero; without an interval for fewer than `LEAST_PROMPTS` prompts, or if a
-        sum without one of the prompts is not positive.
-
-    Raises:
-        ValueError: the lengths differ.
+    None if the denominators sum to zero; without an interval for fewer than `LEAST_PROMPTS` prompts, or if a sum
+    without one of the prompts is not positive.
     """
     top, bottom = _entries(numerators, denominators)
     if not bottom.sum():
@@ -77,12 +73,8 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interva
 def share(parts: Sequence[float], wholes: Sequence[float]) -> Interval | None:
     """sum(parts) / sum(wholes) between 0 and 1, one entry a prompt; the interval is that of the odds.
 
-    Returns:
-        None if the wholes sum to zero; without an interval for fewer than `LEAST_PROMPTS` prompts, or if one
-        prompt holds all the parts or all that is beside them.
-
-    Raises:
-        ValueError: the lengths differ.
+    None if the wholes sum to zero; without an interval for fewer than `LEAST_PROMPTS` prompts, or if one prompt holds
+    all the parts or all that is beside them.
     """
     part, whole = _entries(parts, wholes)
     if not whole.sum():
@@ -134,8 +126,7 @@ def over_repeats(numerators: Sequence[float], denominators: Sequence[float], pro
     An entry is one repeat of one prompt. The relative error of the ratio is linear in the entries' errors; each prompt
     gives a variance, and Welch and Satterthwaite's formula the degrees of freedom of their sum.
 
-    Returns:
-        Without an interval if a prompt has one repeat only.
+    Without an interval if a prompt has one repeat only.
     """
     top, bottom = _entries(numerators, denominators)
     value = float(top.sum() / bottom.sum())
@@ -156,12 +147,8 @@ def binomial(count: int, trials: int) -> tuple[float, float]:
     """The exact interval of a probability that was met `count` times in `trials` independent ones.
 
     Clopper and Pearson 1934 (Biometrika 26, 404): it holds the truth with at least `LEVEL`, whatever that is.
-
-    Raises:
-        ValueError: no trial, or a count that is no part of them.
     """
-    if trials < 1 or not 0 <= count <= trials:
-        raise ValueError(f"{count} of {trials} is no share")
+    assert 0 <= count <= trials and trials
     from scipy.special import betaincinv
 
     tail = (1 - LEVEL) / 2
@@ -193,8 +180,7 @@ def _skewed(values: np.ndarray) -> bool:
 
 def _entries(tops: Sequence[float], bottoms: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     top, bottom = np.asarray(tops, np.float64), np.asarray(bottoms, np.float64)
-    if top.shape != bottom.shape or top.ndim != 1:
-        raise ValueError("a ratio needs as many numerators as denominators")
+    assert top.shape == bottom.shape and top.ndim == 1
     return top, bottom
 
 
@@ -210,7 +196,7 @@ def _without_each(value: float, tops: list[np.ndarray], bottoms: list[np.ndarray
 
 
 def _around(value: float, half: float, prompts: int, *, skewed: bool = False) -> Interval:
-    """`half`: of the interval's length, in the logarithm."""
+    """The interval that reaches `half` to both sides of the value in the logarithm."""
     return Interval(value, float(value * np.exp(-half)), float(value * np.exp(half)), prompts, skewed)
 
 

@@ -18,10 +18,7 @@ _SIGNATURE = "process "
 
 
 def read_bandwidth(*, mebibytes: int = 256, passes: int = 8) -> float:
-    """Bytes per second at which the kernels' threads read memory that no cache holds; the best of `passes`.
-
-    Measured now, in about a fifth of a second.
-    """
+    """Bytes per second at which the kernels' threads read memory that no cache holds; takes a fifth of a second."""
     from specsparse.kernels.processor import ReadBuffer  # here: JAX takes a second, and the lock needs none
 
     return ReadBuffer(mebibytes).rate(passes)

@@ -67,11 +67,6 @@ class Recording:
     def __len__(self) -> int:
         return len(self.count)
 
-    @property
-    def nodes(self) -> int:
-        """K."""
-        return self.tokens.shape[1]
-
     def save(self, path: Path) -> None:
         arrays = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "about"}
         with atomically(path) as file:
@@ -97,75 +92,62 @@ class Recording:
             if about.pop("version") != VERSION:
                 raise ValueError("another version")
             read = cls(about, **given)
-            _check_about(about)
-            _check_arrays(read)
+            read.check()
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(
                 f"{file}: not a recording of distributions ({error}); a run with record_laws=32 writes one"
             ) from None
         return read
 
-
-def _check_about(about: Json) -> None:
-    """Raises ValueError or KeyError if a fact of a recording is wrong or missing."""
-    DraftKind(about["kind"])
-    right = {
-        "tree": isinstance(about["tree"], bool),
-        "truncated": isinstance(about["truncated"], bool),
-        "verifier": isinstance(about["verifier"], str),
-        "prompts": isinstance(about["prompts"], list),
-        "depth": type(about["depth"]) is int and about["depth"] >= 1,
-        "vocab": type(about["vocab"]) is int and about["vocab"] >= 1,
-        "temperature": isinstance(about["temperature"], int | float) and 0 <= about["temperature"] < math.inf,
-    }
-    if not all(right.values()):
-        raise ValueError(f"its {next(name for name, good in right.items() if not good)} is not right")
-
-
-def _check_arrays(read: Recording) -> None:
-    """Raises ValueError if an array is not what `Recording` says: shape, type, range, trees, distributions."""
-    R, K, W = len(read.count), read.tokens.shape[-1], read.ids.shape[-1]
-    shapes = {
-        **dict.fromkeys(("prompt", "position", "count", "accepted", "tested"), (R,)),
-        **dict.fromkeys(("tokens", "parents", "coins", "q_rest"), (R, K)),
-        **dict.fromkeys(("targets", "p_rest"), (R, K + 1)),
-        **dict.fromkeys(("ids", "p"), (R, K + 1, W)),
-        "q": (R, K, W),
-    }
-    if not R:
-        raise ValueError("it has no rounds")
-    if (read.q is None) != (read.q_rest is None):
-        raise ValueError("q is there in part")
-    for name, shape in shapes.items():
-        array, kind = getattr(read, name), "f" if name in _REAL else "i"
-        if array is None and name in ("q", "q_rest"):
-            continue
-        if array.shape != shape or array.dtype.kind != kind:
-            raise ValueError(f"{name} is {array.dtype}{list(array.shape)}")
-        if kind == "f" and not (np.isfinite(array).all() and (array >= 0).all() and (array <= 1 + _ROUNDING).all()):
-            raise ValueError(f"{name} is not between 0 and 1")
-    count = read.count[:, None]
-    if not ((read.count >= 0) & (read.count <= K) & (read.accepted >= 0) & (read.accepted <= read.count)).all():
-        raise ValueError("count or accepted is out of range")
-    node, row = np.arange(K) < count, np.arange(K + 1) <= count
-    if (node & ((read.parents < ROOT) | (read.parents >= np.arange(K)))).any():
-        raise ValueError("a node does not follow its parent")
-    depths = np.zeros((R, K + 1), np.int64)  # of rows; those without a node stay at 0
-    for i in range(K):
-        above = depths[np.arange(R), np.where(node[:, i], read.parents[:, i] + 1, 0)]
-        depths[:, i + 1] = np.where(node[:, i], above + 1, 0)
-    if not depths.max() <= read.about["depth"] <= max(K, 1):
-        raise ValueError("its nodes are deeper than the drafts, or the drafts than their nodes")
-    if (row & (abs(read.p.sum(axis=2, dtype=np.float64) + read.p_rest - 1) > _ROUNDING)).any():
-        raise ValueError("p is no distribution")
+    def check(self) -> None:
+        """Raises ValueError or LookupError if a fact is missing or an array is not what it should be."""
+        about, R, K, W = self.about, len(self.count), self.tokens.shape[-1], self.ids.shape[-1]
+        DraftKind(about["kind"])
+        right = {
+            "tree": isinstance(about["tree"], bool),
+            "truncated": isinstance(about["truncated"], bool),
+            "verifier": isinstance(about["verifier"], str),
+            "prompts": isinstance(about["prompts"], list),
+            "depth": type(about["depth"]) is int and about["depth"] >= 1,
+            "vocab": type(about["vocab"]) is int and about["vocab"] >= 1,
+            "temperature": isinstance(about["temperature"], int | float) and 0 <= about["temperature"] < math.inf,
+            "number of rounds": R > 0,
+            "q": (self.q is None) == (self.q_rest is None),
+        }
+        shapes = {
+            **dict.fromkeys(("prompt", "position", "count", "accepted", "tested"), (R,)),
+            **dict.fromkeys(("tokens", "parents", "coins", "q_rest"), (R, K)),
+            **dict.fromkeys(("targets", "p_rest"), (R, K + 1)),
+            **dict.fromkeys(("ids", "p"), (R, K + 1, W)),
+            "q": (R, K, W),
+        }
+        for name, shape in shapes.items():
+            array, real = getattr(self, name), name in _REAL
+            if array is None and name in ("q", "q_rest"):
+                continue
+            right[name] = right.get(name, True) and (array.shape, array.dtype.kind) == (shape, "f" if real else "i")
+            if right[name] and real:
+                right[name] = bool(((array >= 0) & (array <= 1 + _ROUNDING)).all())
+        if not all(right.values()):
+            raise ValueError(f"its {next(name for name, good in right.items() if not good)} is not right")
+        count = self.count[:, None]
+        if not ((self.count >= 0) & (self.count <= K) & (self.accepted >= 0) & (self.accepted <= self.count)).all():
+            raise ValueError("count or accepted is out of range")
+        node, row = np.arange(K) < count, np.arange(K + 1) <= count
+        if (node & ((self.parents < ROOT) | (self.parents >= np.arange(K)))).any():
+            raise ValueError("a node does not follow its parent")
+        depths = np.zeros((R, K + 1), np.int64)  # of rows; those without a node stay at 0
+        for i in range(K):
+            above = depths[np.arange(R), np.where(node[:, i], self.parents[:, i] + 1, 0)]
+            depths[:, i + 1] = np.where(node[:, i], above + 1, 0)
+        if not depths.max() <= about["depth"] <= max(K, 1):
+            raise ValueError("its nodes are deeper than the drafts, or the drafts than their nodes")
+        if (row & (abs(self.p.sum(axis=2, dtype=np.float64) + self.p_rest - 1) > _ROUNDING)).any():
+            raise ValueError("p is no distribution")
 
 
 class Recorder:
-    """Gathers the rounds of a run, of the first sequence of each prompt.
-
-    Attributes:
-        top: likeliest tokens to keep of each distribution.
-    """
+    """Gathers the rounds of the first sequence of each prompt, with the `top` likeliest tokens of each row."""
 
     def __init__(self, top: int):
         self.top = top
@@ -178,7 +160,18 @@ class Recorder:
 
     def round(self, view: RoundView) -> None:
         if not self._about:
-            self._about = _about(view, self.top)
+            session = view.session
+            drafter, sampling, params = session.method.drafter, session.sampling, session.sequences[0].params
+            self._about = {
+                "kind": drafter.kind.value,
+                "tree": drafter.tree,
+                "depth": drafter.max_depth,
+                "verifier": session.method.verifier.name,
+                "vocab": sampling.vocab_size,
+                "top": self.top,
+                "temperature": 0.0 if params.greedy else params.temperature,
+                "truncated": bool(sampling.use_min_p or sampling.use_top_k or sampling.use_top_p),
+            }
         draft, verdict, p_nV = view.draft, view.verdict, np.asarray(view.probs()[0])
         tokens, parents = np.asarray(draft.tokens[0]), np.asarray(draft.parents[0])
         q_KV = None if draft.q is None else np.asarray(draft.q[0])
@@ -213,32 +206,12 @@ class Recorder:
         self._rows.append(row)
 
     def recording(self) -> Recording:
-        """All rounds so far.
-
-        Raises:
-            UserError: there were none.
-        """
+        """All rounds so far; UserError if there were none."""
         if not self._rows:
             raise UserError("no speculative round was recorded")
         stacked = {name: np.stack([row[name] for row in self._rows]) for name in self._rows[0]}
         arrays = {k: v.astype(np.int32) if v.dtype.kind == "i" else v for k, v in stacked.items()}
         return Recording({**self._about, "prompts": self._prompts}, **arrays)
-
-
-def _about(view: RoundView, top: int) -> Json:
-    session = view.session
-    drafter, verifier, probs = session.method.drafter, session.method.verifier, session.sequences[0].params
-    assert drafter is not None and verifier is not None
-    return {
-        "kind": drafter.kind.value,
-        "tree": drafter.tree,
-        "depth": drafter.max_depth,
-        "verifier": verifier.name,
-        "vocab": session.sampling.vocab_size,
-        "top": top,
-        "temperature": 0.0 if probs.greedy else probs.temperature,
-        "truncated": bool(session.sampling.use_min_p or session.sampling.use_top_k or session.sampling.use_top_p),
-    }
 
 
 def _likeliest(probs_V: np.ndarray, top: int) -> np.ndarray:

@@ -51,7 +51,7 @@ class Speedup(NamedTuple):
         return Interval(self.ratio_of_totals, self.low, self.high, self.prompts, self.skewed)
 
     def to_dict(self) -> Json:
-        """As plain values for a record; `interval_of` says whose `low` and `high` are."""
+        """For a record; `interval_of` says whose `low` and `high` are."""
         return {**self._asdict(), "interval_of": "ratio_of_totals"}
 
 
@@ -59,18 +59,11 @@ def speedup(plain_s: Sequence[float], method_s: Sequence[float], *, prompts: Seq
     """How many times faster the method decodes the same prompts to the same token counts, prefill excluded.
 
     Args:
-        plain_s: seconds of plain decoding, one entry per prompt and repeat.
-        method_s: seconds of the method on the same entries.
+        plain_s, method_s: positive seconds of both, one entry per prompt and repeat, at least one.
         prompts: which prompt each entry is of. Repeats of a prompt are summed before prompts are compared.
-
-    Raises:
-        ValueError: the lengths differ, there is no entry, or a time is not positive.
     """
     plain, method = np.asarray(plain_s, np.float64), np.asarray(method_s, np.float64)
-    if plain.shape != method.shape or plain.ndim != 1 or plain.size == 0 or len(prompts) != plain.size:
-        raise ValueError("a speed-up needs as many plain as method times and prompts, at least one")
-    if not (np.all(plain > 0) and np.all(method > 0)):
-        raise ValueError("a speed-up needs positive times")
+    assert plain.shape == method.shape == (len(prompts),) and len(prompts) and (plain > 0).all() and (method > 0).all()
     keys = {key: i for i, key in enumerate(dict.fromkeys(prompts))}
     of_prompt = [keys[key] for key in prompts]
     totals = [np.bincount(of_prompt, weights=seconds) for seconds in (plain, method)]
@@ -114,9 +107,7 @@ class Stop(enum.StrEnum):
 class Width:
     """Half-widths of 95 % intervals of one speed-up, as shares of it; None: not known yet.
 
-    Attributes:
-        interval: of the speed-up as it is reported, over prompts and repeats.
-        timing: of the same prompts, repeated: timing noise alone.
+    `interval` is over prompts and repeats, as it is reported; `timing` over repeats of the same prompts.
     """
 
     interval: float | None
@@ -157,11 +148,7 @@ def _relative(found: Interval) -> float | None:
 class Repeats:
     """How often passes were repeated, and why not more often.
 
-    Attributes:
-        asked: a number, or "auto".
-        done: repeats.
-        stopped: why.
-        width: of the speed-up that is known the least; None if the number was given.
+    `width` is that of the speed-up that is known the least; None if the number was given.
     """
 
     asked: int | str
@@ -189,16 +176,10 @@ class Repeats:
         return f"repeats=auto stopped after {self.done}: {why}"
 
 
-def most_repeats(asked: int | str) -> int:
-    return LIMIT if asked == AUTO else int(asked)
-
-
 def decide_repeats(asked: int | str, done: int, widths: Callable[[int], Sequence[Width]]) -> Repeats | None:
     """Why `done` repeats (at least 1) are enough, or None if another one is needed.
 
-    Args:
-        asked: a positive number, or "auto".
-        widths: n -> the widths of every speed-up that is measured (at least one) after n repeats; only "auto" asks.
+    `widths(n)` are those of every speed-up that is measured (at least one) after n repeats; only "auto" asks.
     """
     if asked != AUTO:
         return Repeats(asked, done, Stop.GIVEN) if done >= int(asked) else None

@@ -38,18 +38,19 @@ OURS = "specsparse"
 
 
 class Side(Protocol):
-    """One engine with a model loaded and `depth` tokens in its cache."""
+    """One engine with a model loaded and `depth` tokens in its cache; methods return seconds.
+
+    `prompt` processes n further tokens, with the logits of the last; `decode` decodes n tokens one after the other;
+    `verify` is one forward pass over n further tokens, with the logits of all.
+    """
 
     name: str
 
-    def prompt(self, n: int) -> float:
-        """Seconds to process n further prompt tokens, with the logits of the last."""
+    def prompt(self, n: int) -> float: ...
 
-    def decode(self, n: int) -> float:
-        """Seconds to decode n tokens, one after the other."""
+    def decode(self, n: int) -> float: ...
 
-    def verify(self, n: int) -> float:
-        """Seconds of one forward pass over n further tokens, with the logits of all."""
+    def verify(self, n: int) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -174,11 +175,7 @@ def need_room(model: Model, tokens: int, options: str) -> None:
 
 
 class Loop:
-    """The decode loop with a method, run a few rounds at a time from one place in one text.
-
-    Attributes:
-        session: its cache holds the text but its last token at the start.
-    """
+    """The decode loop with a method, run a few rounds at a time from one place in one text."""
 
     def __init__(self, model: Model, method: Method, ids: np.ndarray, *, room: int):
         self._length = jnp.asarray([len(ids)], jnp.int32)
@@ -205,7 +202,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program that had to be compiled: seconds, and whether the persistent cache had it."""
+    """A program that had to be compiled, and whether the persistent cache had it."""
 
     program: str
     seconds: float

@@ -129,13 +129,12 @@ def load(
         f, config, chosen, ffn=ffn, threshold=threshold, faithful_f16=faithful_f16, placement=placement, hot=hot,
         devices=devices,
     )  # fmt: skip
-    if float_weights and plan.pack is not None:
-        raise UserError(f"{path}: float_weights is for dense files; this one's FFN is packed for its predictors")
+    if (float_weights and plan.pack is not None) or (mesh is not None and (plan.ffn or plan.pack)):
+        given = "mesh" if mesh is not None else "float_weights"
+        raise UserError(f"{path}: {given} is for dense models; this one's FFN is computed neuron by neuron")
     tokenizer = Tokenizer.from_metadata(f.metadata, where=str(path))
     floats = plan.floats or float_weights
     if mesh is not None:
-        if plan.ffn is not None or plan.pack is not None:
-            raise UserError(f"{path}: mesh is for dense models; this one's FFN is computed neuron by neuron")
         from specsparse.engine.mesh import MeshDevices, Split, make_mesh
 
         found = make_mesh(mesh)
@@ -156,23 +155,12 @@ def load(
     footprint = weights.footprint(params, f)
     forward = plan.devices.make_forward(config, plan.kernels, plan.ffn)
     return Model(
-        config=config,
-        tokenizer=tokenizer,
-        params=plan.devices.place(params),
-        forward=fixed_width(forward, width) if width else forward,
-        width=width,
-        narrow=forward if width and automatic else None,
-        devices=plan.devices,
-        kernels=plan.kernels,
-        storage=storage,
-        kv_dtype=kv_dtype,
-        path=Path(path),
-        footprint=footprint,
-        ffn=plan.mode,
-        rule=plan.rule,
-        load_s=time.perf_counter() - start,
-        rope_factors=weights.rope_factors(f, config),
-    )
+        config=config, tokenizer=tokenizer, params=plan.devices.place(params),
+        forward=fixed_width(forward, width) if width else forward, width=width,
+        narrow=forward if width and automatic else None, devices=plan.devices, kernels=plan.kernels, storage=storage,
+        kv_dtype=kv_dtype, path=Path(path), footprint=footprint, ffn=plan.mode, rule=plan.rule,
+        load_s=time.perf_counter() - start, rope_factors=weights.rope_factors(f, config),
+    )  # fmt: skip
 
 
 @cache
@@ -200,27 +188,22 @@ def _advance(f: GGUFFile, progress: Callable[[int, int], None] | None) -> Callab
 
 
 def _width(f: GGUFFile, plan: modes.LoadPlan, wished: int | Literal["auto"] | None) -> int:
-    """Rows of every step; UserError for a width that is not needed, or if the model is not dense on one device."""
+    """Rows of every step."""
     plain = plan.ffn is None and isinstance(plan.devices, OneDevice)
     if wished is None:
         return kernels.automatic_width(plan.kernels.name) if plain else 0
     if wished == AUTO:
         return kernels.TILE_ROWS if plain and kernels.depends_on_rows(plan.kernels.name) else 0
-    if wished and not kernels.depends_on_rows(plan.kernels.name):
-        fixed = f"{plan.kernels.name} kernels give equal bits at any width"
-        raise UserError(f"width={wished} is for backend=xla, packed or bf16: {fixed}")
-    if wished and not plain:
-        raise UserError(f"{f.path}: width={wished} is for dense models on one device")
+    if wished and not (plain and kernels.depends_on_rows(plan.kernels.name)):
+        why = f"backend=xla, packed or bf16 ({plan.kernels.name} kernels give equal bits at any width)"
+        raise UserError(f"{f.path}: width={wished} is for dense models on one device, and {why}")
     return wished
 
 
 def _stored(
     f: GGUFFile, config: ModelConfig, plan: modes.LoadPlan, backend: str | None, *, floats: bool
 ) -> tuple[modes.LoadPlan, str]:
-    """The plan with the kernels that keep weights as an accelerator wants them, and why so; "" if nothing changes.
-
-    UserError if such kernels were asked for and the model is not dense on one device.
-    """
+    """The plan with the kernels that keep weights as an accelerator wants them, and why so; "" if nothing changes."""
     if plan.kernels.kept is None or floats:
         return plan, ""
     if plan.ffn is not None or not isinstance(plan.devices, OneDevice):

@@ -34,11 +34,8 @@ NOTED_ROUNDS = 16
 
 
 class RoundLoop(NamedTuple):
-    """A way to run rounds.
-
-    Attributes:
-        advance: (session, n) runs up to n rounds of every sequence that has not ended, and adds them to its log.
-        rounds: to run between two looks at the texts, if a text may end in a stop string.
+    """A way to run rounds: `advance(session, n)` runs up to n rounds of every sequence that has not ended, and adds
+    them to its log. If a text may end in a stop string, the texts are looked at after so many `rounds`.
     """
 
     advance: Callable[[Session, int], None]
@@ -125,13 +122,8 @@ Watch = Callable[[RoundView], None]
 def loop_for(model: Model, method: Method, *, loop: str = "jit", watch: Watch | None = None) -> RoundLoop:
     """How to run the rounds of a method: in one program, unless the host is asked for or is needed.
 
-    A model on two devices needs it, and a drafter that reads and writes text.
-
-    Args:
-        model: the target.
-        method: how to decode it.
-        loop: of `LOOPS`.
-        watch: called with every speculative round.
+    `watch` needs it, which is called with every speculative round; so do a model on two devices, and a drafter that
+    reads and writes text.
 
     Raises:
         UserError: an unknown loop, or a watch that cannot be called.
@@ -192,10 +184,7 @@ def _speculative_round(
 ) -> None:
     """Draft, verify, accept, commit; the stages are timed, and the rest of the time is the host's.
 
-    Args:
-        session: what is decoded.
-        compile_forward: makes the stage that verifies; its `timed` runs it.
-        watch: called with the round.
+    `compile_forward` makes the program of the stage that verifies.
     """
     if len({k.device for k in session.state.cache.k}) > 1:
         raise UserError("speculation needs the whole cache on one device: place neurons, not layers")
@@ -322,15 +311,10 @@ class Unpruned:
 
 
 class Note(NamedTuple):
-    """What is remembered of a state. Arrays are [B, ..], or [rounds, B, ..] for the states after several rounds.
-
-    Attributes:
-        counters: of the loop.
-        policy: `speculative.loop.PolicyState`, or None without a policy.
-    """
+    """What is remembered of a state. Arrays are [B, ..], or [rounds, B, ..] for the states after several rounds."""
 
     counters: LoopCounters
-    policy: Pytree = None
+    policy: Pytree = None  # `speculative.loop.PolicyState`, or None without a policy
 
 
 _DRAFTS = ("rounds", "drafts", "drafted", "accepted")
@@ -377,13 +361,9 @@ class RoundLog:
     def end(self, kept: Mapping[int, int]) -> None:
         """Ends the texts of some sequences after so many tokens, which were written since the last `settle`."""
         for b, tokens in kept.items():
-            for notes, rounds, _ in self._calls:
-                row = int(np.searchsorted(notes.counters.emitted[:, b], tokens))
-                if row < rounds:
-                    self._ends[b] = jax.tree.map(lambda a, row=row, b=b: np.array(a[row, b]), notes)
-                    break
-            else:
-                raise ValueError(f"sequence {b} has not written {tokens} tokens since its text was looked at")
+            rows = ((n, int(np.searchsorted(n.counters.emitted[:, b], tokens)), rounds) for n, rounds, _ in self._calls)
+            notes, row = next((notes, row) for notes, row, rounds in rows if row < rounds)
+            self._ends[b] = jax.tree.map(lambda a, row=row, b=b: np.array(a[row, b]), notes)
             self._ends[b].counters.emitted[...] = tokens
             self.kept[b] = tokens
 
@@ -403,10 +383,7 @@ class RoundLog:
         self._looked, self._rounds, self._calls = self.times, self._rounds_run, []
 
     def drafts(self, b: int, rounds: int) -> list[tuple[int, int]]:
-        """Drafted and accepted tokens of each of the first `rounds` rounds of sequence b that drafted.
-
-        Of rounds that were noted and looked at.
-        """
+        """Drafted and accepted tokens of those of the first `rounds` rounds of sequence b that drafted."""
         rows = np.concatenate([np.zeros((1, len(_DRAFTS)), np.int64), *(part[:, b] for part in self._drafts)])
         each = np.diff(rows[rows[:, 0] <= rounds], axis=0)
         return [(drafted, accepted) for _, drafts, drafted, accepted in each.tolist() if drafts]

@@ -15,7 +15,7 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.models import catalogue
 from specsparse.runtime.load import load
-from specsparse.runtime.timing_cache import draft_share, policy_times
+from specsparse.runtime.timing_cache import STEP_FLOOR, policy_times
 from specsparse.speculative.base import GAMMA_NAMES, SHORT_GAMMA, AnyDrafter, DraftKind, LoadedDrafter, Verifier
 from specsparse.speculative.drafters import DRAFTERS, check_is_drafter, draw_temperature, get_drafter, takes
 from specsparse.speculative.drafters.synthetic import synthetic_verifier
@@ -76,11 +76,7 @@ class MethodSpec:
         return 0.0 if self.sampling.greedy else self.sampling.temperature
 
     def arguments(self) -> dict[str, Any]:
-        """`drafter`, `verifier` and `policy` as `specsparse.generate` takes them, checked; {} for plain decoding.
-
-        Raises:
-            UserError: as `resolve`.
-        """
+        """`drafter`, `verifier` and `policy` as `specsparse.generate` takes them, checked; {} for plain decoding."""
         made = resolve(self)
         if made.drafter is None:
             return {}
@@ -102,7 +98,6 @@ class Method:
 
     Attributes:
         drafter: a spec of one if it needs a model and was resolved without.
-        verifier: fits the drafter.
         policy: how much is drafted in a round; None if that is the drafter's room alone.
         weights: cache capacity -> the drafter's weights; None if it has none.
         share: guessed time of a drafted token in plain steps, by the bytes it reads; 0 if it has no weights.
@@ -149,7 +144,7 @@ def resolve(spec: MethodSpec, target: Model | None = None, *, batch: int = 1) ->
         return Method(drafter, verifier, policy)
     loaded, share, name = load_drafter(target, drafter), 0.0, spec.bare_name
     if loaded.weights is not None:
-        share = draft_share(target, loaded)
+        share = loaded.bytes_per_token / max(target.footprint.file, 1) + STEP_FLOOR
     made = loaded.drafter
     if name is not None or (spec.policy is None and drafter.any_length):
         gamma = made.max_nodes if made.tree else SHORT_GAMMA
@@ -223,11 +218,7 @@ def _named_drafter(chosen: Choice, spec: MethodSpec) -> tuple[AnyDrafter, Policy
 
 
 def _fitting(policy: Policy | None, drafter: AnyDrafter) -> Policy | None:
-    """The policy if that drafter can follow it; None if it leaves all drafts as they are.
-
-    Raises:
-        UserError: it reads draft distributions, which this drafter does not show, or drops drawn tokens.
-    """
+    """The policy if that drafter can follow it; None if it leaves all drafts as they are."""
     if policy is None:
         return None
     check_policy(policy, drafter.kind)

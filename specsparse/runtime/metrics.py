@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -136,7 +137,7 @@ def _ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None
 
 
-def rates(counters: Counters) -> dict[str, object]:
+def rates(counters: Counters) -> dict[str, Any]:
     """Every rate that `counters` determine, by the names of `DEFINITIONS`; None if the denominator is zero.
 
     Time shares are None if the stages were not measured. Of one sequence of a batch, whose times are its share of
@@ -176,9 +177,7 @@ _LEAST_VARIANCE = 5.0
 def draws_z(once: Iterable[Counters]) -> float | None:
     """`alpha_z` of passes that share no noise, or None if they tested too little."""
     total = sum(once, Counters())
-    z = rates(total)["alpha_z"] if total.alpha_var >= _LEAST_VARIANCE else None
-    assert z is None or isinstance(z, float)
-    return z
+    return rates(total)["alpha_z"] if total.alpha_var >= _LEAST_VARIANCE else None
 
 
 def draws_doubts(found: Iterable[tuple[str, float | None]]) -> tuple[str, ...]:
@@ -197,15 +196,8 @@ STYLES = ("llama.cpp", "sglang", "spec-bench")
 
 
 def export(counters: Counters, style: str, *, tree: bool = False) -> dict[str, object]:
-    """The counters as another project defines and names them.
-
-    Args:
-        counters: of a run.
-        style: of `STYLES`; ValueError for another.
-        tree: whether the drafts branched.
-
-    Returns:
-        Its figures by its names (`accept` of llama.cpp is in percent); None if the counters do not tell one.
+    """The counters as another project of `STYLES` defines and names them (`accept` of llama.cpp is in percent); None
+    if the counters do not tell a figure. `tree`: the drafts branched.
     """
     c = counters
     per_round = _ratio(c.num_emitted_tokens, c.num_rounds)
@@ -220,7 +212,7 @@ def export(counters: Counters, style: str, *, tree: bool = False) -> dict[str, o
     if style == "spec-bench":  # the prompt's time counts
         seconds = c.times.prefill + c.times.total
         return {"mean_accepted_tokens": per_round, "tokens_per_second": _ratio(c.num_emitted_tokens, seconds)}
-    raise ValueError(f"unknown style {style!r}; there are {', '.join(STYLES)}")
+    raise ValueError(style)
 
 
 def to_dict(counters: Counters) -> dict[str, object]:

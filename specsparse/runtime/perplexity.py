@@ -24,12 +24,7 @@ from specsparse.errors import UserError
 
 @dataclass(frozen=True)
 class Windows:
-    """A text cut up for scoring.
-
-    Attributes:
-        tokens: int32[W, n].
-        first: the first row whose prediction is scored; rows first .. n - 2 are, each on the token after it.
-    """
+    """A text cut up for scoring: `tokens` int32[W, n]. Rows first .. n - 2 are scored, each on the token after it."""
 
     tokens: np.ndarray
     first: int
@@ -91,19 +86,15 @@ class Scores:
             tokens; perplexity = exp(mean nll) and perplexity_error; kl_mean, kl_error, kl_median, kl_99 (the 99th
             percentile), kl_max; same_top, a share. The last six are None without a base.
         """
-        n, perplexity = len(self.nll), float(np.exp(self.nll.mean()))
-        out: dict[str, object] = {"tokens": n, "perplexity": perplexity}
+        kl, perplexity = self.kl, float(np.exp(self.nll.mean()))
+        out: dict[str, float | int | None] = {"tokens": len(self.nll), "perplexity": perplexity}
         out["perplexity_error"] = perplexity * _standard_error(self.nll)
-        kl = self.kl
-        out |= {
-            "kl_mean": None if kl is None else float(kl.mean()),
-            "kl_error": None if kl is None else _standard_error(kl),
-            "kl_median": None if kl is None else float(np.median(kl)),
-            "kl_99": None if kl is None else float(np.quantile(kl, 0.99)),
-            "kl_max": None if kl is None else float(kl.max()),
-            "same_top": None if self.same is None else float(self.same.mean()),
-        }
-        return out
+        if kl is None or self.same is None:
+            return out | dict.fromkeys(("kl_mean", "kl_error", "kl_median", "kl_99", "kl_max", "same_top"))
+        return out | {
+            "kl_mean": float(kl.mean()), "kl_error": _standard_error(kl), "kl_median": float(np.median(kl)),
+            "kl_99": float(np.quantile(kl, 0.99)), "kl_max": float(kl.max()), "same_top": float(self.same.mean()),
+        }  # fmt: skip
 
 
 def _standard_error(values: np.ndarray) -> float:

@@ -53,11 +53,8 @@ class GenerationStats:
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprobs:
-    """Log probabilities of one token under the model itself.
-
-    Attributes:
-        token_id, logprob, rank: of the token; rank 1 is the most likely.
-        top: (token id, log probability) of the most likely tokens.
+    """Log probability of one token under the model itself, its rank (1 is the most likely), and `top`, (token id, log
+    probability) of the most likely tokens.
     """
 
     token_id: int
@@ -127,13 +124,9 @@ class Generation:
 
 
 def decode(session: Session) -> dict[int, TokenText]:
-    """Runs a session to its end.
+    """Runs a session, one that is `noting` if there are stop strings, to its end.
 
-    Args:
-        session: one that is `noting` if there are stop strings.
-
-    Returns:
-        The texts of the sequences with stop strings, by index.
+    Returns the texts of the sequences with stop strings, by index.
     """
     texts = {b: TokenText(session.model.tokenizer, s.params) for b, s in enumerate(session.sequences) if s.params.stop}
     if not texts:
@@ -156,12 +149,10 @@ def read_texts(session: Session, texts: dict[int, TokenText]) -> dict[int, list[
 
 def _text_tokens(session: Session) -> list[np.ndarray]:
     """Tokens that make text, by sequence: a stop id at the end is left out, unless it is asked for."""
-    stop_ids, out = np.asarray(session.job.stop_ids), []
-    for tokens, finish, sequence, ids in zip(
-        session.tokens(), session.finish, session.sequences, stop_ids, strict=True
-    ):
-        by_id = finish == Finish.STOP and len(tokens) and tokens[-1] in ids
-        out.append(tokens[:-1] if by_id and not sequence.params.include_stop_str_in_output else tokens)
+    stop_ids, finish, out = np.asarray(session.job.stop_ids), session.finish, []
+    for b, tokens in enumerate(session.tokens()):
+        by_id = finish[b] == Finish.STOP and len(tokens) and tokens[-1] in stop_ids[b]
+        out.append(tokens[:-1] if by_id and not session.sequences[b].params.include_stop_str_in_output else tokens)
     return out
 
 
@@ -179,25 +170,18 @@ def generations(
             continue
         params = sequence.params
         if finish[b] == Finish.FAILED:
-            raise UserError(
-                f"{session.model.path}: the model's logits after {len(tokens[b])} tokens hold NaN or allow no token"
-            )
+            where = f"{session.model.path}: the model's logits after {len(tokens[b])} tokens"
+            raise UserError(f"{where} hold NaN or allow no token")
         text = texts.get(b) or TokenText(session.model.tokenizer, params)
         if not text.ended:
             text.push(shown[b], last=True)
         after = [""] * (len(tokens[b]) - text.count)  # a stop token
         last = int(tokens[b][-1]) if finish[b] == Finish.STOP and len(tokens[b]) else None
         stats = GenerationStats(
-            counters=counters[b],
-            load_s=session.model.load_s,
-            compile_s=session.compile_s,
-            prefill_s=session.times.prefill,
-            prefill_tokens=len(sequence.prompt) - 1,
-            decode_s=session.times.total,
-            decode_tokens=len(tokens[b]),
-            policy=policies[b],
-            drafts=None if drafts is None else drafts[b],
-        )
+            counters=counters[b], load_s=session.model.load_s, compile_s=session.compile_s,
+            prefill_s=session.times.prefill, prefill_tokens=len(sequence.prompt) - 1, decode_s=session.times.total,
+            decode_tokens=len(tokens[b]), policy=policies[b], drafts=None if drafts is None else drafts[b],
+        )  # fmt: skip
         made = Generation(
             token_ids=tuple(tokens[b].tolist()),
             text=text.text if params.detokenize else "",

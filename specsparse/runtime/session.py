@@ -98,20 +98,15 @@ def seed_of(seed: object) -> int:
 
 
 def requests(
-    model: Model,
-    prompts: Seq[PromptLike],
-    sampling: SamplingParams | Seq[SamplingParams],
-    seed: object = None,
-    *,
+    model: Model, prompts: Seq[PromptLike], sampling: SamplingParams | Seq[SamplingParams], seed: object = None, *,
     common_noise: bool = False,
-) -> list[list[Request]]:
+) -> list[list[Request]]:  # fmt: skip
     """The completions to draw for each prompt of a batch, each with noise of its own.
 
     Log probabilities are kept if the best of several completions are to be chosen.
 
     Args:
-        model: the target.
-        prompts: of the batch.
+        model, prompts: the target, and the prompts of the batch.
         sampling: for all prompts, and its seed wins over `seed`; or one for each, whose seed is that prompt's own.
         seed: of the batch: prompt i has `seed_at(seed, i)`. None draws a new one.
         common_noise: prompts share `seed` itself: as long as two texts agree, so do their next draws.
@@ -158,15 +153,9 @@ class Session:
     """
 
     def __init__(
-        self,
-        model: Model,
-        sequences: list[Request],
-        method: Method,
-        *,
-        noting: bool = False,
-        loop: str = "jit",
+        self, model: Model, sequences: list[Request], method: Method, *, noting: bool = False, loop: str = "jit",
         watch: Watch | None = None,
-    ):
+    ):  # fmt: skip
         self.loop = loop_for(model, method, loop=loop, watch=watch)
         self.model, self.sequences, self.method, self.noting = model, sequences, method, noting
         self.compile_s = 0.0
@@ -179,17 +168,13 @@ class Session:
         self.capacity = model.capacity_for(max(limits) + model.room_for(method.max_nodes))
         self.params = model.params_for(self.capacity)
         self.draft_params = None if method.weights is None else model.everywhere(method.weights(self.capacity))
+        eos_ids = model.tokenizer.stop_ids
         self.sampling, sampling_arrays = compile_params(
-            [s.params for s in sequences],
-            vocab_size=model.config.vocab_size,
-            encode=model.tokenizer.encode,
-            eos_ids=sorted(model.tokenizer.stop_ids),
-            context_limit=self.capacity,
-        )
-        stop_ids = [
-            sorted({*s.params.stop_token_ids, *(() if s.params.ignore_eos else model.tokenizer.stop_ids)})
-            for s in sequences
-        ]
+            [s.params for s in sequences], vocab_size=model.config.vocab_size, encode=model.tokenizer.encode,
+            eos_ids=sorted(eos_ids), context_limit=self.capacity,
+        )  # fmt: skip
+        every = [s.params for s in sequences]
+        stop_ids = [sorted({*p.stop_token_ids, *(() if p.ignore_eos else eos_ids)}) for p in every]
         width = max(1, *map(len, stop_ids))
         job = Job(
             sampling=sampling_arrays,
@@ -206,24 +191,19 @@ class Session:
         return time.perf_counter() - self.compile_s
 
     def call(self, key: Hashable, function: Callable, *args: Pytree, **how) -> Pytree:
-        """Calls `program` of these arguments, with its keywords."""
+        """Calls the `program` of these arguments."""
         args = self.model.everywhere(args)
         return self.program(key, function, *args, **how)(*args)
 
     def program(
-        self,
-        key: Hashable,
-        function: Callable,
-        *args: Pytree,
-        donate: tuple[int, ...] = (),
+        self, key: Hashable, function: Callable, *args: Pytree, donate: tuple[int, ...] = (),
         compiled: Callable[..., Callable] = compiled,
-    ) -> Callable:
-        """`function` compiled for arguments of these shapes, once; compiling is timed apart.
+    ) -> Callable:  # fmt: skip
+        """A pure `function` compiled for arguments of these shapes, once; compiling is timed apart.
 
         Args:
             key: names what the function closes over.
-            function: pure; its first argument are weights.
-            args: to compile for.
+            function: its first argument are weights.
             donate: places of the arguments that a call gives up.
             compiled: compiles; of functions that run the target's forward pass, `Devices.compile` does.
         """
@@ -363,27 +343,18 @@ class Session:
         shares = zip(_shares(every.rounds), _shares(fed), strict=True)
         times = [self.times.share(decode, prefill) for decode, prefill in shares]
         verifier = self.method.verifier
-        measured = verifier is not None and verifier.rule.measures_alpha(
-            tree=verifier.tree, greedy=self.sampling.greedy
-        )
+        measured = verifier and verifier.rule.measures_alpha(tree=verifier.tree, greedy=self.sampling.greedy)
         rows = (jax.tree.map(lambda a, b=b: a[b], every) for b in range(len(fed)))
         return [
             Counters(
-                num_rounds=int(c.rounds),
-                num_drafts=int(c.drafts),
-                num_draft_tokens=int(c.drafted),
-                num_tested=int(c.tested),
-                num_accepted_tokens=int(c.accepted),
-                num_accepted_tokens_per_pos=tuple(c.accepted_at.tolist()),
-                num_emitted_tokens=int(c.emitted),
-                target_passes=int(c.rounds) + len(chunk_rows(prompt)),
-                alpha=float(c.alpha),
-                alpha_var=float(c.alpha_var),
-                num_alpha_tested=int(c.tested) if measured else 0,
-                times=spent,
+                num_rounds=int(c.rounds), num_drafts=int(c.drafts), num_draft_tokens=int(c.drafted),
+                num_tested=int(c.tested), num_accepted_tokens=int(c.accepted),
+                num_accepted_tokens_per_pos=tuple(c.accepted_at.tolist()), num_emitted_tokens=int(c.emitted),
+                target_passes=int(c.rounds) + len(chunk_rows(prompt)), alpha=float(c.alpha),
+                alpha_var=float(c.alpha_var), num_alpha_tested=int(c.tested) if measured else 0, times=spent,
             )
             for c, prompt, spent in zip(rows, fed, times, strict=True)
-        ]
+        ]  # fmt: skip
 
     def drafts(self) -> list[tuple[tuple[int, int], ...]] | None:
         """Drafted and accepted tokens of each round that drafted, by sequence; None if rounds are not noted."""

@@ -23,7 +23,6 @@ from specsparse.errors import UserError
 from specsparse.kernels.processor import cpu_info
 from specsparse.models import catalogue
 from specsparse.speculative import expected
-from specsparse.speculative.base import LoadedDrafter
 from specsparse.speculative.drafters import DRAFTERS, takes
 from specsparse.support.files import atomically, cache_dir
 from specsparse.support.options import as_yaml, values_of
@@ -167,7 +166,6 @@ class CostTable:
                 "level_cost": costs[0]["c"]}  # fmt: skip
 
     def with_draft(self, name: str, cost: DraftCost) -> "CostTable":
-        """The table with the cost of one more drafter."""
         return dataclasses.replace(self, drafts={**self.drafts, name: cost})
 
     def to_dict(self) -> dict[str, object]:
@@ -175,11 +173,7 @@ class CostTable:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "CostTable":
-        """The inverse of `to_dict`.
-
-        Raises:
-            TypeError, ValueError, KeyError: the values are not a table.
-        """
+        """The inverse of `to_dict`; TypeError, ValueError or KeyError if the values are not a table."""
         given = dict(values)
         given["ns"] = tuple(int(n) for n in given["ns"])
         given["forward_s"] = tuple(float(t) for t in given["forward_s"])
@@ -197,11 +191,7 @@ def cost_key(name: str, options: Mapping[str, object] | None = None, *, among: R
     the registry of the name. UserError for a draft model or a head that is not there.
     """
     defaults = values_of(among.make(name, {})) if among.is_builtin(name) else {}
-    given = {
-        key: value
-        for key, value in sorted((options or {}).items())
-        if value is not None and as_yaml(value) != defaults.get(key)
-    }
+    given = {k: v for k, v in sorted((options or {}).items()) if v is not None and as_yaml(v) != defaults.get(k)}
     words = []
     for key, value in given.items():
         file = _file_of_option(key, value)
@@ -217,8 +207,7 @@ def cost_key(name: str, options: Mapping[str, object] | None = None, *, among: R
 
 def _fingerprint(paths: Iterable[Path]) -> str:
     """Eight hex digits of names, sizes in bytes and modification times in ns."""
-    stats = [(path.name, path.stat()) for path in sorted(paths)]
-    known = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    known = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sorted(paths)]
     return hashlib.sha256(repr(known).encode()).hexdigest()[:8]
 
 
@@ -241,31 +230,22 @@ def identity(model: Model) -> dict[str, object]:
     """Facts that a table is valid for: the file (name, size, time), the machine, kernels, threads, cache, FFN, mesh."""
     sparse = {} if model.ffn == "dense" else {"ffn": model.ffn, "rule": model.rule}
     mesh = {} if model.devices.ways is None else {"mesh": model.devices.ways}
-    plain = _dense_identity(model.path, model.config, kernels_name=model.kernels.name, kv_dtype=model.kv_dtype)
-    return {**plain, **sparse, **mesh}
+    return {**_dense_identity(model.path, model.config, model.kernels.name, model.kv_dtype), **sparse, **mesh}
 
 
-def _dense_identity(path: Path, config: ModelConfig, *, kernels_name: str, kv_dtype: str) -> dict[str, object]:
+def _dense_identity(path: Path, config: ModelConfig, kernels_name: str, kv_dtype: str) -> dict[str, object]:
     """`identity` of a dense model on one device, which need not be loaded."""
-    window = {"window": config.window} if config.window else {}
     stat, status = path.stat(), kernels.status()
     return {
-        "version": VERSION,
-        "file": path.name,
-        "bytes": stat.st_size,
-        "mtime_ns": stat.st_mtime_ns,
-        "cpu": cpu_info()["model"],
-        "device": status["device"],
-        "threads": status["threads"],
-        "kernels": kernels_name,
-        "isa": status["isa"],
-        "kv_dtype": kv_dtype,
-        "context": config.context_length,
-        **window,
-    }
+        "version": VERSION, "file": path.name, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns,
+        "cpu": cpu_info()["model"], "device": status["device"], "threads": status["threads"], "kernels": kernels_name,
+        "isa": status["isa"], "kv_dtype": kv_dtype, "context": config.context_length,
+        **({"window": config.window} if config.window else {}),
+    }  # fmt: skip
 
 
 def path_of(model: Model) -> Path:
+    """The file of the model's table."""
     return _file_for(model.path, identity(model))
 
 
@@ -281,7 +261,7 @@ def load(model: Model) -> CostTable | None:
 
 def find(path: Path, config: ModelConfig, *, kv_dtype: str = "f16") -> CostTable | None:
     """`load` for a dense model that is not loaded, as it would be loaded without options."""
-    return _read(_file_for(path, _dense_identity(path, config, kernels_name=kernels.get().name, kv_dtype=kv_dtype)))
+    return _read(_file_for(path, _dense_identity(path, config, kernels.get().name, kv_dtype)))
 
 
 def _read(path: Path) -> CostTable | None:
@@ -291,50 +271,38 @@ def _read(path: Path) -> CostTable | None:
         return None
 
 
-def save(model: Model, table: CostTable) -> Path:
+def save(model: Model, table: CostTable) -> None:
     """Keeps a table. If the cache cannot be written, the table is measured again next time."""
-    path = path_of(model)
-    with contextlib.suppress(UserError), atomically(path) as file:
+    with contextlib.suppress(UserError), atomically(path_of(model)) as file:
         file.write(json.dumps(table.to_dict(), indent=1).encode())
-    return path
 
 
-V_AVX2 = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.35, 2.7)
-"""v(1).. of a small model on the slower of the measured machines (SmolLM2-135M Q4_1, two cores; docs/LOG.md)."""
-V_AVX512 = (1.0, 1.08, 1.2, 1.37, 1.58, 1.82, 2.0, 2.2)
-"""The same with AVX-512 VNNI."""
-V_BATCHED = (1.0, 1.1)
-"""On the xla backend and on accelerators."""
-V_ROW_BY_ROW = (1.0, 2.0)
-"""On the reference kernels, which compute one row after another."""
+GUESSED_V = {
+    "avx2": (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.35, 2.7),  # the slower of two machines, two cores (docs/LOG.md)
+    "avx512": (1.0, 1.08, 1.2, 1.37, 1.58, 1.82, 2.0, 2.2),
+    "batched": (1.0, 1.1),  # the xla backend and accelerators
+    "row by row": (1.0, 2.0),  # the reference kernels
+}
+"""v(1).. of a small model (SmolLM2-135M Q4_1)."""
 STEP_FLOOR = 0.02
 """Cost of a drafted token besides reading weights, as a share of a plain step: small calls and the draw."""
 
 
 def guessed_v(backend: str, rows: int) -> list[float]:
     """v(1)..v(rows) if nothing was measured: no draft is far cheaper or dearer. Beyond these by the last slope."""
-    native = V_AVX512 if kernels.status()["isa"] in ("avx512", "amx") else V_AVX2
-    guesses = {"native": native, "xla": V_BATCHED, "packed": V_BATCHED, "bf16": V_BATCHED}
-    known = guesses.get(backend, V_ROW_BY_ROW)
+    if backend == "native":
+        kind = "avx512" if kernels.status()["isa"] in ("avx512", "amx") else "avx2"
+    else:
+        kind = "batched" if backend in ("xla", "packed", "bf16") else "row by row"
+    known = GUESSED_V[kind]
     slope = known[-1] - known[-2]
     return [known[n] if n < len(known) else known[-1] + slope * (n + 1 - len(known)) for n in range(rows)]
 
 
-def draft_share(model: Model, loaded: LoadedDrafter) -> float:
-    """c, in plain steps, of a drafter with a model: by the bytes that a drafted token reads, and `STEP_FLOOR`."""
-    return loaded.bytes_per_token / max(model.footprint.file, 1) + STEP_FLOOR
-
-
 def policy_times(
-    model: Model,
-    gamma: int,
-    name: str | None,
-    options: Mapping[str, object] | None = None,
-    *,
-    share: float = 0.0,
-    levels: int | None = None,
-    batch: int = 1,
-) -> dict[str, object]:
+    model: Model, gamma: int, name: str | None, options: Mapping[str, object] | None = None, *, share: float = 0.0,
+    levels: int | None = None, batch: int = 1,
+) -> dict[str, object]:  # fmt: skip
     """The options `v`, `c`, `c0` of the policies `cost` and `auto_off`: as kept on this machine, else a guess.
 
     Args:

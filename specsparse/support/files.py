@@ -96,15 +96,9 @@ def memory_available() -> int | None:
 
 
 def need_memory(what: str, nbytes: int, instead: str) -> None:
-    """Checks that memory is there before it is taken: a system without it ends the process without a word.
+    """UserError if that memory is not there: a system without it ends the process without a word.
 
-    Args:
-        what: will be made or loaded, as the message begins: `--shapes 4096x11008: 1.2 GB of ...`.
-        nbytes: the most that it takes at one time.
-        instead: what the user can do.
-
-    Raises:
-        UserError: `nbytes` are more than the memory that is available.
+    `what` begins the message (`--shapes 4096x11008: 1.2 GB of ...`), and `instead` says what the user can do.
     """
     memory = memory_available()
     if memory is not None and nbytes > memory:
@@ -123,28 +117,28 @@ def need_folder(path: str | os.PathLike[str]) -> None:
 
 
 def need_place(path: str | os.PathLike[str], *sources: str | os.PathLike[str] | None, picture: bool = False) -> None:
-    """Checks a file to write before the work that fills it.
+    """UserError if a file cannot be written, said before the work that fills it.
 
     Args:
-        path: of the file; it is replaced if it is there.
+        path: of the file; it is replaced if it is there, unless it is one of the sources or in one of them.
         sources: files that the work reads, and folders whose files it reads; None and other names are ignored.
         picture: whether a figure is written, which is a PNG and nothing else.
-
-    Raises:
-        UserError: `path` is a folder, one of the sources or in one of them; its folder is not there or not writable; or
-            the name of a picture does not end in .png.
     """
-    path = Path(path)
+    path, folder, read, why = Path(path), Path(path).parent, [Path(source) for source in sources if source], ""
     if path.is_dir():
-        raise UserError(f"{path}: is a folder; name a file to write")
-    if picture and path.suffix.lower() != ".png":
-        raise UserError(f"{path}: figures are written as PNG; name a file that ends in .png")
-    need_folder(path)
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(f"{path}: cannot be written: the folder {path.parent} is not writable here")
-    for source in map(Path, filter(None, sources)):
-        if path.is_file() and any(read.is_file() and path.samefile(read) for read in (source, source / path.name)):
-            raise UserError(f"{path}: is a file that is read; give another file to write")
+        why = "is a folder; name a file to write"
+    elif picture and path.suffix.lower() != ".png":
+        why = "figures are written as PNG; name a file that ends in .png"
+    elif not folder.is_dir():
+        why = f"there is no folder {folder} to write it in"
+    elif not os.access(folder, os.W_OK):
+        why = f"cannot be written: the folder {folder} is not writable here"
+    elif path.is_file() and any(
+        there.is_file() and path.samefile(there) for source in read for there in (source, source / path.name)
+    ):
+        why = "is a file that is read; give another file to write"
+    if why:
+        raise UserError(f"{path}: {why}")
 
 
 @contextmanager
@@ -166,7 +160,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.chmod(0o666 & ~umask)  # mkstemp's file is the owner's alone
         os.replace(temporary, path)
     except OSError as error:
-        raise _unwritten(path, error) from None
+        raise unwritten(path, error) from None
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
@@ -194,11 +188,11 @@ def append_line(path: str | os.PathLike[str], line: str) -> None:
                     path.unlink()
                 raise
     except OSError as error:
-        raise _unwritten(path, error) from None
+        raise unwritten(path, error) from None
 
 
-def _unwritten(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path}: cannot be written: {error.strerror or error}; make room, or write it elsewhere")
+def unwritten(what: object, error: OSError) -> UserError:
+    return UserError(f"{what}: cannot be written: {error.strerror or error}; make room, or write it elsewhere")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -316,10 +310,9 @@ def load_state(path: Path, like: T) -> tuple[T, dict[str, Any]]:
     import jax.numpy as jnp
 
     tensors, meta = read_tensors(path)
-    wanted = jax.tree.leaves(like)
-    found = [tensors.get(str(i)) for i in range(len(wanted))]
-    if len(tensors) != len(wanted) or any(
-        f is None or f.shape != w.shape or f.dtype != w.dtype for f, w in zip(found, wanted, strict=True)
-    ):
+    leaves, structure = jax.tree.flatten(like)
+    if {str(i): (leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)} != {
+        name: (found.shape, found.dtype) for name, found in tensors.items()
+    }:
         raise UserError(f"{path}: is a checkpoint of another training; remove it to begin again")
-    return jax.tree.unflatten(jax.tree.structure(like), [jnp.asarray(f) for f in found]), meta
+    return jax.tree.unflatten(structure, [jnp.asarray(tensors[str(i)]) for i in range(len(leaves))]), meta

@@ -53,11 +53,7 @@ class Registry(Generic[T]):
         self.aliases = dict(aliases)
 
     def register(self, name: str, owner: type, *, aliases: tuple[str, ...] = ()) -> None:
-        """Makes a class known by name.
-
-        Raises:
-            UserError: a name that is taken or not possible, or no class of this kind.
-        """
+        """Makes a class known by name; UserError for a name that is taken or not possible, or another kind of class."""
         for word in (name, *aliases):
             spelled = isinstance(word, str) and re.fullmatch(r"[\w.-]+", word)
             if not spelled or word in self._homes or word in self.aliases:
@@ -81,20 +77,12 @@ class Registry(Generic[T]):
 
     def holds(self, name: str) -> bool:
         """Whether the name is known, or is a `module:Class` that may be."""
-        word = str(name)
-        return (
-            self.is_builtin(word)
-            or ":" in word
-            or word in entry_points(self.group)
-            or self._registered_by_its_file(word) is not None
-        )
+        name = str(name)
+        known = self.is_builtin(name) or ":" in name or name in entry_points(self.group)
+        return known or self._registered_by_its_file(name) is not None
 
     def look(self, name: str) -> Any:
-        """The object that a name, an alias or `module:Class` stands for.
-
-        Raises:
-            UserError: an unknown name (with the nearest), or a module that cannot be imported.
-        """
+        """What a name, an alias or `module:Class` stands for; UserError for an unknown name, with the nearest."""
         key = self.canonical(str(name))
         home = self._homes.get(key) or (key if ":" in key else entry_points(self.group).get(key))
         home = home or self._registered_by_its_file(key)
@@ -103,12 +91,7 @@ class Registry(Generic[T]):
         return home if isinstance(home, type) else load(home, f"{self.group}={name}")
 
     def find(self, name: str) -> type[T]:
-        """The class of a name, an alias, or `module:Class`.
-
-        Raises:
-            UserError: an unknown name (with the nearest), a module that cannot be imported, a class of another kind, or
-                one that is not finished.
-        """
+        """The class of a name, an alias, or `module:Class`; UserError, too, for one of another kind or not finished."""
         found = self.look(name)
         if not self.is_builtin(name):
             self._check_kind(name, found)
@@ -117,22 +100,14 @@ class Registry(Generic[T]):
         return found
 
     def options(self, name: str) -> Mapping[str, Option]:
-        """The options of a choice by name; see `find`, and `support.options.options_of`.
-
-        Raises:
-            UserError: it is no frozen dataclass, too.
-        """
+        """The options of a choice by name; see `find`. UserError, too, if it is no frozen dataclass."""
         found = self.find(name)
         if not dataclasses.is_dataclass(found) or not found.__dataclass_params__.frozen:  # type: ignore[attr-defined]
             raise UserError(f"{self.group}={name} must be a dataclass: put @dataclass(frozen=True) above the class")
         return options_of(found)
 
     def make(self, name: str, options: Mapping[str, object]) -> Any:
-        """An instance with checked options.
-
-        Raises:
-            UserError: as `options` and `support.options.read`.
-        """
+        """An instance with checked options."""
         self.options(name)  # it is a frozen dataclass
         return read(self.find(name), options, group=self.group, name=str(name))
 
@@ -160,11 +135,7 @@ def entry_points(group: str) -> dict[str, str]:
 
 
 def load(home: str, label: str) -> Any:
-    """What `module:name` names; the module may lie in the current folder.
-
-    Raises:
-        UserError: in one line, why it cannot be had.
-    """
+    """What `module:name` names; the module may lie in the current folder. UserError says why it cannot be had."""
     module, _, name = home.partition(":")
     here = os.getcwd()
     if here not in sys.path:

@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from specsparse.errors import UserError
+from specsparse.support.files import unwritten
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, ProgressColumn
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 """Errors of a write that is no fault of ours."""
@@ -42,36 +43,39 @@ def console(*, columns: bool = False) -> "Console":
 @contextmanager
 def busy(out: "Console", what: str) -> Iterator[None]:
     """A spinner with the seconds, for work of unknown length; a plain line if there is no terminal."""
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import SpinnerColumn
     from rich.text import Text
 
     if not out.is_terminal:
         out.print(Text(f"{what} ..."))
-        yield
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=out, transient=True) as progress:
-        progress.add_task(what, total=None)
+    with _progress(out, what, None, SpinnerColumn()):
         yield
 
 
 @contextmanager
 def loading(out: "Console", what: str) -> Iterator[Callable[[int, int], None]]:
     """A bar over bytes; yields the function to call with (bytes done, bytes in all)."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import DownloadColumn
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(binary_units=True))
-    with Progress(*columns, TimeElapsedColumn(), console=out, transient=True, disable=not out.is_terminal) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    with _progress(out, what, None, DownloadColumn(binary_units=True)) as progress:
+        yield lambda done, total: progress.update(progress.task_ids[0], completed=done, total=total)
 
 
 @contextmanager
 def counting(out: "Console", what: str, total: int) -> Iterator["Progress"]:
     """A bar over `total` steps; call `.advance(.task_ids[0])` after each."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import MofNCompleteColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with _progress(out, what, total, MofNCompleteColumn()) as progress:
+        yield progress
+
+
+@contextmanager
+def _progress(out: "Console", what: str, total: int | None, column: "ProgressColumn") -> Iterator["Progress"]:
+    """A bar with one task; nothing if there is no terminal."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), column, TimeElapsedColumn())
     with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
         progress.add_task(what, total=total)
         yield progress
@@ -104,7 +108,7 @@ def until_the_reader_leaves() -> Iterator[None]:
         raise
     except OSError as error:
         if error.errno in FULL and error.filename is None:  # of a write, not of an open
-            raise _unwritten(error) from error
+            raise unwritten("the output", error) from error
         raise
     finally:
         with flushing:
@@ -127,11 +131,7 @@ def _flush() -> None:
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
         if not isinstance(error, BrokenPipeError):
-            raise _unwritten(error) from error
-
-
-def _unwritten(error: OSError) -> UserError:
-    return UserError(f"the output cannot be written: {error.strerror}; make room, or write it elsewhere")
+            raise unwritten("the output", error) from error
 
 
 @contextmanager

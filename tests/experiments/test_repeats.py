@@ -73,7 +73,6 @@ def test_the_record_has_the_rule_and_what_came_of_it():
     found = json.loads(json.dumps(Repeats("auto", 7, Stop.NARROW, Width(0.04, 0.01)).to_dict()))
     assert found == {"asked": "auto", "done": 7, "stopped": "narrow", "wanted": 0.05, "limit": LIMIT,
                      "half_width": {"interval": 0.04, "timing": 0.01}}  # fmt: skip
-    assert (speedups.most_repeats("auto"), speedups.most_repeats(3)) == (LIMIT, 3)
 
 
 def test_the_width_is_that_of_the_speedup():

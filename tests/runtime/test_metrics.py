@@ -89,9 +89,3 @@ def test_speedup_is_within_the_smallest_and_largest_ratio(pairs):
         assert ratios.min() * (1 - slack) <= value <= ratios.max() * (1 + slack)
     if len(pairs) > 2:
         assert s.low <= s.ratio_of_totals <= s.high and s.geometric_low <= s.geometric_mean <= s.geometric_high
-
-
-@pytest.mark.parametrize(("plain", "method"), [([], []), ([1.0], [1.0, 2.0]), ([1.0], [0.0])])
-def test_speedup_refuses_what_has_no_ratio(plain, method):
-    with pytest.raises(ValueError):
-        speedup(plain, method, prompts=range(len(plain)))

@@ -179,8 +179,6 @@ def test_rounds_of_a_call_share_its_time():
         "host": 5 / 6,
     }
     assert vars(log.times) == pytest.approx(wanted)
-    with pytest.raises(ValueError, match="has not written 30 tokens"):
-        log.end({0: 30})
 
 
 def test_acceptance_over_seeds_ends_texts_too(model):
@@ -188,8 +186,9 @@ def test_acceptance_over_seeds_ends_texts_too(model):
     sampling = SAMPLING.merged(stop=unique(whole.text, 11))
     found = acceptance_over_seeds(model, "abcabd", sampling=sampling, seeds=2, **fast())
     each = [stepped(model, "abcabd", sampling=sampling, seed=seed, **fast()).stats.counters for seed in (0, 1)]
-    assert found.tokens_per_target_pass.values == tuple(c.num_emitted_tokens / c.num_rounds for c in each)
-    assert found.counters.num_rounds == sum(c.num_rounds for c in each) and each[0].num_emitted_tokens == 11
+    assert [c.num_rounds for c in found.counters] == [c.num_rounds for c in each]
+    assert [c.num_emitted_tokens for c in found.counters] == [c.num_emitted_tokens for c in each]
+    assert each[0].num_emitted_tokens == 11
 
 
 # min_tokens.

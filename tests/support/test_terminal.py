@@ -19,7 +19,7 @@ def test_a_full_disk_is_one_line(unbuffered):
     line = f"PYTHONUNBUFFERED={unbuffered} {sys.executable} -m specsparse version >/dev/full"
     done = subprocess.run(line, shell=True, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("specsparse: the output cannot be written: No space left on device; make room")
+    assert done.stderr.startswith("specsparse: the output: cannot be written: No space left on device; make room")
 
 
 def test_closed_streams_are_empty_ones(monkeypatch, capsys):

@@ -7,21 +7,22 @@ here: `Accepted` for predictions, `SeedAcceptance` for a report over many seeds,
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 import numpy as np
 import yaml
 
-from specsparse.engine.generate import Finish
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.measure import intervals
 from specsparse.measure.costs.measuring import Bar, load_or_measure, silent
+from specsparse.measure.intervals import Interval
 from specsparse.runtime import metrics, timing_cache
 from specsparse.runtime.loops import RoundView, Watch
 from specsparse.runtime.method import Method, MethodSpec, drafts_trees, resolve
@@ -87,7 +88,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class AcceptedRates:
-    """Acceptance of one method by kind of text; `source` says in a line where it is from."""
+    """Acceptance of one method by kind of text, and in a line where it is from."""
 
     source: str
     tasks: Mapping[str, Accepted]
@@ -114,17 +115,12 @@ class AcceptedRates:
 
     @property
     def share(self) -> float:
-        """Of the rounds, those that draft."""
         return self.mean(lambda a: a.share)
 
     @property
     def longest(self) -> int | None:
         """The longest draft that was counted, or None."""
         return max((len(a.reach) for a in self.tasks.values() if a.reach and a.share), default=None)
-
-    def for_task(self, task: str) -> "AcceptedRates | None":
-        """On texts of that kind, or None if none were counted."""
-        return AcceptedRates(f"{self.source}, {task}", {task: self.tasks[task]}) if task in self.tasks else None
 
 
 def swept(alpha: float) -> AcceptedRates:
@@ -175,85 +171,42 @@ def _counted_chains(record: Json) -> Iterator[tuple[str, dict[str, Counters]]]:
         yield record["method"]["drafter"], counted
 
 
-@dataclass(frozen=True)
-class KeptRow:
-    """A row of the table of kept rates."""
-
-    target: str
-    drafter: str
-    source: str
-    tasks: Mapping[str, Json]
-
-
 @cache
-def kept_rows() -> tuple[KeptRow, ...]:
-    rows = yaml.safe_load(KEPT.read_text(encoding="utf-8"))
-    return tuple(read(KeptRow, row, group=f"{KEPT.name}[{i}]") for i, row in enumerate(rows))
-
-
-def kept_rates(target: str, drafter: str) -> AcceptedRates | None:
-    """The kept rates of a drafter (of a draft model by its name) for a target, or None."""
-    for row in kept_rows():
-        if (row.target, row.drafter) == (target, drafter):
-            tasks = {task: read(Accepted, values, group=f"{drafter}.{task}") for task, values in row.tasks.items()}
-            return AcceptedRates(row.source, tasks)
-    return None
-
-
-def kept_tasks(target: str) -> set[str]:
-    """Kinds of texts that the table has rates of."""
-    return {task for row in kept_rows() if row.target == target for task in row.tasks}
-
-
-@dataclass(frozen=True)
-class OverSeeds:
-    """Mean over seeds, its 95 % interval (Student's t; None for one seed), and the values by seed."""
-
-    mean: float
-    low: float | None
-    high: float | None
-    values: tuple[float, ...]
-
-    @classmethod
-    def from_values(cls, values: Sequence[float | None]) -> "OverSeeds | None":
-        """Of those that are known; None if none is."""
-        known = tuple(float(v) for v in values if v is not None)
-        if not known:
-            return None
-        found = intervals.mean(known)
-        return cls(found.value, found.low, found.high, known)
-
-    def __str__(self) -> str:
-        return f"{self.mean:.3f}" + ("" if self.low is None else f" [{self.low:.3f}, {self.high:.3f}]")
+def kept_rates() -> Mapping[tuple[str, str], AcceptedRates]:
+    """The kept rates by target and drafter (a draft model by its name)."""
+    kept = {}
+    for row in yaml.safe_load(KEPT.read_text(encoding="utf-8")):
+        label = f"{KEPT.name}: {row['target']}, {row['drafter']}"
+        tasks = {task: read(Accepted, values, group=f"{label}, {task}") for task, values in row["tasks"].items()}
+        kept[row["target"], row["drafter"]] = AcceptedRates(row["source"], tasks)
+    return MappingProxyType(kept)
 
 
 @dataclass(frozen=True)
 class SeedAcceptance:
-    """Acceptance over many seeds, one sequence each. `runtime.metrics.DEFINITIONS` has the rates; None if no seed
-    drafted, or no round ran because the prompt fills the context.
+    """Acceptance over many seeds, one sequence each.
 
     Attributes:
-        tokens_per_target_pass, mean_acceptance_length, realised_alpha: over seeds.
-        acceptance_per_position, counters: of all seeds together.
+        rates: tokens_per_target_pass, mean_acceptance_length and realised_alpha (`runtime.metrics.DEFINITIONS`) with
+            95 % intervals over seeds; None if no seed drafted, or no round ran because the prompt fills the context.
+        counters: of each seed.
         programs: decode loops compiled by the call, 0 or 1.
     """
 
     seeds: tuple[int, ...]
-    tokens_per_target_pass: OverSeeds | None
-    mean_acceptance_length: OverSeeds | None
-    realised_alpha: OverSeeds | None
-    acceptance_per_position: tuple[float | None, ...]
-    counters: Counters
+    rates: Mapping[str, Interval | None]
+    counters: tuple[Counters, ...]
     programs: int
 
     def to_dict(self) -> Json:
         return asdict(self)
 
     def __str__(self) -> str:
-        return (
-            f"{len(self.seeds)} seeds, 95 % intervals: tokens per target pass {self.tokens_per_target_pass or '-'}, "
-            f"mean acceptance length {self.mean_acceptance_length or '-'}, alpha {self.realised_alpha or '-'}"
+        shown = (
+            f"{name.replace('_', ' ')} {'-' if of is None else f'{of.value:.3f} [{of.ends()}]'}"
+            for name, of in self.rates.items()
         )
+        return f"{len(self.seeds)} seeds, 95 % intervals: {', '.join(shown)}"
 
 
 def acceptance_over_seeds(
@@ -289,32 +242,21 @@ def acceptance_over_seeds(
     def decode_programs() -> int:
         return sum(1 for (name, *_), *_ in model.programs.compiled if name == "decode")  # `Session.advance` names them
 
-    known = decode_programs()
+    known_programs = decode_programs()
     session = Session(model, [Request(ids, params, seed) for seed in numbers], method, noting=bool(params.stop))
     decode(session)
-    if Finish.FAILED in session.finish:
-        raise UserError(f"{model.path}: the model's logits hold NaN or allow no token")
     each = session.counters()
-    total = sum(each, Counters())
-    rates = [metrics.rates(c) for c in each]
-    names = ("tokens_per_target_pass", "mean_acceptance_length", "realised_alpha")
-    return SeedAcceptance(
-        seeds=numbers,
-        **{name: OverSeeds.from_values([r[name] for r in rates]) for name in names},
-        acceptance_per_position=tuple(metrics.rates(total)["acceptance_per_position"]),
-        counters=total,
-        programs=decode_programs() - known,
-    )
+    rates: dict[str, Interval | None] = {}
+    for name in ("tokens_per_target_pass", "mean_acceptance_length", "realised_alpha"):
+        known = [rate for c in each if (rate := metrics.rates(c)[name]) is not None]
+        rates[name] = intervals.mean(known) if known else None
+    return SeedAcceptance(numbers, rates, tuple(each), decode_programs() - known_programs)
 
 
-RANKS = 8
-"""Children whose acceptance is measured."""
-ROUNDS = 24
-"""Rounds a prompt."""
+RANKS, ROUNDS = 8, 24
+"""Children whose acceptance is measured, and rounds a prompt."""
 FAN = TreeTemplate.kary((RANKS,))
 """The tree that acceptance by rank is measured with: all children of the root."""
-_LONGEST = 40
-"""Characters of a value that stand in a key as they are."""
 _SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "min_tokens", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "logits_processors",
@@ -323,13 +265,9 @@ _SAMPLING = (
 
 
 def acceptance_key(
-    drafter: str,
-    verifier: str | None,
-    params: SamplingParams,
-    shape: str,
-    *,
+    drafter: str, verifier: str | None, params: SamplingParams, shape: str, *,
     options: Mapping[str, object] | None = None,
-) -> str:
+) -> str:  # fmt: skip
     """The name under which acceptance is kept, with everything that changes it.
 
     Args:
@@ -346,7 +284,7 @@ def acceptance_key(
         elif isinstance(value, tuple):
             value = tuple(f"{v.__module__}.{v.__qualname__}" if callable(v) else v for v in value)
         text = repr(value)
-        return text if len(text) <= _LONGEST else f"#{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        return text if len(text) <= 40 else f"#{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     default = SamplingParams()
     given = [k for k in _SAMPLING if k == _SAMPLING[0] or getattr(params, k) != getattr(default, k)]
@@ -382,8 +320,12 @@ def table_with_acceptance(
             if how.drafter.tree and not whole:
                 rates = by_rank(model, how, prompts, params, done=done)
             else:
-                c = counters(sessions(model, how, prompts, params), done=done)
-                rates = chain_rate(c)
+                c = Counters()
+                for session in sessions(model, how, prompts, params):
+                    session.advance(ROUNDS)
+                    c += session.counters()[0]
+                    done()
+                rates = (c.num_accepted_tokens / c.num_tested if c.num_tested else 0.0,)
                 if how.drafter.tree:
                     rates = tuple(n / max(c.num_rounds, 1) for n in (c.num_emitted_tokens, c.num_draft_tokens))
         table = dataclasses.replace(table, acceptance={**table.acceptance, key: rates})
@@ -391,19 +333,10 @@ def table_with_acceptance(
     return table
 
 
-def chain_rate(c: Counters) -> tuple[float]:
-    """(accepted / tested,) of chains; (0.0,) if nothing was drafted."""
-    return (c.num_accepted_tokens / c.num_tested if c.num_tested else 0.0,)
-
-
 def by_rank(
-    model: Model,
-    method: Method,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    *,
+    model: Model, method: Method, prompts: Sequence[Sequence[int]], params: SamplingParams, *,
     done: Callable[[], None] = lambda: None,
-) -> tuple[float, ...]:
+) -> tuple[float, ...]:  # fmt: skip
     """Sequoia's acceptance vector (Chen et al. 2402.12374, section 3.1): P(child of rank r is the accepted one).
 
     The siblings are the children of the root of `FAN`, in draw order; rounds whose draft was cut short do not count.
@@ -421,16 +354,6 @@ def by_rank(
         session.advance(ROUNDS)
         done()
     return tuple((hits / max(rounds, 1)).tolist())
-
-
-def counters(sessions: Iterable[Session], *, done: Callable[[], None] = lambda: None) -> Counters:
-    """Counters of `ROUNDS` rounds on each prompt, all together."""
-    total = Counters()
-    for session in sessions:
-        session.advance(ROUNDS)
-        total += session.counters()[0]
-        done()
-    return total
 
 
 def sessions(

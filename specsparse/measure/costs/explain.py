@@ -15,14 +15,9 @@ from specsparse.support.files import Json
 
 
 def oracles(
-    counters: Counters,
-    speedup: float,
-    *,
-    levels: int | None = None,
-    v: Callable[[float], float] | None = None,
-    c: float = 0.0,
-    c0: float = 0.0,
-) -> Json:
+    counters: Counters, speedup: float, *, levels: int | None = None, v: Callable[[float], float] | None = None,
+    c: float = 0.0, c0: float = 0.0,
+) -> Json:  # fmt: skip
     """Speed-ups of three oracles, None if the run does not say.
 
     Args:
@@ -55,7 +50,7 @@ def oracles(
 
 @dataclass(frozen=True)
 class Factor:
-    """One step from the predicted to the measured speed-up: it multiplies by `value`."""
+    """One step from the predicted to the measured speed-up, which multiplies by `value`."""
 
     name: str
     value: float
@@ -68,8 +63,7 @@ class SpeedupTerms:
 
     Attributes:
         alpha: realised, accepted / tested.
-        gamma: tokens a draft has room for.
-        levels: of a tree, or None for chains.
+        gamma, levels: tokens a draft has room for; levels of a tree, or None for chains.
         share: of the rounds that drafted; the others are plain steps that emit one token.
         expected_tokens: of a round that drafts, from alpha and gamma, or levels.
         v, draft, overhead: its time in plain steps: v(gamma+1), drafting, the rest of a round.
@@ -111,16 +105,9 @@ class SpeedupTerms:
 
 
 def speedup_terms(
-    plain: Counters,
-    method: Counters,
-    table: CostTable,
-    *,
-    gamma: int,
-    levels: int | None = None,
-    draft: DraftCost = FREE,
-    calls: tuple[int, int] = (1, 1),
-    kv_length: float | None = None,
-) -> SpeedupTerms | None:
+    plain: Counters, method: Counters, table: CostTable, *, gamma: int, levels: int | None = None,
+    draft: DraftCost = FREE, calls: tuple[int, int] = (1, 1), kv_length: float | None = None,
+) -> SpeedupTerms | None:  # fmt: skip
     """The terms of a run; None if one side decoded or drafted nothing, or was not timed.
 
     Args:
@@ -167,26 +154,13 @@ def speedup_terms(
     if t.draft or t.verify:  # seconds a round
         measured = {"draft": t.draft, "verify": t.verify, "rest": sum(x or 0.0 for x in (t.sample, t.commit, t.host))}
         predicted = {"draft": real_draft, "verify": verify, "rest": share * overhead}
-        stages = {
-            name: {"measured_s": (seconds or 0.0) / c.num_rounds, "predicted_s": predicted[name] * step}
-            for name, seconds in measured.items()
-        }
+        for name, seconds in measured.items():
+            stages[name] = {"measured_s": (seconds or 0.0) / c.num_rounds, "predicted_s": predicted[name] * step}
     return SpeedupTerms(
-        alpha=alpha,
-        gamma=gamma,
-        levels=levels,
-        share=share,
-        expected_tokens=of_draft,
-        v=table.v(gamma + 1, kv_length),
-        draft=drafting,
-        overhead=overhead,
-        predicted=whole / full,
-        measured=plain_each / method_each,
-        best_gamma=best[0],
-        best_predicted=best[1],
-        factors=factors,
-        stages=stages,
-    )
+        alpha=alpha, gamma=gamma, levels=levels, share=share, expected_tokens=of_draft,
+        v=table.v(gamma + 1, kv_length), draft=drafting, overhead=overhead, predicted=whole / full,
+        measured=plain_each / method_each, best_gamma=best[0], best_predicted=best[1], factors=factors, stages=stages,
+    )  # fmt: skip
 
 
 def explain_record(record: Any, table: CostTable, *, drafter: str | None = None) -> SpeedupTerms | None:
@@ -211,12 +185,6 @@ def explain_record(record: Any, table: CostTable, *, drafter: str | None = None)
         else:
             draft = DraftCost(fixed_s=drafting_s / c.num_drafts if c.num_drafts else 0.0)
     return speedup_terms(
-        plain.counters,
-        c,
-        table,
-        gamma=record.method["gamma"],
-        levels=levels,
-        draft=draft,
-        calls=(plain.passes, method.passes),
-        kv_length=tokens / method.passes,
-    )
+        plain.counters, c, table, gamma=record.method["gamma"], levels=levels, draft=draft,
+        calls=(plain.passes, method.passes), kv_length=tokens / method.passes,
+    )  # fmt: skip

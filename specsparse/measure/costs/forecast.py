@@ -1,14 +1,13 @@
 """Predicted speed-ups of a target's possible drafters: E[tokens] of a round over the time that it takes.
 
 A `Candidate` says what drafting a token reads, a `Clock` how long that and the target's forwards take (by a table that
-was measured here, or on paper by a device's sheet), a `DraftShape` what a round drafts. `forecast` puts them together.
+was measured here, or on paper by a device's sheet), a `DraftShape` what a round drafts.
 """
 
-import abc
 import functools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 
@@ -38,7 +37,6 @@ class Candidate:
 
     Attributes:
         name: in tables; of a draft model the model's.
-        drafter, options: its name and options, as in configs.
         token: what drafting a token reads and computes; None: next to nothing.
         kernels: that an accelerator starts for it.
         nbytes: of weights beside the target's.
@@ -103,13 +101,12 @@ def _trained_head(target: ModelOutline) -> Candidate | None:
     return Candidate("head", "head", {}, load, target.kernels(1), sum(m.nbytes for m in own), cache)
 
 
-def eagle3(target: ModelOutline, type_name: str = "F16") -> Candidate:
+def eagle3(target: ModelOutline) -> Candidate:
     """A head of EAGLE-3's shape for the target: three streams joined, one layer on two of them, 32,000 ids."""
     c = target.config
     D, F, q, kv = c.d_model, c.d_ff, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     shapes = (3 * D * D, 2 * D * q, 2 * D * kv, 2 * D * kv, q * D, 3 * D * F, min(EAGLE_IDS, c.vocab_size) * D)
-    bits = bits_per_weight(type_name)
-    own = tuple(Matrix(type_name, macs * bits / 8, macs) for macs in shapes)
+    own = tuple(Matrix("F16", macs * bits_per_weight("F16") / 8, macs) for macs in shapes)
     cache = kv_bytes(c, 1, "f16") / c.n_layers
     load = Traffic(own, cache, 2 * c.n_heads * c.head_dim)
     return Candidate("eagle3", "eagle3", {}, load, target.kernels(1), load.weight_bytes, cache, assumed=True)
@@ -126,116 +123,77 @@ DOUBTS = (2.0, -2.0)
 """Standard deviations of a measured time to which its interval reaches: slow, and fast."""
 
 
-class Clock(abc.ABC):
+@dataclass(frozen=True)
+class Clock:
     """Times of one target at one length of its cache and one batch size. Every sequence of a batch has n rows.
 
     Attributes:
         step_s: seconds of a plain step.
+        v: n -> a forward of n rows a sequence in plain steps.
+        overhead: gamma -> c0 in plain steps: verdict, commit and counters of a round of gamma tokens.
+        draft: (candidate, nodes) -> seconds to draft a token, or a level of a tree with so many nodes.
     """
 
-    @property
-    @abc.abstractmethod
-    def step_s(self) -> float: ...
+    step_s: float
+    v: Callable[[float], float]
+    overhead: Callable[[int], float]
+    draft: Callable[..., DraftCost]
 
-    @abc.abstractmethod
-    def v(self, n: float) -> float:
-        """v(n): a forward of n rows a sequence in plain steps."""
+    @classmethod
+    def on_paper(
+        cls, device: Device, load: Traffic, kernels: int, kv_length: float, batch: int = 1,
+        reached: tuple[float, float] = REACHED,
+    ) -> "Clock":  # fmt: skip
+        """By the roofline of a device that reaches these shares of its bandwidth and its arithmetic.
 
-    @abc.abstractmethod
-    def overhead(self, gamma: int) -> float:
-        """c0 in plain steps: verdict, commit and counters of a round of gamma tokens."""
+        `load` and `kernels` are the traffic of the target's forward and the kernels that it starts.
+        """
 
-    @abc.abstractmethod
-    def draft(self, candidate: Candidate, width: float = 1.0) -> DraftCost:
-        """Seconds to draft a token, or a level of a tree with so many nodes."""
+        def forward_s(load: Traffic, kernels: int, n: float) -> float:
+            """The roofline's seconds, and the part of its shorter side that shows."""
+            roofline, size = Roofline(device.reaching(*reached), load), (n, kv_length, batch)
+            shorter = min(roofline.memory_s(*size), roofline.compute_s(*size))
+            return roofline.forward_s(*size) + (1 - device.overlap) * shorter + kernels * device.dispatch
+
+        def draft(candidate: Candidate, width: float = 1.0) -> DraftCost:
+            token = candidate.token
+            return FREE if token is None else DraftCost(forward_s(token, candidate.kernels, width))
+
+        step_s = forward_s(load, kernels, 1)
+        return cls(step_s, lambda n: forward_s(load, kernels, n) / step_s, lambda _: 0.0, draft)  # c0 is not known
+
+    @classmethod
+    def from_table(
+        cls, table: CostTable, keys: Mapping[str, str], footprint: float, kv_length: float, batch: int = 1,
+        doubt: float = 0.0,
+    ) -> "Clock":  # fmt: skip
+        """By times that were measured here with one sequence.
+
+        Args:
+            table: the measured times.
+            keys: of the drafters' costs in it, by the candidates' names. Trees have the usual width of a level.
+            footprint: bytes of the target, by which a draft that was not timed is weighed.
+            kv_length, batch: tokens in each cache, sequences.
+            doubt: relative deviations of the timings by which v(n) is moved.
+        """
+        step_s, spread = table.step(kv_length, batch), _spread(table)
+
+        def v(n: float) -> float:
+            near = f"near {min(table.ns, key=lambda m: abs(m - n))}"
+            return table.v(n, kv_length, batch) * (1 + doubt * spread.get(near, 0.0) if n > 1 else 1)
+
+        def draft(candidate: Candidate, width: float = 1.0) -> DraftCost:  # whatever the width
+            key, token = keys.get(candidate.name), candidate.token
+            if key in table.drafts:
+                return table.drafts[key]
+            return FREE if token is None else DraftCost((token.weight_bytes / footprint + STEP_FLOOR) * step_s)
+
+        return cls(step_s, v, lambda gamma: table.overhead(gamma, kv_length, batch), draft)
 
     def costs(self, candidate: Candidate, gamma: int, width: float = 1.0) -> tuple[float, float]:
         """(c, c0) in plain steps, as `speculative.expected` takes them."""
         draft = self.draft(candidate, width)
         return draft.token_s / self.step_s, self.overhead(gamma) + draft.fixed_s / self.step_s
-
-
-@dataclass(frozen=True)
-class Paper(Clock):
-    """By the roofline: what is read and computed, at shares of a device's peaks that it may reach.
-
-    Attributes:
-        device: with all its peaks.
-        load, kernels: traffic of the target's forward, and the kernels that it starts.
-        kv_length, batch: tokens in each cache, sequences.
-        reached: shares of bandwidth and of arithmetic.
-    """
-
-    device: Device
-    load: Traffic
-    kernels: int
-    kv_length: float
-    batch: int = 1
-    reached: tuple[float, float] = REACHED
-
-    def forward_s(self, load: Traffic, kernels: int, n: float) -> float:
-        """Seconds of a forward of n rows a sequence: the roofline's, and the part of its shorter side that shows."""
-        roofline, size = Roofline(self.device.reaching(*self.reached), load), (n, self.kv_length, self.batch)
-        shorter = min(roofline.memory_s(*size), roofline.compute_s(*size))
-        left = (1 - self.device.overlap) * shorter + kernels * self.device.dispatch
-        return roofline.forward_s(*size) + left
-
-    @functools.cached_property
-    def step_s(self) -> float:
-        return self.forward_s(self.load, self.kernels, 1)
-
-    def v(self, n: float) -> float:
-        return self.forward_s(self.load, self.kernels, n) / self.step_s
-
-    def overhead(self, gamma: int) -> float:
-        return 0.0  # not known
-
-    def draft(self, candidate: Candidate, width: float = 1.0) -> DraftCost:
-        """A forward of one row a token, or of the nodes of a level; nothing for drafts that are copied."""
-        load = candidate.token
-        return FREE if load is None else DraftCost(self.forward_s(load, candidate.kernels, width))
-
-
-@dataclass(frozen=True)
-class Timed(Clock):
-    """By times that were measured here with one sequence.
-
-    Attributes:
-        table: the measured times.
-        keys: of the drafters' costs in it, by the candidates' names.
-        footprint: bytes of the target, by which a draft that was not timed is weighed.
-        kv_length, batch: tokens in each cache, sequences.
-        doubt: relative deviations of the timings by which v(n) is moved.
-    """
-
-    table: CostTable
-    keys: Mapping[str, str]
-    footprint: float
-    kv_length: float
-    batch: int = 1
-    doubt: float = 0.0
-
-    @property
-    def step_s(self) -> float:
-        return self.table.step(self.kv_length, self.batch)
-
-    def v(self, n: float) -> float:
-        plain = self.table.v(n, self.kv_length, self.batch)
-        near = f"near {min(self.table.ns, key=lambda m: abs(m - n))}"
-        return plain * (1 + self.doubt * _spread(self.table).get(near, 0.0)) if n > 1 else plain
-
-    def overhead(self, gamma: int) -> float:
-        return self.table.overhead(gamma, self.kv_length, self.batch)
-
-    def draft(self, candidate: Candidate, width: float = 1.0) -> DraftCost:
-        """As measured (a tree's level by its usual width); else by the bytes a token reads and a floor."""
-        key = self.keys.get(candidate.name)
-        if key in self.table.drafts:
-            return self.table.drafts[key]
-        if candidate.token is None:
-            return FREE
-        share = candidate.token.weight_bytes / self.footprint + STEP_FLOOR
-        return DraftCost(share * self.step_s)
 
 
 def _spread(table: CostTable) -> dict[str, float]:
@@ -260,7 +218,9 @@ class Clocks:
         cls, device: Device, target: ModelOutline, kv_length: float, batch: int, *, kv_dtype: str = "f16"
     ) -> "Clocks":
         load, kernels = target.traffic(kv_dtype=kv_dtype), target.kernels()
-        made = [Paper(device, load, kernels, kv_length, batch, reached) for reached in (REACHED, *REACHED_AT_MOST)]
+        made = [
+            Clock.on_paper(device, load, kernels, kv_length, batch, reached) for reached in (REACHED, *REACHED_AT_MOST)
+        ]
         source = "measured peaks" if device.measured else f"sheet: {device.source}"
         return cls(*made, source=f"{device.title}, on paper ({source})")
 
@@ -268,7 +228,7 @@ class Clocks:
     def from_table(
         cls, table: CostTable, keys: Mapping[str, str], footprint: float, kv_length: float, batch: int = 1
     ) -> "Clocks":
-        made = [Timed(table, keys, footprint, kv_length, batch, doubt) for doubt in (0.0, *DOUBTS)]
+        made = [Clock.from_table(table, keys, footprint, kv_length, batch, doubt) for doubt in (0.0, *DOUBTS)]
         forwards = [value for name, value in _spread(table).items() if name.startswith("near ")]
         usual, note = statistics.median(forwards) if forwards else 0.0, None
         if usual >= RESTLESS:
@@ -362,9 +322,8 @@ def tree_break_even(clock: Clock, candidate: Candidate, nodes: int) -> float | N
     cost, level = _tree_costs(clock, candidate, nodes)
 
     def pays(alpha: float) -> bool:
-        template = _sequoia(cost, level, siblings(Accepted(alpha)), nodes)
-        tokens = DraftShape.tree(template).tokens(Accepted(alpha))
-        return tokens >= cost[template.size] + level * template.max_depth
+        tree = _sequoia(cost, level, siblings(Accepted(alpha)), nodes)
+        return DraftShape.tree(tree).tokens(Accepted(alpha)) >= cost[tree.size] + level * tree.max_depth
 
     return expected.least(pays, steps=12)
 
@@ -389,12 +348,10 @@ class ForecastPoint:
     """One method at one draft length, or with one tree.
 
     Attributes:
-        gamma: tokens that a draft may have, or nodes of the tree.
-        tokens: emitted a round.
-        round_steps: time of a round in plain steps.
+        gamma: tokens that a draft may have, or nodes of the tree; `levels` of the tree, None for chains.
+        tokens, round_steps: emitted a round, and its time in plain steps.
         speedup, low, high: over plain decoding, and its interval: over kinds of text if several were counted, and over
             what the times may be.
-        levels: of the tree, None for chains.
     """
 
     gamma: int
@@ -416,7 +373,6 @@ class Forecast:
     """One method at one acceptance.
 
     Attributes:
-        candidate, acceptance: the drafter, and how often it is right.
         c, c0: a drafted token, and a round of drafts of one token besides, in plain steps.
         points: by draft length.
         break_even: least acceptance at which some length pays, or None.
@@ -437,7 +393,6 @@ class Forecast:
 
     @property
     def pays(self) -> bool:
-        """True if some length is faster than plain decoding."""
         return self.best.speedup > 1
 
     def why_not(self) -> str | None:

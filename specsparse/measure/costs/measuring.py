@@ -139,11 +139,6 @@ class Effort:
     gammas: tuple[int, int] = (2, 7)
 
     @property
-    def far_ns(self) -> tuple[int, ...]:
-        """Rows of the forwards with the longer cache: the least, a middle one and the most."""
-        return tuple(sorted({self.ns[0], self.ns[len(self.ns) // 2], self.ns[-1]}))
-
-    @property
     def room(self) -> int:
         """Tokens that the tests add to the cache."""
         return self.decode * (max(self.gammas) + 1) + max(self.ns) + max(self.gammas) + 2
@@ -170,8 +165,7 @@ def load_or_measure(
     model: Model, *, refresh: bool = False, effort: Effort | None = None, bar: Bar = silent
 ) -> CostTable:
     """The model's kept table; without one it is measured (half a minute for a small model) and kept."""
-    known = None if refresh else timing_cache.load(model)
-    if known is not None:
+    if not refresh and (known := timing_cache.load(model)) is not None:
         return known
     effort = effort or Effort()
     with bar("measuring forwards and rounds of this machine", effort.repeats) as done:
@@ -193,7 +187,8 @@ def measure(model: Model, *, effort: Effort | None = None, done: Callable[[], No
 
     # Each returns seconds: of a forward, of a round with its share of the call, of a call.
     timings: dict[str, Callable[[], float]] = {}
-    for name, depth, ns in (("near", effort.near, effort.ns), ("far", effort.far, effort.far_ns)):
+    far_ns = tuple(sorted({effort.ns[0], effort.ns[len(effort.ns) // 2], effort.ns[-1]}))
+    for name, depth, ns in (("near", effort.near, effort.ns), ("far", effort.far, far_ns)):
         side = Ours(model, depth=depth, room=effort.room, forwards=effort.forwards)
         timings |= {f"{name} {n}": partial(side.verify, n) for n in ns}
     ids = token_ids(effort.near + 1, model.config.vocab_size)
@@ -207,7 +202,6 @@ def measure(model: Model, *, effort: Effort | None = None, done: Callable[[], No
 
     raw = [at[f"near {n}"] for n in effort.ns]
     forward = rising(raw)
-    far_ns = effort.far_ns
     near = [forward[effort.ns.index(n)] for n in far_ns]
     windows = LayerWindows.from_config(model.config)
     distance = windows.read(1, effort.far) - windows.read(1, effort.near)
@@ -219,19 +213,9 @@ def measure(model: Model, *, effort: Effort | None = None, done: Callable[[], No
     fixed_s, token_s = fit_overhead(effort.gammas, more)
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return CostTable(
-        ns=effort.ns,
-        kv_base=effort.near,
-        forward_s=tuple(forward),
-        kv_s=kv_s,
-        kv_row_s=kv_row_s,
-        plain_s=step[0],
-        round_s=fixed_s,
-        round_token_s=token_s,
-        host_s=host_s,
-        bandwidth=device.bandwidth,
-        int8=device.int8,
-        f32=device.f32,
-        windows=windows,
+        ns=effort.ns, kv_base=effort.near, forward_s=tuple(forward), kv_s=kv_s, kv_row_s=kv_row_s, plain_s=step[0],
+        round_s=fixed_s, round_token_s=token_s, host_s=host_s, bandwidth=device.bandwidth, int8=device.int8,
+        f32=device.f32, windows=windows,
         residuals={
             "spread": spread,
             "kv": dict(zip(map(str, far_ns), kv_errors, strict=True)),
@@ -239,29 +223,23 @@ def measure(model: Model, *, effort: Effort | None = None, done: Callable[[], No
             "rising": max(abs(f / r - 1) for f, r in zip(forward, raw, strict=True)),
         },
         identity={**timing_cache.identity(model), "date": date},
-    )
+    )  # fmt: skip
 
 
 LENGTHS = (2, 7)
-"""Lengths of the chains from which the cost of a token and of a round are told apart."""
 TEMPLATES = (TreeTemplate.kary((3,)), TreeTemplate.kary((3, 1, 1)))
-"""Trees of one level and of three, likewise."""
+"""Chains of two lengths and trees of one level and of three, to tell a token's or level's cost from a round's."""
+STRETCHES = 12
+"""Timings of one method; together they are as many rounds as are asked for, if the context holds so many. From four
+the cost of a drafted token was known to 0.02 plain steps."""
 
 
 def table_for(
     model: Model, name: str, options: Mapping[str, object], *, draw: str | None = None, bar: Bar = silent
 ) -> tuple[CostTable, str]:
-    """The model's table with the cost of a drafter, measured if it is not known yet, and its key.
+    """`table_with_draft` for a drafter by name, and the key of its cost.
 
-    Args:
-        model: the target.
-        name, options: of the drafter.
-        draw: None for chains, `token_s` is then the cost of a token; of static trees how children are drawn, and
-            `token_s` is the cost of a level.
-        bar: shows progress.
-
-    Raises:
-        UserError: an unknown drafter or option.
+    With `draw`, how static trees draw children, `token_s` is the cost of a level; without, that of a chain's token.
     """
 
     def methods() -> list[Method]:
@@ -294,13 +272,9 @@ def table_for_tree(
 def table_with_draft(
     model: Model, key: str, methods: Callable[[], Sequence[Method]], *, bar: Bar = silent
 ) -> CostTable:
-    """The model's table with the cost of one drafter, both measured if they are not known yet, and kept.
+    """The model's table with the cost of one drafter under `key`, both measured if they are not known yet, and kept.
 
-    Args:
-        model: the target.
-        key: under which the cost is kept, with everything that changes it.
-        methods: called to measure it; see `measure_draft`.
-        bar: shows progress.
+    `methods` is called to measure it; see `measure_draft`.
     """
     table = load_or_measure(model, bar=bar)
     if key not in table.drafts:
@@ -314,95 +288,71 @@ def table_with_draft(
 def measure_draft(model: Model, table: CostTable, methods: Sequence[Method], *, rounds: int = 96) -> DraftCost:
     """The cost of drafting in real rounds: their time less what the table says of the forward and the round.
 
-    The text is a repeated passage, so that lookups find something. Plain steps are interleaved with stretches of
-    rounds, and the table's times are scaled by them.
-
     Args:
         model: the target.
         table: its measured times.
         methods: one drafter with drafts of one or two sizes. Two tell the cost of a token (of a level, if they are
             trees) from that of a round; with one, all of it is the round's.
-        rounds: of all stretches together.
+        rounds: of all stretches together; a third of them if a plain step takes more than 30 ms, and fewer if the
+            context does not hold them.
     """
-    stretches, points = _Stretches(model, table, max(m.max_nodes for m in methods), rounds), []
+    once = token_ids(24, model.config.vocab_size, seed=1).tolist()  # repeated, so that lookups find something
+    ids = np.asarray([*once, *once, *once, *once[:8]], np.int32)[: model.config.context_length // 2]
+    left = (model.config.context_length - len(ids)) // (max(m.max_nodes for m in methods) + 1)
+    most = min(rounds if table.plain_s < 0.03 else rounds // 3, left - 1 - STRETCHES)
+    rounds = max(1, most // STRETCHES)
+    plain = Loop(model, Method(), ids, room=rounds + 1)
+    plain.run(rounds)  # compiles
+    points = []
     for method in methods:
         assert method.drafter is not None
-        found = stretches.time(method, nodes=method.max_nodes, depth=method.drafter.max_depth)
+        depth = method.drafter.max_depth
+        loop = Loop(model, method, ids, room=(STRETCHES * (rounds + 1) + 1) * (depth + 1))
+        found = time_stretches(table, loop, plain, nodes=method.max_nodes, rounds=rounds)
         if found:
-            drafted = method.drafter.max_depth if method.drafter.tree else statistics.fmean(m for m, _ in found)
+            drafted = depth if method.drafter.tree else statistics.fmean(m for m, _ in found)
             points.append((float(drafted), statistics.median(s for _, s in found)))
     return fit_draft(points)
 
 
-def _passage(model: Model) -> np.ndarray:
-    """A repeated passage, at most half the context."""
-    once = token_ids(24, model.config.vocab_size, seed=1).tolist()
-    return np.asarray([*once, *once, *once, *once[:8]], np.int32)[: model.config.context_length // 2]
+def time_stretches(table: CostTable, loop: Loop, plain: Loop, *, nodes: int, rounds: int) -> list[tuple[float, float]]:
+    """(tokens drafted, seconds that takes) in a round that drafts, for each stretch of rounds until the text ends.
 
+    Stretches are interleaved with as many plain steps on the same text, and the table's times are scaled by them. The
+    first round of a stretch is not timed: after another program it reads from memory what later rounds find in the
+    caches.
+    """
+    loop.run(1)  # compiles
+    places: list[tuple[Counters, float]] = []  # before and after each stretch
 
-_STRETCHES = 12
-"""Timings of one method; together they are as many rounds as are asked for, if the context holds so many. From four
-the cost of a drafted token was known to 0.02 plain steps."""
-_LONG_S = 0.03
-"""A plain step from which on fewer rounds are timed."""
+    def mark() -> None:
+        places.append((loop.session.counters()[0], float(loop.session.state.length[0])))
 
+    def ahead() -> float:
+        loop.run(1)
+        mark()
+        took = loop.run(rounds)
+        mark()
+        return took
 
-class _Stretches:
-    """Stretches of rounds of a method, interleaved with as many plain steps on the same text."""
+    def plainly() -> float:
+        plain.again(1)
+        return plain.run(rounds)
 
-    def __init__(self, model: Model, table: CostTable, nodes: int, rounds: int):
-        """For drafts of up to `nodes` nodes; fewer rounds if the context holds no more, or a step takes long."""
-        self.model, self.table, self.ids = model, table, _passage(model)
-        rounds = rounds if table.plain_s < _LONG_S else rounds // 3
-        left = (model.config.context_length - len(self.ids)) // (nodes + 1)
-        self.rounds = max(1, min(rounds, left - 1 - _STRETCHES) // _STRETCHES)
-        self.plain = Loop(model, Method(), self.ids, room=self.rounds + 1)
-        self.plain.run(self.rounds)  # compiles
-
-    def time(self, method: Method, *, nodes: int, depth: int) -> list[tuple[float, float]]:
-        """(tokens drafted, seconds that takes) in a round that drafts, for each stretch until the text ends.
-
-        The first round of a stretch is not timed: after another program it reads from memory what later rounds find in
-        the caches.
-
-        Args:
-            method: with its drafter.
-            nodes: that a draft has room for.
-            depth: most tokens that a draft adds to the text.
-        """
-        table = self.table
-        loop = Loop(self.model, method, self.ids, room=(_STRETCHES * (self.rounds + 1) + 1) * (depth + 1))
-        loop.run(1)  # compiles
-        places: list[tuple[Counters, float]] = []  # before and after each stretch
-
-        def mark() -> None:
-            places.append((loop.session.counters()[0], float(loop.session.state.length[0])))
-
-        def ahead() -> float:
-            loop.run(1)
-            mark()
-            took = loop.run(self.rounds)
-            mark()
-            return took
-
-        def plainly() -> float:
-            self.plain.again(1)
-            return self.plain.run(self.rounds)
-
-        # A call of the method hands over more state than one of plain decoding, so it takes longer by itself.
-        calls = {"method": ahead, "plain": plainly, "call": partial(loop.run, 0)}
-        taken = interleaved(calls, repeats=_STRETCHES, warm_up=0)
-        call_s = statistics.median(taken["call"])
-        plain_kv = float(self.plain.session.state.length[0])
-        found = []
-        for (first, start), (c, end), took, plain_s in zip(places[::2], places[1::2], taken["method"], taken["plain"]):
-            ran, drafts = c.num_rounds - first.num_rounds, c.num_drafts - first.num_drafts
-            if not ran:
-                break
-            if not drafts:
-                continue
-            drafted, kv = c.num_draft_tokens - first.num_draft_tokens, (start + end) / 2
-            rest = drafts * table.round(1 + drafted / drafts, nodes, kv) + (ran - drafts) * table.step(kv)
-            speed = (plain_s - table.host_s) / (self.rounds * table.step(plain_kv))
-            found.append((drafted / drafts, max((took - call_s) / speed - rest, 0.0) / drafts))
-        return found
+    # A call of the method hands over more state than one of plain decoding, so it takes longer by itself.
+    calls = {"method": ahead, "plain": plainly, "call": partial(loop.run, 0)}
+    taken = interleaved(calls, repeats=STRETCHES, warm_up=0)
+    call_s = statistics.median(taken["call"])
+    plain_kv = float(plain.session.state.length[0])
+    found = []
+    for (first, start), (c, end), took, plain_s in zip(places[::2], places[1::2], taken["method"], taken["plain"]):
+        ran, drafts = c.num_rounds - first.num_rounds, c.num_drafts - first.num_drafts
+        if not ran:
+            break
+        if not drafts:
+            continue
+        drafted, kv = c.num_draft_tokens - first.num_draft_tokens, (start + end) / 2
+        rest = drafts * table.round(1 + drafted / drafts, nodes, kv) + (ran - drafts) * table.step(kv)
+        speed = (plain_s - table.host_s) / (rounds * table.step(plain_kv))
+        found.append((drafted / drafts, max((took - call_s) / speed - rest, 0.0) / drafts))
+    return found

@@ -48,13 +48,7 @@ def kv_bytes(config: ModelConfig, tokens: float, kv_dtype: str) -> float:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A tensor that every forward reads.
-
-    Attributes:
-        type_name: GGUF type.
-        nbytes: in the file.
-        macs_per_row: multiply-adds a row; 0 for norms and biases.
-    """
+    """A tensor that every forward reads: GGUF type, bytes, and multiply-adds a row (0 for norms and biases)."""
 
     type_name: str
     nbytes: float
@@ -141,12 +135,9 @@ class ModelOutline:
     """A model's shape and tensors; no weights.
 
     Attributes:
-        name: as it was asked for.
-        config: its shape.
         tensors: (name, GGUF type, bytes) of each.
         source: where that is from, in words.
-        path: the file, if it is on this machine.
-        file: its open header.
+        path: the file, if it is on this machine; `file` is an open header.
     """
 
     name: str
@@ -158,7 +149,6 @@ class ModelOutline:
 
     @classmethod
     def from_file(cls, name: str, path: Path, *, source: str = "the header of the file") -> "ModelOutline":
-        """From a file's header; UserError if it is no GGUF file, or no model that runs here."""
         f = open_gguf(path)
         config = ModelConfig.from_gguf(f)
         tensors = tuple((key, t.type.name, float(t.nbytes)) for key, t in f.tensors.items())
@@ -166,8 +156,7 @@ class ModelOutline:
 
     @classmethod
     def from_shape(cls, name: str, shape: Shape) -> "ModelOutline":
-        """From a shape of the catalogue; UserError for an architecture that does not run here."""
-        config = config_from_shape(name, shape)
+        config = config_from_shape(shape)
         typed = shape.typed(config.tensor_shapes())
         tensors = tuple((key, kind, math.prod(size) * bits_per_weight(kind) / 8) for key, kind, size in typed)
         return cls(name, config, tensors, f"its shape in the catalogue, weights in {shape.weights}")
@@ -213,10 +202,8 @@ def outline(spec: str) -> ModelOutline:
     return ModelOutline.from_shape(spec, entry.shape)
 
 
-def config_from_shape(name: str, shape: Shape) -> ModelConfig:
+def config_from_shape(shape: Shape) -> ModelConfig:
     """The config of a shape; what no traffic depends on (epsilon, base of the rotation) is made up."""
-    if shape.architecture not in ARCHITECTURES:
-        raise UserError(f"{name}: architecture {shape.architecture} is not one of {', '.join(ARCHITECTURES)}")
     family, head_dim = ARCHITECTURES[shape.architecture], shape.head_dim or shape.width // shape.heads
     return ModelConfig(
         architecture=shape.architecture, n_layers=shape.layers, d_model=shape.width, n_heads=shape.heads,

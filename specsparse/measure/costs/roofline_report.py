@@ -11,13 +11,13 @@ from specsparse.measure.costs.roofline import Roofline, Traffic, bits_per_weight
 from specsparse.runtime.timing_cache import CostTable
 from specsparse.speculative import expected
 from specsparse.support.files import Json
-from specsparse.support.tables import new
+from specsparse.support.tables import cell, new
 
 WEIGHT_TYPES = ("F32", "F16", "Q8_0", "Q6_K", "Q5_K", "Q5_0", "Q4_K", "Q4_1", "Q4_0", "IQ4_XS", "Q3_K", "Q2_K")
 KV_LENGTHS = (256, 1024, 4096, 16384, 32768)
 ALPHAS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
 MIB = 2**20
-_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 
 def roofline_report(
@@ -29,6 +29,13 @@ def roofline_report(
         kv_length = table.kv_base if table else 128
     roofline = Roofline(device, load)
     others = [Roofline(d, load) for d in (device, *(d for d in sheets().values() if d.name != device.name))]
+    rates = [
+        {
+            "name": d.name, "title": d.title, "measured": d.measured, "bytes_per_second": d.bandwidth,
+            "macs_per_second": {kind: d.peak(kind) for kind in ("int8", "f16", "f32")},
+        }
+        for d in (other.device for other in others)
+    ]  # fmt: skip
     weight_types = []
     for name in WEIGHT_TYPES:
         as_type = load.requantised(name)
@@ -43,85 +50,63 @@ def roofline_report(
     for n in KV_LENGTHS:  # where layers have windows, what a step reads in the model's own type too
         read = {"read": load.read_bytes(1, n - 1) - load.weight_bytes} if load.windows else {}
         caches.append({"kv_length": n, **{kind: kv_bytes(config, n, kind) for kind in ("f32", "f16")}, **read})
+    forwards, decode, speculation = [], [], []
+    for n in table.ns if table else ROWS:
+        predicted, memory_bound = roofline.forward_s(n, kv_length), roofline.memory_s(n, kv_length)
+        memory_bound = memory_bound >= roofline.compute_s(n, kv_length)
+        row: Json = {"n": n, "predicted_s": predicted, "predicted_v": roofline.v(n, kv_length),
+                     "bound": "memory" if memory_bound else "compute"}  # fmt: skip
+        if table:
+            row["measured_s"] = table.forward(n, kv_length)
+            row["measured_v"] = row["measured_s"] / table.forward(1, kv_length)
+            row["spread"] = table.residuals.get("spread", {}).get(f"near {n}")
+        forwards.append(row)
+    for kv in (n for n in (128, 512, *KV_LENGTHS[1:]) if n <= config.context_length):
+        row = {"kv_length": kv, "predicted": roofline.tokens_per_second(kv)}
+        if table:  # beyond the lengths of the fit this is a prediction too
+            row |= {"measured": 1 / table.step(kv), "share": 1 / table.step(kv) / row["predicted"]}
+        decode.append(row)
+    for alpha in ALPHAS:
+        gamma, gain = expected.best_gamma(alpha, lambda n: roofline.v(n, kv_length))
+        row = {"alpha": alpha, "predicted_gamma": gamma, "predicted_speedup": gain}
+        if table:
+            row["measured_gamma"], row["measured_speedup"] = table.best_gamma(alpha, kv_length=kv_length)
+        speculation.append(row)
     return {
-        "device": _device(device),
+        "device": rates[0],
         "kv_length": kv_length,
         "weights": {"bytes_read": load.weight_bytes, "bytes_by_type": load.by_type()},
-        "forwards": _forwards(roofline, table, kv_length),
-        "decode": _decode(roofline, table, config.context_length),
+        "forwards": forwards,
+        "decode": decode,
         "weight_types": weight_types,
         "kv_cache": caches,
         "devices": [
             {
-                **_device(other.device),
+                **rate,
                 "tokens_per_second": other.tokens_per_second(kv_length),
                 "v8": other.v(8, kv_length),
                 "rows_until_compute": other.balance(),
             }
-            for other in others
+            for rate, other in zip(rates, others, strict=True)
         ],
-        "speculation": _speculation(roofline, table, kv_length),
+        "speculation": speculation,
         "measured": None if table is None else table.to_dict(),
     }
 
 
-def _device(device: Device) -> Json:
-    return {
-        "name": device.name,
-        "title": device.title,
-        "measured": device.measured,
-        "bytes_per_second": device.bandwidth,
-        "macs_per_second": {kind: device.peak(kind) for kind in ("int8", "f16", "f32")},
-    }
-
-
-def _forwards(roofline: Roofline, table: CostTable | None, kv_length: int) -> list[Json]:
-    """v(n) predicted and measured, with the deviation between repeats."""
-    out = []
-    for n in table.ns if table else _ROWS:
-        row: Json = {
-            "n": n,
-            "predicted_s": roofline.forward_s(n, kv_length),
-            "predicted_v": roofline.v(n, kv_length),
-            "bound": "memory" if roofline.memory_s(n, kv_length) >= roofline.compute_s(n, kv_length) else "compute",
-        }
-        if table:
-            row |= {
-                "measured_s": table.forward(n, kv_length),
-                "measured_v": table.forward(n, kv_length) / table.forward(1, kv_length),
-                "spread": table.residuals.get("spread", {}).get(f"near {n}"),
-            }
-        out.append(row)
-    return out
-
-
-def _decode(roofline: Roofline, table: CostTable | None, context: int) -> list[Json]:
-    """Tokens per second of plain decoding by tokens in the cache; the measured ones beyond the fit are predictions."""
-    out = []
-    for kv in (length for length in (128, 512, *KV_LENGTHS[1:]) if length <= context):
-        row = {"kv_length": kv, "predicted": roofline.tokens_per_second(kv)}
-        if table:
-            row |= {"measured": 1 / table.step(kv), "share": 1 / table.step(kv) / row["predicted"]}
-        out.append(row)
-    return out
-
-
-def _speculation(roofline: Roofline, table: CostTable | None, kv_length: int) -> list[dict[str, float]]:
-    """The best draft length and its speed-up for a draft that costs nothing, by acceptance."""
-    out = []
-    for alpha in ALPHAS:
-        gamma, gain = expected.best_gamma(alpha, lambda n: roofline.v(n, kv_length))
-        row: dict[str, float] = {"alpha": alpha, "predicted_gamma": gamma, "predicted_speedup": gain}
-        if table:
-            row["measured_gamma"], row["measured_speedup"] = table.best_gamma(alpha, kv_length=kv_length)
-        out.append(row)
-    return out
-
-
 def tables(report: Json) -> Iterator[Table | Text]:
     """All tables with a heading each. A report with `measured` times has more columns."""
-    yield from map(Text, _device_and_fit(report["device"], report["measured"]))
-    measured = report["measured"] is not None
+    device, fit = report["device"], report["measured"]
+    measured, macs = fit is not None, device["macs_per_second"]
+    rates = ", ".join(f"{kind} {_digits(macs[kind] / 1e9)}" for kind in ("int8", "f16", "f32"))
+    source = "measured" if device["measured"] else "by its data sheet"
+    yield Text(f"{device['title']}: reads {device['bytes_per_second'] / 1e9:.1f} GB/s, GMAC/s: {rates} ({source})")
+    if measured:
+        errors: Sequence[float] = list((fit["residuals"].get("kv") or {}).values())
+        off = f"fit over the cache's length off by at most {max(map(abs, errors)):.1%}, " if errors else ""
+        spread = max((fit["residuals"].get("spread") or {"": 0.0}).values())
+        step, call = 1e3 * fit["plain_s"], f"a call of the loop {1e3 * fit['host_s']:.2f} ms"
+        yield Text(f"plain step {step:.2f} ms, {call}; {off}deviation of timings at most {spread:.1%}")
     forwards = []
     for row in report["forwards"]:
         cells = [str(row["n"]), f"{1e3 * row['predicted_s']:.3f}", f"{row['predicted_v']:.2f}", row["bound"]]
@@ -166,7 +151,16 @@ def tables(report: Json) -> Iterator[Table | Text]:
     yield from _part("speculation with a draft that costs nothing: best gamma and speed-up", columns, free)
     if report.get("drafting"):
         yield Text("drafting, measured on the built-in prompts: cost, acceptance, predicted speed-up", style="bold")
-        yield _drafting_table(report["drafting"])
+        # Chains at the length that suits them; `gamma` of a tree is its nodes a round, and all its cost is the round's.
+        price = ("a round, ms", "a token, ms", "in plain steps")
+        table = new("method", *price, "alpha", "gamma", "tok/round", "speed-up", wrap=(0,))
+        for row in report["drafting"]:
+            steps = (row["round_s"] + row["token_s"] * row["gamma"]) / row["step_s"]
+            costs = (f"{1e3 * row['round_s']:.3f}", f"{1e3 * row['token_s']:.3f}", f"{steps:.2f}")
+            gamma, tokens = f"{row['gamma']:.3g}", f"{row['tokens']:.2f}"
+            gain = f"{row['predicted_speedup']:.2f}"
+            table.add_row(row["method"], *costs, cell(row["alpha"], ".2f"), gamma, tokens, gain)
+        yield table
 
 
 def _part(heading: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[Table | Text]:
@@ -175,33 +169,6 @@ def _part(heading: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -
         table.add_row(*row)
     yield Text(heading, style="bold")
     yield table
-
-
-def _device_and_fit(device: Json, measured: Json | None) -> Iterator[str]:
-    """A line on the device, and one on how well the measured times fit."""
-    macs, source = device["macs_per_second"], "measured" if device["measured"] else "by its data sheet"
-    rates = ", ".join(f"{kind} {_digits(macs[kind] / 1e9)}" for kind in ("int8", "f16", "f32"))
-    yield f"{device['title']}: reads {device['bytes_per_second'] / 1e9:.1f} GB/s, GMAC/s: {rates} ({source})"
-    if measured:
-        residuals = measured["residuals"]
-        errors: Sequence[float] = list((residuals.get("kv") or {}).values())
-        fit = f"fit over the cache's length off by at most {max(map(abs, errors)):.1%}, " if errors else ""
-        spread = residuals.get("spread") or {"": 0.0}
-        step, call = 1e3 * measured["plain_s"], f"a call of the loop {1e3 * measured['host_s']:.2f} ms"
-        yield f"plain step {step:.2f} ms, {call}; {fit}deviation of timings at most {max(spread.values()):.1%}"
-
-
-def _drafting_table(rows: list[Json]) -> Table:
-    """Chains at the length that suits them; `gamma` of a tree is its nodes a round, and all its cost is the round's."""
-    price = ("a round, ms", "a token, ms", "in plain steps")
-    table = new("method", *price, "alpha", "gamma", "tok/round", "speed-up", wrap=(0,))
-    for row in rows:
-        steps = (row["round_s"] + row["token_s"] * row["gamma"]) / row["step_s"]
-        alpha = "-" if row["alpha"] is None else f"{row['alpha']:.2f}"
-        gamma, tokens = f"{row['gamma']:.3g}", f"{row['tokens']:.2f}"
-        costs = (f"{1e3 * row['round_s']:.3f}", f"{1e3 * row['token_s']:.3f}", f"{steps:.2f}")
-        table.add_row(row["method"], *costs, alpha, gamma, tokens, f"{row['predicted_speedup']:.2f}")
-    return table
 
 
 def _digits(value: float) -> str:

@@ -146,9 +146,10 @@ def advise(question: Question, *, bar: Bar = silent) -> Advice:
         UserError: an unknown model or device, a context that the model has no room for, or a task that was not counted.
     """
     if question.task is not None:
-        known = acceptance.kept_tasks(_usual(question.target))
-        if question.counted is not None:
-            known = {task for rates in question.counted.values() for task in rates.tasks}
+        kept = (rates for (model, _), rates in acceptance.kept_rates().items() if model == _usual(question.target))
+        known = {
+            task for rates in (kept if question.counted is None else question.counted.values()) for task in rates.tasks
+        }
         if question.task not in known:
             raise UserError(f"--task {question.task}: nothing was counted on such texts{nearest(question.task, known)}")
     target, draft_models = outline(question.target), tuple(map(outline, question.draft_models))
@@ -213,11 +214,11 @@ def _acceptances(question: Question, candidate: Candidate) -> list[AcceptedRates
     if question.alphas:
         return [acceptance.swept(alpha) for alpha in question.alphas]
     if question.counted is None:
-        known = acceptance.kept_rates(_usual(question.target), _usual(candidate.chain))
+        known = acceptance.kept_rates().get((_usual(question.target), _usual(candidate.chain)))
     else:
         known = question.counted.get(candidate.chain) or question.counted.get(candidate.drafter)
-    if known is not None and question.task is not None:
-        known = known.for_task(question.task)
+    if known is not None and (task := question.task) is not None:
+        known = AcceptedRates(f"{known.source}, {task}", {task: known.tasks[task]}) if task in known.tasks else None
     if known is None:
         return [acceptance.swept(alpha) for alpha in SWEEP]
     supposed = candidate.tree and not all(a.ranks for a in known.tasks.values())

@@ -39,7 +39,7 @@ from specsparse.kernels.packing.pack import layout_of
 from specsparse.kernels.packing.random_blocks import random_quantised
 from specsparse.kernels.qtensor import BLOCK, ROWS, Layout
 from specsparse.measure import manifest
-from specsparse.measure.costs.forecast import Paper
+from specsparse.measure.costs.forecast import Clock
 from specsparse.measure.costs.roofline import ModelOutline, config_from_shape, kv_bytes
 from specsparse.measure.trials import Ours, token_ids
 from specsparse.models import catalogue
@@ -114,7 +114,7 @@ def random_model(
     is the rows of every step; None is the automatic one, `kernels.TILE_ROWS` if kernels need one; 0 is none.
     """
     shape = shape_of(name)
-    config = config_from_shape(name, replace(shape, layers=layers or shape.layers))
+    config = config_from_shape(replace(shape, layers=layers or shape.layers))
     chosen = kernels.get(backend)
     params, nbytes = random_params(config, kind, chosen.kept)
     forward = OneDevice().make_forward(config, chosen, None)
@@ -451,7 +451,7 @@ def predictions(plan: CardPlan, devices: Sequence[str] = DEVICES) -> list[Json]:
         device = sheets()[sheet]
         outline = ModelOutline.from_shape(name, replace(shape_of(name), weights=kind))  # type: ignore[arg-type]
         load = outline.traffic().requantised(kind)  # every matrix in that type, the output too
-        paper = Paper(device, load, outline.kernels(), PROMPT + plan.tokens / 2)
+        paper = Clock.on_paper(device, load, outline.kernels(), PROMPT + plan.tokens / 2)
         fits = device.memory is None or load.weight_bytes < device.memory
         rows.append({
             "device": device.title, "model": name, "type": kind, "fits": fits, "step_s": paper.step_s,
@@ -476,7 +476,7 @@ def hybrid(plan: CardPlan) -> Iterator[Json]:
     """Seconds of a step: hot and cold at once, whole layers of the same bytes on the card, and the host alone."""
     shape = replace(shape_of(plan.large), weights="Q4_0")
     shape = shape if plan.tiny else replace(shape, layers=plan.layers or LAYERS)
-    config = replace(config_from_shape(plan.large, shape), activation="relu")
+    config = replace(config_from_shape(shape), activation="relu")
     card, host = jax.devices()[0], jax.devices("cpu")[-1]
     own, beside, count = kernels.get(plan.backend), host_kernels(), config.n_layers
     hot, size, std = round(_HOT * config.d_ff), (config.d_ff, config.d_model), config.d_model**-0.5

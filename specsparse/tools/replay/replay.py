@@ -78,7 +78,7 @@ def replay(
     if widths is not None:
         shape = _narrower(recording, widths)
     elif gamma is None or 1 <= gamma <= depth:
-        shape = (recording.nodes,) * (gamma or depth)
+        shape = (recording.tokens.shape[1],) * (gamma or depth)
     else:
         raise UserError(f"gamma={gamma}: the record has drafts of 1..{depth} tokens")
     judged_at = about["temperature"] if temperature is None else temperature

@@ -346,12 +346,11 @@ class ColdLoop:
         return self.run(rounds)
 
 
-def test_a_stretch_is_timed_once_its_weights_are_in_the_caches(monkeypatch):
-    monkeypatch.setattr(measuring, "Loop", ColdLoop)
-    monkeypatch.setattr(measuring, "Method", lambda: 0)
-    monkeypatch.setattr(measuring, "_passage", lambda model: [1] * 100)
-    model = SimpleNamespace(config=SimpleNamespace(context_length=4096))
+@pytest.mark.parametrize("gamma", [2, 7])
+def test_a_stretch_is_timed_once_its_weights_are_in_the_caches(gamma):
+    rounds = 96 // measuring.STRETCHES
+    plain = ColdLoop(None, 0, [1] * 100, room=rounds + 1)
+    loop = ColdLoop(None, gamma, [1] * 100, room=(measuring.STRETCHES * (rounds + 1) + 1) * (gamma + 1))
     flat = table(kv_s=0.0, kv_row_s=0.0)
-    for gamma in (2, 7):
-        found = measuring._Stretches(model, flat, gamma, 96).time(gamma, nodes=gamma, depth=gamma)
-        assert found == [(gamma, pytest.approx(gamma * 3e-4))] * 12
+    found = measuring.time_stretches(flat, loop, plain, nodes=gamma, rounds=rounds)
+    assert found == [(gamma, pytest.approx(gamma * 3e-4))] * measuring.STRETCHES

@@ -6,7 +6,7 @@ import pytest
 
 import specsparse
 from specsparse.measure.costs import measuring
-from specsparse.measure.costs.forecast import Timed
+from specsparse.measure.costs.forecast import Clock
 from specsparse.runtime import timing_cache
 from specsparse.runtime.timing_cache import CostTable, DraftCost
 from specsparse.testing import write_tiny_gguf
@@ -89,7 +89,7 @@ def test_on_paper_this_machine_decodes_nothing(model, monkeypatch):
 
 
 def test_a_batch_reads_the_weights_once_and_every_cache():
-    one, four = (Timed(TABLE, {}, 1.0, 100.0, batch) for batch in (1, 4))
+    one, four = (Clock.from_table(TABLE, {}, 1.0, 100.0, batch) for batch in (1, 4))
     further = (0.0 + 90) * (1e-6 + 1e-7)
     assert one.step_s == pytest.approx(0.010 + further)
     assert four.step_s == pytest.approx(0.010 + (0.016 - 0.010) + 4 * further + 3 * 1e-6 * 11)

@@ -46,12 +46,12 @@ def table(model, monkeypatch, tmp_path):
     return flat
 
 
-def test_acceptance_of_a_chain_is_accepted_over_tested(model):
+def test_acceptance_of_a_chain_is_accepted_over_tested(model, table):
     truth = specsparse.generate(model, PROMPT, max_tokens=200, ignore_eos=True).token_ids
     drafter = Scripted.chain(3, (1,), vocab_size=model.config.vocab_size, truth=(*PROMPT, *truth))
     method = resolve(MethodSpec(drafter, "match"), model)
-    counted = acceptance.counters(acceptance.sessions(model, method, [PROMPT], GREEDY))
-    assert acceptance.chain_rate(counted) == (0.5,)  # one right, then one wrong, every round
+    found = acceptance.table_with_acceptance(model, "scripted", lambda: method, [PROMPT], GREEDY)
+    assert found.acceptance == {"scripted": (0.5,)}  # one right, then one wrong, every round
 
 
 def test_the_child_of_rank_zero_of_a_perfect_draft_is_always_accepted(model):

@@ -96,12 +96,6 @@ def test_the_interval_of_a_share_is_exact(trials):
         assert intervals.binomial(k, trials) == pytest.approx((wanted.low, wanted.high), abs=1e-9)
 
 
-def test_a_share_needs_trials():
-    for count, trials in ((0, 0), (3, 2), (-1, 4)):
-        with pytest.raises(ValueError, match="no share"):
-            intervals.binomial(count, trials)
-
-
 def logits(seed, rows=40, vocabulary=30):
     return np.random.default_rng(seed).normal(0, 2, (rows, vocabulary)).astype(np.float32)
 
