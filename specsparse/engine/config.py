@@ -227,12 +227,10 @@ class _Reader:
     def size(self, key: str, default: int | None = None, most: int = _MAX_SIZE) -> int:
         """An int in 1..most; an array stands for its value if all layers agree."""
         array = self.f.metadata.get(f"{self.arch}.{key}")
-        if isinstance(array, np.ndarray) and array.dtype.kind in "iu" and len(array):
-            if (array != array[0]).any():
-                raise self.fail(key, array.tolist(), "a value that differs between layers, which is not supported")
-            value = int(array[0])
-        else:
-            value = self.get(key, "int", default)
+        by_layer = isinstance(array, np.ndarray) and array.dtype.kind in "iu" and len(array) > 0
+        value = int(array[0]) if by_layer else self.get(key, "int", default)
+        if by_layer and (array != value).any():
+            raise self.fail(key, array.tolist(), "a value that differs between layers, which is not supported")
         if not 1 <= value <= most:
             raise self.fail(key, value, f"1 to {most} is allowed")
         return value
@@ -260,21 +258,28 @@ class _Reader:
                 raise self.fail(key, value, f"only {only} is supported")
         d_model, n_heads = self.size("embedding_length"), self.size("attention.head_count")
         n_kv_heads = self.size("attention.head_count_kv", n_heads)
-        if n_heads % n_kv_heads:
-            raise self.fail("attention.head_count_kv", n_kv_heads, f"which does not divide the {n_heads} heads")
-        if f"{self.arch}.attention.key_length" not in f.metadata and d_model % n_heads:
-            raise self.fail("attention.head_count", n_heads, f"which does not divide the width {d_model}")
         head_dim = self.size("attention.key_length", max(d_model // n_heads, 1))
-        if head_dim % 2:
-            raise self.fail("attention.key_length", head_dim, "RoPE needs an even head dimension")
-        for key in ("attention.value_length", "rope.dimension_count"):
-            if (value := self.size(key, head_dim)) != head_dim:
-                raise self.fail(key, value, f"the head dimension {head_dim} is needed")
+        divided = f"{self.arch}.attention.key_length" not in f.metadata
+        widths = [(key, self.size(key, head_dim)) for key in ("attention.value_length", "rope.dimension_count")]
+        for key, value, wrong, wanted in (
+            ("attention.head_count_kv", n_kv_heads, n_heads % n_kv_heads, f"which does not divide the {n_heads} heads"),
+            (
+                "attention.head_count",
+                n_heads,
+                divided and d_model % n_heads,
+                f"which does not divide the width {d_model}",
+            ),
+            ("attention.key_length", head_dim, head_dim % 2, "RoPE needs an even head dimension"),
+            *((key, value, value != head_dim, f"the head dimension {head_dim} is needed") for key, value in widths),
+        ):
+            if wrong:
+                raise self.fail(key, value, wanted)
         n_layers, context = self.size("block_count", most=1 << 14), self.size("context_length", most=MAX_CONTEXT)
         activation = f.get(ACTIVATION_KEY, "str", family.sparse_activation if self.sparse else family.activation)
         parse_activation(activation, where=f"{f.path}: metadata key '{ACTIVATION_KEY}'")
         tokens, embedding = f.get("tokenizer.ggml.tokens", "strings", None), f.tensors.get("token_embd.weight")
-        rope = self.rope(head_dim, context)
+        fc1 = [f.tensors.get(f"blk.{i}.fc1.weight") for i in range(n_layers if self.sparse else 0)]
+        rope, ranks = self.rope(head_dim, context), tuple(t.shape[0] if t else 0 for t in fc1)
         return ModelConfig(
             architecture=self.arch,
             n_layers=n_layers,
@@ -295,7 +300,7 @@ class _Reader:
             ),
             activation=activation,
             gated="blk.0.ffn_gate.weight" in f.tensors or ACTIVATION_KEY not in f.metadata,
-            predictor_ranks=tuple(map(self.predictor_rank, range(n_layers))) if self.sparse else (),
+            predictor_ranks=ranks,
             **self.windows(rope),
         )
 
@@ -318,17 +323,6 @@ class _Reader:
             base = self.number("rope.freq_base_swa", family.local_rope_base, low=1.0)
             local = RopeConfig(base, rope.dim, rope.pairing)
         return {"window": window, "full_every": period, "local_rope": local}
-
-    def predictor_rank(self, layer: int) -> int:
-        """Rows of fc1; the rest of its shape is checked with all tensors."""
-        name = f"blk.{layer}.fc1.weight"
-        fc1 = self.f.tensors.get(name)
-        if fc1 is None or len(fc1.shape) != 2:
-            raise UserError(
-                f"{self.f.path}: layer {layer} has no predictor (tensor '{name}' of two dimensions is missing); "
-                "make the file again with `specsparse convert powerinfer`"
-            )
-        return fc1.shape[0]
 
     def rope(self, head_dim: int, context: int) -> RopeConfig:
         factor = self.number("rope.scaling.factor", self.number("rope.scale_linear", 1.0), most=1e6)
@@ -400,14 +394,15 @@ def _check_tensors(config: ModelConfig, f: GGUFFile) -> None:
     """Every tensor of the model must be there with its shape and a usable type, and no other one."""
     wanted = set()
     for name, shape in config.tensor_shapes():  # stops at the first that is missing, however many layers were claimed
-        tensor = f.tensors.get(name)
+        tensor, problem = f.tensors.get(name), ""
         if tensor is None:
-            raise UserError(f"{f.path}: tensor '{name}' of shape {shape} is missing")
-        if tensor.shape != shape:
-            raise UserError(f"{f.path}: tensor '{name}' has shape {tensor.shape}, its metadata asks for {shape}")
-        if not can_dequantise(tensor.type):
-            usable = ", ".join(kind.name for kind in supported_types())
-            raise UserError(f"{f.path}: tensor '{name}' has type {tensor.type.name}; supported are {usable}")
+            problem = f"of shape {shape} is missing"
+        elif tensor.shape != shape:
+            problem = f"has shape {tensor.shape}, its metadata asks for {shape}"
+        elif not can_dequantise(tensor.type):
+            problem = f"has type {tensor.type.name}; supported are {', '.join(k.name for k in supported_types())}"
+        if problem:
+            raise UserError(f"{f.path}: tensor '{name}' {problem}")
         wanted.add(name)
     for name in f.tensors:
         if name not in wanted and not name.endswith(_IGNORED):

@@ -24,7 +24,7 @@ _HALF = 65504.0
 
 
 class _Fit(NamedTuple):
-    """Blocks as they will be stored, in float32: d, m [n, 1]; s, t [n, 256 / sub]; q [n, 256 / sub, sub]."""
+    """Blocks in float32: d, m [n, 1]; s, t [n, 256 / sub]; q [n, 256 / sub, sub]."""
 
     d: np.ndarray
     m: np.ndarray
@@ -59,11 +59,9 @@ class _Form:
 
 
 def quantize(values: np.ndarray, kind: GGML) -> np.ndarray:
-    """uint8[..., bytes of a row] from float32[..., n], n a multiple of 256.
+    """uint8[..., bytes of a row] from float32[..., n], n a multiple of 256, in a type of KINDS.
 
-    Args:
-        values: weights; one that is not finite becomes 0, and one beyond the largest half-float scale is cut.
-        kind: of KINDS.
+    A weight that is not finite becomes 0, and one beyond the largest half-float scale is cut.
     """
     blocks = np.nan_to_num(np.asarray(values, np.float32), nan=0.0, posinf=0.0, neginf=0.0).reshape(-1, BLOCK)
     form = _FORMS[kind]
@@ -93,7 +91,8 @@ def _fitted(x: np.ndarray, form: _Form) -> _Fit:
         peak = np.take_along_axis(scale, np.abs(scale).argmax(axis=1)[:, None], axis=1)
         d, m = _half(peak / np.float32(largest)), _half(minimum.max(axis=1, keepdims=True) / form.scales[1])
         for _ in range(_ROUNDS):
-            s, t = np.clip(_whole(scale, d), *form.scales), np.clip(_whole(minimum, m), 0, form.scales[1])
+            s = np.clip(np.rint(_quotient(scale, d)), *form.scales)
+            t = np.clip(np.rint(_quotient(minimum, m)), 0, form.scales[1])
             for _ in range(2):
                 fit = _Fit(d, m, s, t, _codes(x, d * s, m * t, form))
                 error = _square(x - fit.values()).sum(axis=1)
@@ -156,10 +155,6 @@ def _best_units(x: np.ndarray, fit: _Fit, form: _Form) -> tuple[np.ndarray, np.n
     inside = ((d > 0) & (m > 0))[:, None]
     d, m = (np.where(inside, new[:, None], old) for new, old in ((d, fit.d), (m, fit.m)))
     return _half(d), _half(m)
-
-
-def _whole(values: np.ndarray, unit: np.ndarray) -> np.ndarray:
-    return np.rint(_quotient(values, unit))
 
 
 def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 from gguf import quants
@@ -61,6 +61,8 @@ SCALARS = {
     GGUFValueType.INT64: "q",
     GGUFValueType.FLOAT64: "d",
 }
+
+_VALUE_TYPES = {*map(int, GGUFValueType)}
 
 # The fewest bytes an entry can take: they bound a count before anything is allocated for it.
 _MIN_KEY_VALUE = 8 + 1 + 4 + 1
@@ -180,29 +182,29 @@ class GGUFFile:
         Raises:
             UserError: the key is missing and there is no default, or its value is of another kind.
         """
-        value = self.metadata.get(key, default)
         if key not in self.metadata and default is not _REQUIRED:
             return default
+        value, (wanted, name) = self.metadata.get(key), _KINDS[kind]
+        if type(value) is wanted:
+            return value
         if kind == "float" and type(value) is int:
             return float(value)
-        wanted, name = _KINDS[kind]
-        if value is _REQUIRED:
-            raise UserError(f"{self.path}: metadata key {show(key)} is missing")
-        if type(value) is not wanted:
-            found = show(value) if isinstance(value, (str, int, float)) else f"an array of {len(value)}"
-            raise UserError(f"{self.path}: metadata key {show(key)} should be {name}, found {found}")
-        return value
+        problem = "is missing"
+        if value is not None:
+            found = show(value) if isinstance(value, str | int | float) else f"an array of {len(value)}"
+            problem = f"should be {name}, found {found}"
+        raise UserError(f"{self.path}: metadata key {show(key)} {problem}")
 
     def sizes(self, *, layers_only: bool = False) -> dict[str, Any]:
         """Weights, bytes, bits per weight and bytes by type, the most first, of all tensors or of the layers' alone."""
-        tensors = [t for t in self.tensors.values() if t.name.startswith("blk.") or not layers_only]
-        weights, nbytes = sum(prod(t.shape) for t in tensors), sum(t.nbytes for t in tensors)
-        by_type: Counter[str] = Counter()
-        for t in tensors:
-            by_type[t.type.name] += t.nbytes
-        bits = 8 * nbytes / weights if weights else 0.0
+        weights, by_type = 0, Counter()
+        for t in self.tensors.values():
+            if t.name.startswith("blk.") or not layers_only:
+                weights += prod(t.shape)
+                by_type[t.type.name] += t.nbytes
+        bits = 8 * by_type.total() / weights if weights else 0.0
         kinds = dict(by_type.most_common())
-        return {"weights": weights, "bytes": nbytes, "bits_per_weight": bits, "bytes_by_type": kinds}
+        return {"weights": weights, "bytes": by_type.total(), "bits_per_weight": bits, "bytes_by_type": kinds}
 
     def main_type(self) -> str:
         """The type that most bytes of the layers are in."""
@@ -246,13 +248,9 @@ class Cursor:
     def count(self, smallest: int, what: str) -> int:
         """A u64 count of entries of at least `smallest` bytes, refused if they could not fit in the rest."""
         n = self.scalar("Q", what)
-        self.check_count(n, smallest, what)
-        return n
-
-    def check_count(self, n: int, smallest: int, what: str) -> None:
-        """Refuses a count of entries of at least `smallest` bytes that could not fit in the rest."""
         if n > (self.size - self.at) // smallest:
             self.fail(f"{what} is {n}, more than the file's {self.size} bytes can hold")
+        return n
 
     def string(self, what: str) -> str:
         """A u64 length and as many bytes of UTF-8."""
@@ -288,12 +286,17 @@ class Cursor:
 
 def _read_value(cur: Cursor, what: str) -> Value:
     """One metadata value, its type code first."""
-    kind = _value_type(cur, what)
+
+    def value_type(what: str) -> GGUFValueType:
+        code = cur.scalar("I", f"the type of {what}")
+        return GGUFValueType(code) if code in _VALUE_TYPES else cur.fail(f"{what} has unknown value type {code}")
+
+    kind = value_type(what)
     if kind == GGUFValueType.STRING:
         return cur.string(what)
     if kind != GGUFValueType.ARRAY:
         return cur.scalar(SCALARS[kind], what)
-    kind = _value_type(cur, f"the items of {what}")
+    kind = value_type(f"the items of {what}")
     if kind == GGUFValueType.ARRAY:
         cur.fail(f"{what} is an array of arrays, which is not supported")
     if kind == GGUFValueType.STRING:
@@ -304,71 +307,47 @@ def _read_value(cur: Cursor, what: str) -> Value:
     return np.frombuffer(cur.buffer, dtype, n, start).copy()
 
 
-def _value_type(cur: Cursor, what: str) -> GGUFValueType:
-    code = cur.scalar("I", f"the type of {what}")
-    try:
-        return GGUFValueType(code)
-    except ValueError:
-        cur.fail(f"{what} has unknown value type {code}")
-
-
-class _Entry(NamedTuple):
-    """A tensor as the header has it; `start` is relative to the data section."""
-
-    name: str
-    type: GGMLQuantizationType
-    shape: tuple[int, ...]
-    start: int
-    row_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape[:-1]) * self.row_bytes
-
-
-def _read_entry(cur: Cursor, i: int, codes: dict[int, GGMLQuantizationType]) -> _Entry:
-    name = cur.name(f"tensor {i}")
-    what = f"tensor {show(name)}"
-    n_dims = cur.scalar("I", f"the dimensions of {what}")
-    if not 1 <= n_dims <= MAX_DIMS:
-        cur.fail(f"{what} has {n_dims} dimensions, 1 to {MAX_DIMS} are allowed")
-    shape = tuple(cur.scalar("Q", f"the shape of {what}") for _ in range(n_dims))[::-1]
-    if 0 in shape and codes is TYPE_CODES[MAGIC]:  # a gpuidx file has empty buckets
-        cur.fail(f"{what} has an empty shape {shape}")
-    code = cur.scalar("I", f"the type of {what}")
-    if code not in codes:
-        known = ", ".join(f"{kind.name} ({value})" for value, kind in sorted(codes.items()))
-        cur.fail(f"{what} has unknown type {code}; known are {known}")
-    block, block_bytes = GGML_QUANT_SIZES[codes[code]]
-    if shape[-1] % block:
-        cur.fail(f"{what} has rows of {shape[-1]}, not a multiple of {codes[code].name}'s block of {block}")
-    return _Entry(name, codes[code], shape, cur.scalar("Q", f"the offset of {what}"), shape[-1] // block * block_bytes)
-
-
-def _read_tensors(cur: Cursor, n: int, metadata: dict[str, Value], codes: dict[int, GGMLQuantizationType]):
+def _read_tensors(cur: Cursor, n: int, metadata: dict[str, Value], magic: bytes):
     """The tensors over the mapped bytes, the alignment, and the first byte of their data."""
-    entries = [_read_entry(cur, i, codes) for i in range(n)]
-    if twice := [name for name, count in Counter(entry.name for entry in entries).items() if count > 1]:
-        cur.fail(f"tensor {show(twice[0])} is there twice")
+    codes, found = TYPE_CODES[magic], {}
+    for i in range(n):
+        name = cur.name(f"tensor {i}")
+        what = f"tensor {show(name)}"
+        n_dims = cur.scalar("I", f"the dimensions of {what}")
+        if not 1 <= n_dims <= MAX_DIMS:
+            cur.fail(f"{what} has {n_dims} dimensions, 1 to {MAX_DIMS} are allowed")
+        shape = tuple(cur.scalar("Q", f"the shape of {what}") for _ in range(n_dims))[::-1]
+        if 0 in shape and magic == MAGIC:  # a gpuidx file has empty buckets
+            cur.fail(f"{what} has an empty shape {shape}")
+        code = cur.scalar("I", f"the type of {what}")
+        if code not in codes:
+            known = ", ".join(f"{kind.name} ({value})" for value, kind in sorted(codes.items()))
+            cur.fail(f"{what} has unknown type {code}; known are {known}")
+        block, block_bytes = GGML_QUANT_SIZES[codes[code]]
+        if shape[-1] % block:
+            cur.fail(f"{what} has rows of {shape[-1]}, not a multiple of {codes[code].name}'s block of {block}")
+        if name in found:
+            cur.fail(f"{what} is there twice")
+        start, stored = cur.scalar("Q", f"the offset of {what}"), (*shape[:-1], shape[-1] // block * block_bytes)
+        found[name] = start, start + prod(stored), codes[code], shape, stored
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment < 8 or alignment & (alignment - 1):
         cur.fail(f"general.alignment is {show(alignment)}, a power of two of at least 8 is needed")
-    data = -(-cur.at // alignment) * alignment
-    last: _Entry | None = None
-    for entry in sorted(entries, key=lambda e: e.start):
-        what, end = f"tensor {show(entry.name)}", data + entry.start + entry.nbytes
-        if entry.start % alignment:
-            cur.fail(f"{what} starts at offset {entry.start}, not a multiple of the alignment {alignment}")
-        if end > cur.size:
-            cur.fail(f"{what} ends at byte {end}, past the end of the file ({cur.size} bytes): truncated or damaged")
-        if last and entry.start < last.start + last.nbytes:
-            cur.fail(f"{what} overlaps tensor {show(last.name)}")
-        last = entry
-    mapped = np.frombuffer(cur.buffer, np.uint8)
-    tensors = {}
-    for e in entries:
-        raw = mapped[data + e.start :][: e.nbytes].reshape(*e.shape[:-1], e.row_bytes)
-        tensors[e.name] = TensorInfo(e.name, e.type, e.shape, raw, str(cur.path))
+    data, last, end = -(-cur.at // alignment) * alignment, "", 0
+    for name, (start, stop, *_) in sorted(found.items(), key=lambda item: item[1][0]):
+        what = f"tensor {show(name)}"
+        if start % alignment:
+            cur.fail(f"{what} starts at offset {start}, not a multiple of the alignment {alignment}")
+        if data + stop > cur.size:
+            cur.fail(f"{what} ends at byte {data + stop}, past the end of the file ({cur.size} bytes): truncated")
+        if start < end:
+            cur.fail(f"{what} overlaps tensor {show(last)}")
+        last, end = name, stop
+    mapped = np.frombuffer(cur.buffer, np.uint8)[data:] if data < cur.size else np.empty(0, np.uint8)
+    tensors = {
+        name: TensorInfo(name, kind, shape, mapped[start:stop].reshape(stored), str(cur.path))
+        for name, (start, stop, kind, shape, stored) in found.items()
+    }
     return tensors, alignment, data
 
 
@@ -379,9 +358,8 @@ def _map(path: Path) -> mmap.mmap:
         if stat.S_ISREG(found.st_mode) and found.st_size:
             with open(path, "rb") as file:
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        problem = "is not a regular file"
-        if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode):
-            problem = "is empty" if stat.S_ISREG(found.st_mode) else "is a directory, a GGUF file is needed"
+        kinds = {stat.S_IFREG: "is empty", stat.S_IFDIR: "is a directory, a GGUF file is needed"}
+        problem = kinds.get(stat.S_IFMT(found.st_mode), "is not a regular file")
     except FileNotFoundError:
         problem = "no such file"
     except (OSError, ValueError) as error:
@@ -426,9 +404,8 @@ def open_one(path: str | os.PathLike[str]) -> GGUFFile:
         start = cur.at
         metadata[key] = _read_value(cur, f"metadata key {show(key)}")
         places[key] = start, cur.at
-    cur.check_count(n_tensors, _MIN_TENSOR, "the number of tensors")
     start = cur.at
-    tensors, alignment, data = _read_tensors(cur, n_tensors, metadata, TYPE_CODES[magic])
+    tensors, alignment, data = _read_tensors(cur, n_tensors, metadata, magic)
     return GGUFFile(path, magic, version, alignment, metadata, tensors, FileLayout(places, (start, cur.at), data))
 
 

@@ -69,11 +69,8 @@ def requantise(
 ) -> Path:
     """Writes `f` with its matrices in `kind`, one of `targets`, to `path`, which appears only when it is whole.
 
-    Args:
-        progress: called with (bytes of the source done, bytes in all) after each tensor.
-
-    Raises:
-        UserError: the file cannot be written (its folder must be there), or a tensor holds no weights.
+    `progress` is called with (bytes of the source done, bytes in all) after each tensor. Raises UserError if the file
+    cannot be written (its folder must be there), or a tensor holds no weights.
     """
     need_folder(path)
     total, done = sum(t.nbytes for t in f.tensors.values()), 0

@@ -40,13 +40,9 @@ def encode(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class NewTensor:
-    """A tensor to write.
+    """A tensor to write, its shape in numpy order.
 
-    Attributes:
-        name: in the file.
-        type: how its bytes code the weights.
-        shape: numpy order.
-        data: makes the bytes when their turn comes, so that one tensor at a time is in memory.
+    `data` makes the bytes when their turn comes, so that one tensor at a time is in memory.
     """
 
     name: str
@@ -126,8 +122,7 @@ def _padded(n: int) -> int:
 
 
 def _string(text: str) -> bytes:
-    data = text.encode()
-    return struct.pack("<Q", len(data)) + data
+    return struct.pack("<Q", len(text.encode())) + text.encode()
 
 
 def _value(key: str, value: object) -> bytes:
