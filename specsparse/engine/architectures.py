@@ -89,8 +89,6 @@ def supported_architecture(f: GGUFFile) -> str:
     arch = f.get("general.architecture", "str")
     if arch in ARCHITECTURES:
         return arch
-    if arch in DRAFT_HEADS:
-        raise UserError(f"{f.path}: is a draft head ({DRAFT_HEADS[arch]}) of a target, not a model")
     parts = ["experts"] if f"{arch}.expert_count" in f.metadata else []
     keys = (f"{arch}.ssm.", f"{arch}.wkv.", f"{arch}.shortconv.")
     if any(key.startswith(keys) for key in f.metadata) or any(".ssm_" in name for name in f.tensors):
@@ -98,6 +96,8 @@ def supported_architecture(f: GGUFFile) -> str:
     about = f" (a model with {' and '.join(parts)})" if parts else ""
     if arch in ("opt", "falcon"):  # PowerInfer's other architectures
         about = " (LayerNorm, no gate: PowerInfer runs it)"
+    if arch in DRAFT_HEADS:
+        about = f" ({DRAFT_HEADS[arch]}, a draft head of a target)"
     raise UserError(
         f"{f.path}: architecture {show(arch)}{about} is not supported; supported are {', '.join(ARCHITECTURES)}"
     )

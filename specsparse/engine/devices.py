@@ -43,7 +43,7 @@ class Devices(abc.ABC):
         return params
 
     def everywhere(self, tree: Pytree) -> Pytree:
-        """`tree` as programs take it."""
+        """`tree` as programs take it: on a mesh, with a copy on every device."""
         return tree
 
     def new_cache(self, **shape) -> KVCache:

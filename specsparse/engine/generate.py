@@ -125,14 +125,9 @@ def zero_counters(batch: int, max_nodes: int) -> LoopCounters:
 
 def empty_scores(batch: int, capacity: int, k: int) -> Logprobs:
     """Room for the log probabilities of every position."""
-    return jax.device_put(
-        Logprobs(
-            chosen=np.zeros((batch, capacity), np.float32),
-            rank=np.zeros((batch, capacity), np.int32),
-            top=np.zeros((batch, capacity, k), np.float32),
-            top_ids=np.zeros((batch, capacity, k), np.int32),
-        )
-    )
+    one, top = (batch, capacity), (batch, capacity, k)
+    kinds = (one, np.float32), (one, np.int32), (top, np.float32), (top, np.int32)
+    return jax.device_put(Logprobs(*(np.zeros(shape, dtype) for shape, dtype in kinds)))
 
 
 def last_token(state: DecodeState) -> jax.Array:
@@ -222,17 +217,8 @@ def run(
 ) -> tuple[DecodeState, Pytree]:
     """Repeats `step` until every sequence has ended, or `max_rounds` (int32) times.
 
-    Args:
-        step: one round.
-        params: its weights.
-        job: what stays the same.
-        state: where to begin.
-        max_rounds: at most so many rounds, and with `note` at most `room`.
-        note: what to remember of the state after each round, a pytree of arrays.
-        room: rounds there is room for.
-
-    Returns:
-        The state, and the notes by round, [room, ..] each; None without `note`.
+    `note` gives arrays to remember of the state after each of at most `room` rounds; they are returned beside the
+    state, [room, ..] each, None without it.
     """
 
     def more(carry):

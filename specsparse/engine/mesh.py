@@ -56,12 +56,11 @@ def make_mesh(wanted: int | Mesh) -> Mesh:
     """
     if isinstance(wanted, Mesh):
         return Mesh(wanted.devices.reshape(-1), (AXIS,))
-    if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
-        raise UserError(f"mesh={wanted!r}: a number of devices or a jax.sharding.Mesh is needed")
     devices = jax.devices()
-    if len(devices) < wanted:
-        hint = f"; JAX_NUM_CPU_DEVICES={wanted} makes as many of a CPU" if devices[0].platform == "cpu" else ""
-        raise UserError(f"mesh={wanted}: JAX has {len(devices)} {devices[0].platform} device(s){hint}")
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or not 1 <= wanted <= len(devices):
+        hint = "; JAX_NUM_CPU_DEVICES=N makes N of a CPU" if devices[0].platform == "cpu" else ""
+        found = f"JAX has {len(devices)} {devices[0].platform} device(s){hint}"
+        raise UserError(f"mesh={wanted!r}: a number of devices or a jax.sharding.Mesh is needed; {found}")
     return Mesh(np.array(devices[:wanted]), (AXIS,))
 
 
@@ -107,7 +106,7 @@ class Split:
         def share(n: int, name: str) -> int:
             """Heads or neurons of each of `n` devices."""
             count, step = parts[name]
-            return _up(-(-count // n), step)
+            return -(-count // (n * step)) * step
 
         def idle(n: int) -> list[str]:
             """The parts of which the last of `n` devices would get nothing."""
@@ -124,25 +123,18 @@ class Split:
             ways=ways,
             kv_heads=kv_heads,
             d_ff=ways * share(ways, "neurons"),
-            vocab_size=ways * _up(-(-config.vocab_size // ways), ROWS),
+            vocab_size=-(-config.vocab_size // (ways * ROWS)) * ways * ROWS,
             heads_dim=kv_heads * queries,
             kv_dim=kv_heads * config.head_dim,
         )
 
-    def rows(self, name: str) -> int | None:
-        """Rows of a matrix of `BY_ROWS`, None for any other name."""
+    def size(self, name: str) -> int | None:
+        """Rows of a matrix of `BY_ROWS`, columns of one of `BY_COLUMNS`, None for any other name."""
         return {
-            "attn_q": self.heads_dim, "attn_k": self.kv_dim, "attn_v": self.kv_dim, "ffn_gate": self.d_ff,
-            "ffn_up": self.d_ff, "token_embd": self.vocab_size, "output": self.vocab_size,
+            "attn_q": self.heads_dim, "attn_k": self.kv_dim, "attn_v": self.kv_dim, "attn_output": self.heads_dim,
+            **dict.fromkeys(("ffn_gate", "ffn_up", "ffn_down"), self.d_ff),
+            **dict.fromkeys(("token_embd", "output"), self.vocab_size),
         }.get(name)  # fmt: skip
-
-    def columns(self, name: str) -> int | None:
-        """Columns of a matrix of `BY_COLUMNS`, None for any other name."""
-        return {"attn_output": self.heads_dim, "ffn_down": self.d_ff}.get(name)
-
-
-def _up(n: int, unit: int) -> int:
-    return -(-n // unit) * unit
 
 
 @dataclass(frozen=True)
@@ -198,12 +190,14 @@ class MeshDevices(Devices):
         """A tensor of the file, filled up and divided; `name` is the file's. Each process sends only its own parts."""
         short = name.split(".")[-2]
         if isinstance(value, QTensor):
-            shape = (self.split.rows(short) or value.shape[0], self.split.columns(short) or value.shape[1])
+            (rows, cols), whole = value.shape, self.split.size(short)
+            shape = (whole or rows, cols) if short in BY_ROWS else (rows, whole or cols)
             packed = (-(-shape[0] // ROWS), value.layout.group_bytes(shape[1]))
             return QTensor(self._put(np.asarray(value.data), packed, _cut(short)), value.layout, shape)
         size, spec = value.shape, P()
         if name.endswith(".bias"):
-            size, spec = (self.split.rows(short) or value.shape[0],), P(AXIS) if short in BY_ROWS else P()
+            size = (self.split.size(short) if short in BY_ROWS else value.shape[0],)
+            spec = _cut(short) if short in BY_ROWS else P()
         return self._put(np.asarray(value), size, spec)
 
     def everywhere(self, tree: Pytree) -> Pytree:

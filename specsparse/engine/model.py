@@ -158,12 +158,10 @@ class Model:
 
     @property
     def sampling_kernels(self) -> SamplingKernels:
-        """Argmax, distributions and draws by the model's kernels."""
         return pipeline.kernels_of(self.kernels)
 
     @property
     def cache_dtype(self):
-        """Type of the cached keys and values."""
         return KV_DTYPES[self.kv_dtype]
 
     def capacity_for(self, tokens: int) -> int:
@@ -194,7 +192,6 @@ class Model:
         return self.params._replace(cos=cos, sin=sin)
 
     def everywhere(self, tree: Pytree) -> Pytree:
-        """`tree` as its programs take it: on a mesh, with a copy on every device."""
         return self.devices.everywhere(tree)
 
     def new_cache(self, batch: int, capacity: int) -> kv.KVCache:
@@ -221,12 +218,11 @@ class Model:
         """Token ids as int32[n]; raises UserError if they are not of this vocabulary, too many, or there are none."""
         try:
             array = np.asarray(ids)
-        except (TypeError, ValueError):  # a list of lists
+        except (TypeError, ValueError):  # lists of several lengths
             array = np.asarray([[]])
-        if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-            raise UserError("token ids must be a flat list of integers")
-        if not array.size:
-            raise UserError("the prompt is empty: at least one token is needed")
+        if array.ndim != 1 or not array.size or not np.issubdtype(array.dtype, np.integer):
+            empty = "the prompt is empty: " if array.shape == (0,) else ""
+            raise UserError(f"{empty}token ids must be a flat list of integers, one at least")
         outside = array[(array < 0) | (array >= self.config.vocab_size)]
         if outside.size:
             raise UserError(f"token id {outside[0]} is outside the vocabulary (0 to {self.config.vocab_size - 1})")

@@ -108,15 +108,13 @@ def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     transformers turns rows i and i + d/2 of a head together; llama.cpp's Llama turns rows 2i and 2i + 1. Rows that do
     not make heads of an even size come back as they are: their shape is refused elsewhere.
     """
-    return _turned(rows, (heads, 2, rows.shape[0] // heads // 2))
+    return rows if rows.shape[0] % (2 * heads) else _swapped(rows, (heads, 2, -1))
 
 
 def halves(rows: np.ndarray, heads: int) -> np.ndarray:
-    """The inverse of `interleaved`."""
-    return _turned(rows, (heads, rows.shape[0] // heads // 2, 2))
+    """The inverse of `interleaved`: rows for a rotation of halves."""
+    return rows if rows.shape[0] % (2 * heads) else _swapped(rows, (heads, -1, 2))
 
 
-def _turned(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    if shape[0] * shape[1] * shape[2] != rows.shape[0]:
-        return rows
+def _swapped(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return np.ascontiguousarray(rows.reshape(*shape, *rows.shape[1:]).swapaxes(1, 2)).reshape(rows.shape)

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -71,8 +71,7 @@ class Params(NamedTuple):
     sin: jax.Array | None = None
 
 
-@dataclass(frozen=True)
-class Footprint:
+class Footprint(NamedTuple):
     """Bytes of the weights that one decoding step reads, as packed and as in the file."""
 
     packed: int

@@ -19,8 +19,8 @@ from specsparse.engine.fixed_width import fixed_width
 from specsparse.kernels import get
 from specsparse.kernels.gpu import attention, entry, mosaic, ops
 from specsparse.kernels.gpu import fragments as fr
+from specsparse.kernels.gpu.fragments import Plan, plan
 from specsparse.kernels.gpu.ops import attend
-from specsparse.kernels.gpu.plan import Plan, plan
 from specsparse.kernels.gpu.weights import PlainMatrix
 from specsparse.kernels.packing.pack import layout_of
 from specsparse.kernels.qtensor import Layout

@@ -18,7 +18,7 @@ from gguf import GGMLQuantizationType as GGML
 from specsparse.kernels import take_rows
 from specsparse.kernels.gpu import fragments as fr
 from specsparse.kernels.gpu import ops
-from specsparse.kernels.gpu.plan import Plan, plan
+from specsparse.kernels.gpu.fragments import Plan, plan
 from specsparse.kernels.packing import dequant
 from specsparse.kernels.packing.pack import pack_qtensor
 from specsparse.kernels.qtensor import take_rows as packed_rows

@@ -198,7 +198,7 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """Completions to generate for a prompt: `best_of`, or `n`."""
+        """Completions to generate for a prompt."""
         return self.n if self.best_of is None else self.best_of
 
     @classmethod
@@ -208,8 +208,6 @@ class SamplingParams:
         Raises:
             UserError: an unknown name (the message has the nearest valid one), or a value that is not allowed.
         """
-        if not isinstance(mapping, Mapping):
-            raise UserError(f"sampling parameters are a mapping of names to values, not {type(mapping).__name__}")
         _check_names(mapping)
         return cls(**mapping)
 
@@ -222,11 +220,10 @@ class SamplingParams:
 def _check_names(given: Iterable[object]) -> None:
     names = [field.name for field in dataclasses.fields(SamplingParams)]
     for key in given:
-        if key in ELSEWHERE:
-            raise UserError(f"{key} is no sampling parameter: {ELSEWHERE[str(key)]}")
         if key not in names:
             near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)[0]
-            raise UserError(f"unknown sampling parameter {str(key)[:60]!r}; did you mean {near!r}?")
+            hint = ELSEWHERE.get(str(key), f"did you mean {near!r}?")
+            raise UserError(f"unknown sampling parameter {str(key)[:60]!r}: {hint}")
 
 
 _generated_init = SamplingParams.__init__
@@ -333,25 +330,22 @@ def compile_params(
 
     Args:
         params: one for each sequence, or one for all `batch` of them.
-        vocab_size: V.
-        batch: B, if `params` is a single one.
         encode: text -> ids without special tokens; needed by `bad_words`.
         eos_ids: end-of-sequence ids, masked with `stop_token_ids` until `min_tokens`.
         context_limit: generated tokens that processors see if `max_tokens` is None.
 
     Raises:
-        UserError: a token id outside the vocabulary, bad words without an encoder or that encode to nothing, no token
-            left, or sequences with different logits processors.
+        UserError: a token id outside the vocabulary, bad words that encode to nothing, no token left, or sequences with
+            different logits processors.
     """
     V, each = vocab_size, [params] * batch if isinstance(params, SamplingParams) else list(params)
     if len({one.logits_processors for one in each}) > 1:
         raise UserError("logits_processors must be the same for all sequences of a batch")
     words = [_encoded_words(one, encode) for one in each]
-    for one, sequences in zip(each, words, strict=True):
-        _check_ids("stop_token_ids", one.stop_token_ids, V)
-        _check_ids("logit_bias", one.logit_bias, V)
-        _check_ids("allowed_token_ids", one.allowed_token_ids or (), V)
-        _check_ids("bad_words", (token for ids in sequences for token in ids), V)
+    for one in each:
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            if outside := [token for token in getattr(one, name) or () if token >= V]:
+                raise UserError(f"{name}: token id {outside[0]} is outside the vocabulary (0 to {V - 1})")
     bias, (prefix, last) = _bias_array(each, words, V), _bad_word_arrays(words, V)
     greedy = [one.greedy for one in each]
     top_k = [V if one.top_k < 1 or one.greedy else min(one.top_k, V) for one in each]
@@ -403,12 +397,6 @@ def compile_params(
         processors=tuple(each[0].logits_processors),
     )
     return config, arrays
-
-
-def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise UserError(f"{name}: token id {token} is outside the vocabulary (0 to {vocab_size - 1})")
 
 
 def _encoded_words(one: SamplingParams, encode: Callable[[str], Sequence[int]] | None) -> list[list[int]]:

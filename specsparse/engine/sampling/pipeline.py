@@ -158,7 +158,6 @@ def tree_rows(token_Bn: jax.Array, parent_Bn: jax.Array, *, depth: int) -> RowPa
 
 
 def path_length(path_Rm: jax.Array) -> jax.Array:
-    """int32[R], draft tokens of each path."""
     return jnp.sum((path_Rm >= 0).astype(jnp.int32), axis=1)
 
 
@@ -204,6 +203,12 @@ def target_logits(
     batch = params.truncation.temperature.shape[0]
     assert rows is not None or logits_RV.shape[0] == batch, "more than one row a sequence needs `rows`"
     x_RV, ok_R = _sane(logits_RV.astype(jnp.float32))
+
+    def banned(x_RV: jax.Array, token_Rs: jax.Array) -> jax.Array:
+        """The logits with -inf for the named tokens; V names none."""
+        row_R1 = jnp.arange(x_RV.shape[0], dtype=jnp.int32)[:, None]
+        return x_RV.at[row_R1, token_Rs].set(_BANNED, mode="drop")
+
     if not cfg.raw:
         assert history is not None, "penalties, bias, bad words, min_tokens and logits processors need a history"
         rows = plain_rows(batch) if rows is None else rows
@@ -214,24 +219,18 @@ def target_logits(
             prefix_RWm = jnp.asarray(params.bad_prefix)[rows.sequence]
             match_RW = jnp.all((prefix_RWm < 0) | (prefix_RWm == recent_Rm[:, None, :]), axis=2)
             last_RW = jnp.asarray(params.bad_last)[rows.sequence]
-            x_RV = _ban(x_RV, jnp.where(match_RW, last_RW, x_RV.shape[1]))
+            x_RV = banned(x_RV, jnp.where(match_RW, last_RW, x_RV.shape[1]))
         if cfg.use_min_tokens:
             length_R = history.generated[rows.sequence] + path_length(rows.path)
             early_R = length_R < jnp.asarray(params.min_tokens)[rows.sequence]
             stops_Rs = jnp.asarray(params.stop_ids)[rows.sequence]
-            x_RV = _ban(x_RV, jnp.where(early_R[:, None], stops_Rs, x_RV.shape[1]))
+            x_RV = banned(x_RV, jnp.where(early_R[:, None], stops_Rs, x_RV.shape[1]))
         if cfg.processors:
             x_RV, processed_R = _sane(_process(cfg, x_RV, recent_tokens(history, rows)))
             ok_R &= processed_R
         if cfg.use_penalties:
             x_RV = _penalise(params, x_RV, history, rows)
     return x_RV, ok_R & jnp.any(x_RV > _BANNED, axis=1)
-
-
-def _ban(x_RV: jax.Array, token_Rs: jax.Array) -> jax.Array:
-    """Sets the logits of the named tokens to -inf; V names none."""
-    row_R1 = jnp.arange(x_RV.shape[0], dtype=jnp.int32)[:, None]
-    return x_RV.at[row_R1, token_Rs].set(_BANNED, mode="drop")
 
 
 def _process(cfg: SamplingConfig, x_RV: jax.Array, recent_Rc: jax.Array) -> jax.Array:

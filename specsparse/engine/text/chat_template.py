@@ -51,20 +51,14 @@ _PASSED = (jinja2.Environment, Context, nodes.EvalContext)
 class ChatTemplate:
     """A compiled template.
 
-    Args:
-        template: `tokenizer.chat_template` of the file, or None.
-        variables: values that the template sees besides the messages: "bos_token" and the like.
-        where: the file, for messages.
-
-    Raises:
-        UserError: there is no template, or it is not valid.
+    `template` is `tokenizer.chat_template` of the file `where`; it sees `variables` besides the messages, such as
+    "bos_token". Raises UserError if there is none, or it is not valid.
     """
 
     def __init__(self, template: object, variables: Mapping[str, str], *, where: str):
-        if template is None:
-            raise UserError(f"{where}: no chat template in this file; give a plain prompt instead of messages")
         if not isinstance(template, str) or len(template) > MAX_TEMPLATE:
-            raise UserError(f"{where}: the chat template is not a text of up to {MAX_TEMPLATE:,} characters")
+            problem = "no chat template" if template is None else "the chat template is too long or no text"
+            raise UserError(f"{where}: {problem} in this file; give a plain prompt instead of messages")
         self._where = where
         self._environment = _ChatEnvironment()
         self._variables = {"tools": None, "documents": None, **variables}
@@ -79,13 +73,12 @@ class ChatTemplate:
         Raises:
             UserError: messages of another form, or the template refuses them, fails or runs away.
         """
-        form = 'messages are a list of {"role": "user", "content": "..."}, one at least'
-        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
-            raise UserError(f"{form}, not {messages!r:.40}")
-        for i, message in enumerate(messages):
+        listed = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
+        for i, message in enumerate(messages if listed else [messages]):
             texts = [message.get(key) for key in ("role", "content")] if isinstance(message, Mapping) else [None]
-            if not all(isinstance(text, str) for text in texts):
-                raise UserError(f"messages[{i}] is {message!r:.40}; {form}")
+            if not listed or not all(isinstance(text, str) for text in texts):
+                form = 'a list of {"role": "user", "content": "..."}, one at least, is needed'
+                raise UserError(f"messages{f'[{i}]' if listed else ''} is {message!r:.40}; {form}")
         given = {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt}
         self._environment.restart()
         parts, size = [], 0

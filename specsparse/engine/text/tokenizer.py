@@ -2,9 +2,9 @@
 
 import codecs
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 from specsparse.engine.text.bpe import BpeCodec
 from specsparse.engine.text.spm import SpmCodec
@@ -96,12 +96,10 @@ class Tokenizer:
         Raises:
             UserError: `text` is not a valid Unicode string.
         """
-        if not isinstance(text, str):
-            raise UserError(f"text must be a string, not {type(text).__name__}")
         try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"text is not valid Unicode: a lone surrogate at character {error.start}") from None
+            str.encode(text)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise UserError(f"text must be a valid Unicode string: {error}") from None
         ids = [self._vocab.special["bos"]] if add_special and self.add_bos else []
         after_special = True
         for part in self._split(text, parse_special):
@@ -121,13 +119,14 @@ class Tokenizer:
         a token is left out.
         """
         ids: list[int] = []
-        for part in _valid_parts(data):
-            if isinstance(part, bytes):
-                single = [self._codec.byte_id(byte) for byte in part]
-                ids += [index for index in single if index is not None]
-                continue
-            for piece in self._split(part, parse_special=False):
+        while data:
+            try:
+                text, wrong, data = data.decode(), b"", b""
+            except UnicodeDecodeError as error:
+                text, wrong, data = data[: error.start].decode(), data[error.start : error.end], data[error.end :]
+            for piece in self._split(text, parse_special=False):
                 ids += [piece] if isinstance(piece, int) else self._codec.encode(piece)
+            ids += [index for byte in wrong if (index := self._codec.byte_id(byte)) is not None]
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True, continues: bool = False) -> str:
@@ -147,20 +146,9 @@ class Tokenizer:
         """A decoder that takes one id at a time; by default for ids that continue a prompt."""
         return StreamDecoder(self, skip_special=skip_special, continues=continues)
 
-    @overload
-    def apply_chat_template(
-        self,
-        messages: "Messages",
-        add_generation_prompt: bool = True,
-        tokenize: Literal[False] = False,
-    ) -> str: ...
-    @overload
-    def apply_chat_template(
-        self, messages: "Messages", add_generation_prompt: bool = True, *, tokenize: Literal[True]
-    ) -> list[int]: ...
     def apply_chat_template(
         self, messages: "Messages", add_generation_prompt: bool = True, tokenize: bool = False
-    ) -> str | list[int]:
+    ) -> Any:
         """Renders a chat with the file's template.
 
         Args:
@@ -205,13 +193,9 @@ class Tokenizer:
         return library
 
     def _checked(self, index: int) -> int:
-        try:
-            index = operator.index(index)
-        except TypeError:
-            raise UserError(f"{index!r:.40} is not a token id") from None
-        if not 0 <= index < len(self._vocab):
-            raise UserError(f"token id {index} is outside the vocabulary of {len(self._vocab)}")
-        return index
+        if not hasattr(index, "__index__") or not 0 <= operator.index(index) < len(self._vocab):
+            raise UserError(f"token id {index!r:.40} is outside the vocabulary of {len(self._vocab)}")
+        return operator.index(index)
 
     def _split(self, text: str, parse_special: bool) -> list[str | int]:
         """Cuts user-defined tokens, and control tokens if asked, out of a text; longer names go first."""
@@ -260,16 +244,3 @@ class StreamDecoder:
         text = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return text
-
-
-def _valid_parts(data: bytes) -> Iterator[str | bytes]:
-    """Texts, and between them the bytes that are not valid UTF-8."""
-    while data:
-        try:
-            yield data.decode()
-            return
-        except UnicodeDecodeError as error:
-            if error.start:
-                yield data[: error.start].decode()
-            yield data[error.start : error.end]
-            data = data[error.end :]

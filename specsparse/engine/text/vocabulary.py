@@ -16,19 +16,8 @@ MODELS = {"llama": "spm", "gpt2": "bpe"}
 """`tokenizer.ggml.model` -> kind of tokenizer."""
 
 # Tokens that end a generation, known by their text since files rarely list them all (llama.cpp, src/llama-vocab.cpp).
-_END_OF_TURN = (
-    "<|eot_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<EOT>",
-    "_<EOT>",
-    "[EOT]",
-    "<｜end▁of▁sentence｜>",
-    "<end_of_utterance>",
-)
+_END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>")
+_END_OF_TURN += ("_<EOT>", "[EOT]", "<｜end▁of▁sentence｜>", "<end_of_utterance>")
 _END_OTHER = ("<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "</s>", "<|eom_id|>", "[EOS]", "<eos>", "<turn|>")
 _END_OTHER += ("<|tool_response>", "[e~[")
 # A fill-in-the-middle model that opens a new file or repository has left the text: these end a generation as well.
@@ -188,19 +177,7 @@ def read_vocab(metadata: Mapping[str, object], *, where: str) -> Vocab:
     for i, score in enumerate(scores):
         if not isinstance(score, int | float) or math.isnan(score):
             keys.fail(f"tokenizer.ggml.scores[{i}] is {score!r:.40}, not a number")
-    special = _special_ids(keys, MODELS[model], n)
-    for name in _END_OF_TURN:
-        if "eot" not in special and name in ids:
-            special["eot"] = ids[name]
-    marks = dict.fromkeys(_END_OF_TURN + _END_OTHER + _END_OF_FILE + _CONTROL, TokenType.CONTROL)
-    for name, kind in (marks | dict.fromkeys(_SHOWN, TokenType.USER_DEFINED)).items():
-        if name in ids:
-            types[ids[name]] = kind
-    return Vocab(MODELS[model], tokens, types, ids, scores, special, keys)
-
-
-def _special_ids(keys: TokenizerKeys, kind: str, n: int) -> dict[str, int]:
-    defaults = {"bos": 1, "eos": 2, "unknown": 0} if kind == "spm" else {}
+    defaults = {"bos": 1, "eos": 2, "unknown": 0} if MODELS[model] == "spm" else {}
     special = {name: i for name, i in defaults.items() if i < n}
     for name in ("bos", "unknown", "padding", *_END_IDS):
         value = keys.get(f"{name}_token_id")
@@ -210,4 +187,11 @@ def _special_ids(keys: TokenizerKeys, kind: str, n: int) -> dict[str, int]:
         elif value is not None and not (is_int and name in ("unknown", "padding")):
             # Those two are often placeholders and are never emitted.
             keys.fail(f"tokenizer.ggml.{name}_token_id is {value!r:.40}, not an id of the vocabulary of {n}")
-    return special
+    for name in _END_OF_TURN:
+        if "eot" not in special and name in ids:
+            special["eot"] = ids[name]
+    marks = dict.fromkeys(_END_OF_TURN + _END_OTHER + _END_OF_FILE + _CONTROL, TokenType.CONTROL)
+    for name, kind in (marks | dict.fromkeys(_SHOWN, TokenType.USER_DEFINED)).items():
+        if name in ids:
+            types[ids[name]] = kind
+    return Vocab(MODELS[model], tokens, types, ids, scores, special, keys)

@@ -20,7 +20,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
-from specsparse.kernels.gpu.fragments import PIECE, TILE, Fragments, PackedRows, unpack
+from specsparse.kernels.gpu.fragments import PIECE, TILE, Fragments, PackedRows, Plan, unpack
 from specsparse.kernels.gpu.pallas_calls import (
     InArrays,
     InRegisters,
@@ -30,7 +30,6 @@ from specsparse.kernels.gpu.pallas_calls import (
     mosaic_kernel,
     tiled,
 )
-from specsparse.kernels.gpu.plan import Plan
 from specsparse.kernels.qtensor import BLOCK, Layout
 from specsparse.kernels.reference.dense import activate
 

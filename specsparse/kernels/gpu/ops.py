@@ -1,8 +1,8 @@
 """Products and attention on packed weights: by Pallas kernels on a card that runs them, else by XLA.
 
 The arithmetic of a product is that of the native kernels (docs/layouts.md): activations as int8, exact integer sums of
-a block, float32 sums over blocks. Columns are cut into ranges (`gpu.plan`), each summed on its own, and the sums are
-added up in order.
+a block, float32 sums over blocks. Columns are cut into ranges (`fragments.Plan`), each summed on its own, and the
+sums are added up in order.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,16 +14,18 @@ import jax.numpy as jnp
 
 from specsparse.kernels.gpu.fragments import (
     PIECE,
+    SUMS,
     TILE,
     Fragments,
     PackedRows,
+    Plan,
     block_sums,
     embed_rows,
+    plan,
     quantise,
     unpack,
     widened,
 )
-from specsparse.kernels.gpu.plan import SUMS, Plan, plan
 from specsparse.kernels.gpu.weights import Matrix, PlainMatrix, multiply_plain
 from specsparse.kernels.packing import dequant
 from specsparse.kernels.qtensor import BLOCK

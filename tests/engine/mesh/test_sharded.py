@@ -185,5 +185,5 @@ def test_what_cannot_be_divided_is_refused(mesh):
         "mesh=4: the model's 3 key/value heads in shares of 1 leave a device without any; "
         "numbers of devices that would do: 1, 2, 3"
     )
-    assert "mesh=8: JAX has 4 cpu device(s); JAX_NUM_CPU_DEVICES=8" in str(mesh["refused devices"])
+    assert "JAX has 4 cpu device(s); JAX_NUM_CPU_DEVICES=N" in str(mesh["refused devices"])
     assert "needs the whole model on one device: load it without mesh" in str(mesh["refused head"])

@@ -64,7 +64,7 @@ def test_a_mesh_is_a_number_or_a_mesh(wanted):
 
 def test_more_devices_than_there_are():
     wanted = len(jax.devices()) + 1
-    with pytest.raises(UserError, match=f"mesh={wanted}: JAX has {wanted - 1} "):
+    with pytest.raises(UserError, match=f"mesh={wanted}: .*JAX has {wanted - 1} "):
         make_mesh(wanted)
 
 

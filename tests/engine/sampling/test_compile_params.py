@@ -88,7 +88,6 @@ def test_logprobs_and_context():
         {"stop_token_ids": [V]},
         {"logit_bias": {V: 1.0}},
         {"allowed_token_ids": [1, V + 5]},
-        {"bad_words": ["z"]},
         {"bad_words": [" "]},
         {"allowed_token_ids": [1], "bad_words": ["a"]},
         {"allowed_token_ids": [3], "logit_bias": {3: -np.inf}},
