@@ -96,8 +96,7 @@ def supported_architecture(f: GGUFFile) -> str:
     about = f" (a model with {' and '.join(parts)})" if parts else ""
     if arch in ("opt", "falcon"):  # PowerInfer's other architectures
         about = " (LayerNorm, no gate: PowerInfer runs it)"
+    problem = f"architecture {show(arch)}{about} is not supported; supported are {', '.join(ARCHITECTURES)}"
     if arch in DRAFT_HEADS:
-        about = f" ({DRAFT_HEADS[arch]}, a draft head of a target)"
-    raise UserError(
-        f"{f.path}: architecture {show(arch)}{about} is not supported; supported are {', '.join(ARCHITECTURES)}"
-    )
+        problem = f"is a draft head ({DRAFT_HEADS[arch]}) of a target, not a model"
+    raise UserError(f"{f.path}: {problem}")

@@ -49,11 +49,7 @@ _CACHE = KVCache(k=P(None, AXIS), v=P(None, AXIS), length=P())  # type: ignore[a
 
 
 def make_mesh(wanted: int | Mesh) -> Mesh:
-    """A mesh of one axis: the first `wanted` devices of all processes, or the devices of a mesh in their order.
-
-    Raises:
-        UserError: neither of these, or more devices than there are.
-    """
+    """A mesh of one axis: the first `wanted` devices of all processes, or the devices of a mesh in their order."""
     if isinstance(wanted, Mesh):
         return Mesh(wanted.devices.reshape(-1), (AXIS,))
     devices = jax.devices()

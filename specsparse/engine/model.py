@@ -245,11 +245,7 @@ class Model:
         return self.programs.once(("logits",), lambda: self.devices.jit(chunk, donate_argnums=3))
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """Teacher-forced logits: row i predicts the token after `ids[i]`. float32[n, V].
-
-        Raises:
-            UserError: no ids, ids outside the vocabulary, or more than the context holds.
-        """
+        """Teacher-forced logits float32[n, V]: row i predicts the token after `ids[i]`. Raises as `check_ids`."""
         array = self.check_ids(ids)
         capacity = self.capacity_for(len(array))
         params, cache = self.params_for(capacity), self.new_cache(1, capacity)

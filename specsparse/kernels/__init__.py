@@ -33,39 +33,11 @@ from specsparse.kernels.qtensor import Layout, QTensor
 from specsparse.kernels.reference import dense, sparse
 
 __all__ = [
-    "BACKENDS",
-    "TILE_ROWS",
-    "ChosenFfn",
-    "Fragments",
-    "Kept",
-    "Kernels",
-    "Layout",
-    "Matrix",
-    "NeuronChoice",
-    "NeuronRows",
-    "PlainMatrix",
-    "QTensor",
-    "SignRows",
-    "SkipWeights",
-    "SparseStats",
-    "automatic_width",
-    "depends_on_rows",
-    "described",
-    "get",
-    "kept_as",
-    "on_card",
-    "pack_neurons",
-    "pack_signs",
-    "platform",
-    "promise",
-    "regroup_neurons",
-    "set_threads",
-    "skippable",
-    "status",
-    "stripes",
-    "take_rows",
-    "unpack_neurons",
-]
+    "BACKENDS", "TILE_ROWS", "ChosenFfn", "Fragments", "Kept", "Kernels", "Layout", "Matrix", "NeuronChoice",
+    "NeuronRows", "PlainMatrix", "QTensor", "SignRows", "SkipWeights", "SparseStats", "automatic_width",
+    "depends_on_rows", "described", "get", "kept_as", "on_card", "pack_neurons", "pack_signs", "platform", "promise",
+    "regroup_neurons", "set_threads", "skippable", "status", "stripes", "take_rows", "unpack_neurons",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -104,38 +76,18 @@ class Kernels:
 
 
 NATIVE = Kernels(
-    "native",
-    cpu.linear,
-    cpu.add_normed,
-    cpu.embed,
-    cpu.attend,
-    cpu.argmax,
-    layers.sparse_ffn,
-    layers.signbit_keep,
-    layers.layers,
-)
+    "native", cpu.linear, cpu.add_normed, cpu.embed, cpu.attend, cpu.argmax,
+    layers.sparse_ffn, layers.signbit_keep, layers.layers,
+)  # fmt: skip
 REFERENCE = Kernels(
-    "reference",
-    dense.linear,
-    dense.add_normed,
-    dequant.embed_rows,
-    dense.attend,
-    dense.argmax,
-    sparse.sparse_ffn,
-    sparse.signbit_keep,
-)
+    "reference", dense.linear, dense.add_normed, dequant.embed_rows, dense.attend, dense.argmax,
+    sparse.sparse_ffn, sparse.signbit_keep,
+)  # fmt: skip
 XLA = Kernels(
-    "xla",
-    ops.linear,
-    partial(dense.add_normed, over_rows=dense.at_once),
-    ops.embed,
-    dense.attend_batched,
-    dense.argmax,
-    partial(sparse.sparse_ffn, over_rows=dense.at_once),
-    sparse.signbit_keep,
-    normalise=partial(dense.normalise, over_rows=dense.at_once),
-    exact=False,
-)
+    "xla", ops.linear, partial(dense.add_normed, over_rows=dense.at_once), ops.embed, dense.attend_batched,
+    dense.argmax, partial(sparse.sparse_ffn, over_rows=dense.at_once), sparse.signbit_keep,
+    normalise=partial(dense.normalise, over_rows=dense.at_once), exact=False,
+)  # fmt: skip
 """Fast on a GPU, but its bits depend on the number of rows: the contract C1 does not hold."""
 PACKED = replace(XLA, name="packed", attend=ops.attend, kept="packed")
 """XLA's, but products read weights as they are packed, on a GPU by a kernel of its own, and caches hold finite numbers

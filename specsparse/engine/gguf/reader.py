@@ -113,11 +113,7 @@ class TensorInfo:
         return int(self.raw.nbytes)
 
     def dequantize(self) -> np.ndarray:
-        """The weights as float32 `shape` (read-only view for F32).
-
-        Raises:
-            UserError: the library has no dequantiser for this type.
-        """
+        """The weights as float32 `shape` (read-only view for F32). Raises UserError for a type of no weights."""
         if not can_dequantise(self.type):
             raise UserError(f"{self.source}: tensor {show(self.name)} of type {self.type.name} holds no weights")
         with np.errstate(all="ignore"):  # a NaN scale is the file's own; it shows in the result, not as a warning

@@ -26,11 +26,7 @@ _OF_DTYPE = {np.dtype(code).str[1:]: kind for kind, code in SCALARS.items()}
 
 
 def encode(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    """The bytes of float32[..., n] in `kind`, n a multiple of its block.
-
-    Raises:
-        NotImplementedError: nothing here writes that type.
-    """
+    """The bytes of float32[..., n] in `kind`, n a multiple of its block. Raises NotImplementedError for other types."""
     values = np.ascontiguousarray(values, np.float32)
     if kind in k_quants.KINDS:
         return k_quants.quantize(values, kind)

@@ -240,7 +240,7 @@ SamplingParams.__init__ = _init_by_known_names  # type: ignore[method-assign]
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-    """The steps of sampling that any sequence of a batch uses: static facts, a static argument of `jax.jit`.
+    """The steps of sampling that any sequence of a batch uses: a static argument of `jax.jit`.
 
     Attributes:
         vocab_size: V.
@@ -248,7 +248,6 @@ class SamplingConfig:
         mixed: some sequences are greedy and some are not.
         use_bias: logit bias, allowed ids or one-token bad words.
         use_penalties: presence, frequency or repetition penalties.
-        use_min_p, use_top_k, use_top_p: truncations.
         use_min_tokens: stop tokens are masked at first.
         bad_prefix: tokens before the last one of the longest bad word; 0 if no bad word has several tokens.
         context: generated tokens that `History.recent` keeps, for bad words and processors.

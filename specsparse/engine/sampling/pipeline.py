@@ -183,11 +183,7 @@ def _sane(logits_RV: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def target_logits(
-    cfg: SamplingConfig,
-    params: SamplingArrays,
-    logits_RV: jax.Array,
-    history: History | None = None,
-    rows: RowPaths | None = None,
+    cfg: SamplingConfig, params: SamplingArrays, logits_RV, history: History | None = None, rows: RowPaths | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Logits after bias, allowed and bad words, minimum length, processors and penalties.
 
@@ -268,15 +264,9 @@ def _penalise(params: SamplingArrays, x_RV: jax.Array, history: History, rows: R
 
 
 def target_probs(
-    cfg: SamplingConfig,
-    params: SamplingArrays,
-    logits_RV: jax.Array,
-    history: History | None = None,
-    rows: RowPaths | None = None,
-    *,
-    kernels: SamplingKernels = REFERENCE,
-    needed_R: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    cfg: SamplingConfig, params: SamplingArrays, logits_RV, history: History | None = None,
+    rows: RowPaths | None = None, *, kernels: SamplingKernels = REFERENCE, needed_R=None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The distribution p of the next token of each row: float32[R, V], and ok bool[R] (see `target_logits`).
 
     Greedy rows are one-hot at the lowest index of the largest logit. A row without any token left is one-hot at 0, so
@@ -295,14 +285,7 @@ def target_probs(
     return kernels.probs(x_RV, truncation, greedy=cfg.mixed, **steps), ok_R
 
 
-def _checked_logits(
-    cfg: SamplingConfig,
-    params: SamplingArrays,
-    logits_RV: jax.Array,
-    history: History | None,
-    rows: RowPaths | None,
-    kernels: SamplingKernels,
-) -> tuple[jax.Array, jax.Array]:
+def _checked_logits(cfg: SamplingConfig, params, logits_RV, history, rows, kernels: SamplingKernels):
     """`target_logits`, or one pass of `kernels.check` if the logits are used as they are."""
     if cfg.raw and kernels.check is not None:
         x_RV = logits_RV.astype(jnp.float32)
@@ -311,17 +294,9 @@ def _checked_logits(
 
 
 def sample(
-    cfg: SamplingConfig,
-    params: SamplingArrays,
-    logits_RV: jax.Array,
-    history: History | None = None,
-    rows: RowPaths | None = None,
-    *,
-    u_RU: jax.Array | None,
-    tokens_R: jax.Array | None = None,
-    kernels: SamplingKernels = REFERENCE,
-    n_valid_B: jax.Array | None = None,
-) -> Sampled:
+    cfg: SamplingConfig, params: SamplingArrays, logits_RV, history: History | None = None,
+    rows: RowPaths | None = None, *, u_RU, tokens_R=None, kernels: SamplingKernels = REFERENCE, n_valid_B=None,
+) -> Sampled:  # fmt: skip
     """Tokens drawn from the distributions, and the probability of each of `tokens_R`.
 
     Args:
@@ -353,7 +328,7 @@ def sample(
 
 
 def rows_to_judge(
-    cfg: SamplingConfig, params: SamplingArrays, logits_RV: jax.Array, history: History | None, rows: RowPaths | None
+    cfg: SamplingConfig, params: SamplingArrays, logits_RV, history: History | None, rows: RowPaths | None
 ) -> tuple[jax.Array, Truncation]:
     """The logits float32[R, V] that `SamplingKernels.judge` reads, and the truncation of each sequence.
 

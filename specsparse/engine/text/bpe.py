@@ -122,11 +122,7 @@ _BYTES = {character: byte for byte, character in enumerate(_CHARACTERS)}
 
 
 class BpeCodec:
-    """Text without special tokens to ids, and plain tokens to bytes.
-
-    Raises:
-        UserError: merges are missing or name tokens that the vocabulary lacks, or the pre-tokenizer is not known.
-    """
+    """Text without special tokens to ids, and plain tokens to bytes."""
 
     def __init__(self, vocab: Vocab):
         self._vocab, keys = vocab, vocab.keys

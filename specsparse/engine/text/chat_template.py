@@ -68,11 +68,7 @@ class ChatTemplate:
             raise self._failed("is not valid", error) from None
 
     def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
-        """The prompt for some messages.
-
-        Raises:
-            UserError: messages of another form, or the template refuses them, fails or runs away.
-        """
+        """The prompt for some messages. Raises UserError if the template refuses them, fails or runs away."""
         listed = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
         for i, message in enumerate(messages if listed else [messages]):
             texts = [message.get(key) for key in ("role", "content")] if isinstance(message, Mapping) else [None]

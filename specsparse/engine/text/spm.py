@@ -30,11 +30,7 @@ class SpmCodec:
             self._vocab.keys.fail(f"sentencepiece does not take this vocabulary: {error}")
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; a character without a token becomes its bytes' tokens, or the unknown token.
-
-        Raises:
-            UserError: the library does not take the vocabulary.
-        """
+        """Ids of a text; a character without a token becomes its bytes' tokens, or the unknown token."""
         return self._processor.encode(text)
 
     def byte_id(self, byte: int) -> int | None:

@@ -46,11 +46,7 @@ class Tokenizer:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object], *, where: str) -> "Tokenizer":
-        """Reads `tokenizer.*` of GGUF keys and values; `where` names the file in messages.
-
-        Raises:
-            UserError: no tokenizer, one that is not supported, or one that contradicts itself.
-        """
+        """Reads `tokenizer.*` of GGUF keys and values; `where` names the file in messages. Raises as `read_vocab`."""
         vocab = read_vocab(metadata, where=where)
         if vocab.kind == "spm":
             return cls(vocab, SpmCodec(vocab), add_bos=True)
@@ -72,11 +68,7 @@ class Tokenizer:
         return self._vocab.tokens[self._checked(index)]
 
     def token_bytes(self, index: int) -> bytes:
-        """The bytes of a token; a control token gives its name. One token may hold part of a character only.
-
-        Raises:
-            UserError: the id is outside the vocabulary.
-        """
+        """The bytes of a token, perhaps part of a character, or a control token's name. UserError for an unknown id."""
         index = self._checked(index)
         text, kind = self._vocab.tokens[index], self._vocab.types[index]
         if kind in (TokenType.UNDEFINED, TokenType.UNUSED):
@@ -226,11 +218,7 @@ class StreamDecoder:
         self._strip = tokenizer.add_space_prefix and not continues
 
     def push(self, index: int) -> str:
-        """The text that is complete with this id, which may be empty.
-
-        Raises:
-            UserError: the id is outside the vocabulary.
-        """
+        """The text that is complete with this id, which may be empty. Raises UserError for an unknown id."""
         data = self._tokenizer.token_bytes(index)
         if index in self._skip:
             return ""

@@ -147,11 +147,7 @@ class Vocab:
 
 
 def read_vocab(metadata: Mapping[str, object], *, where: str) -> Vocab:
-    """Reads and checks `tokenizer.ggml.*`; `where` names the file in messages.
-
-    Raises:
-        UserError: a key that is missing, wrong or not supported.
-    """
+    """Reads `tokenizer.ggml.*`; `where` names the file. Raises UserError for a missing, wrong or unsupported key."""
     keys = TokenizerKeys(metadata, where)
     model = keys.get("model")
     if model is None:

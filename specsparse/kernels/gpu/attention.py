@@ -34,18 +34,7 @@ def parts_of(rows: int, heads: int, d: int, capacity: int) -> int:
 
 
 @partial(jax.jit, static_argnames="interpret")  # one kernel for all layers
-def attend(
-    q: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    first: jax.Array,
-    low: jax.Array,
-    near: jax.Array,
-    start: jax.Array,
-    keep: jax.Array,
-    *,
-    interpret: bool = False,
-) -> jax.Array:
+def attend(q, keys, values, first, low, near, start, keep, *, interpret: bool = False) -> jax.Array:
     """Attention of n rows of each sequence, f32[B, n, G, h, d].
 
     A block of threads has a group of h heads of one sequence; each of its `parts` warpgroups has `SLOTS` slots.

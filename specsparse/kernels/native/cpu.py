@@ -197,20 +197,11 @@ def linear(x, weights, *, n_valid, norm=None, eps=0.0, biases=None, residual=Non
     outs, operands = weights[:1] if act else weights, Operands()
     biases = biases or [None] * len(weights)
     places = [(operands.place(w.data), operands.place(bias)) for w, bias in zip(weights, biases, strict=True)]
+    results = [((x.shape[0], w.shape[0]), jnp.float32) for w in outs]
+    attributes = {"act": np.int64(ACTS[act]), "eps": np.float32(eps), "zeros": np.int64(zeros)}
+    matrices = describe(*weights, places=places)
     return tuple(
-        call(
-            "linear",
-            [((x.shape[0], w.shape[0]), jnp.float32) for w in outs],
-            x,
-            given(norm),
-            given(residual),
-            n_valid,
-            *operands,
-            matrices=describe(*weights, places=places),
-            act=np.int64(ACTS[act]),
-            eps=np.float32(eps),
-            zeros=np.int64(zeros),
-        )
+        call("linear", results, x, given(norm), given(residual), n_valid, *operands, matrices=matrices, **attributes)
     )
 
 
