@@ -1,7 +1,6 @@
 """For tests of drafters: contexts made of lists of ids, tiny models under them, and drafts read back as lists."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,9 @@ from specsparse.engine.weights import Params
 from specsparse.runtime.method import load_drafter
 from specsparse.speculative.base import AnyDrafter, Draft, DraftContext, Drafter
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.heads import dflash
+from specsparse.speculative.drafters.heads import dflash, eagle3, head
 from specsparse.speculative.drafters.heads.dflash import BlockShape, DFlashFile
-from specsparse.speculative.drafters.heads.eagle3 import Eagle3File, HeadShape, of_arrays, tensor_shapes
-from specsparse.speculative.drafters.heads.head import matrix_shapes, vector_names, write_head
+from specsparse.speculative.drafters.heads.eagle3 import Eagle3File, HeadShape
 from specsparse.testing.tiny import DummyTokenizer, write_tiny_gguf
 
 Case = tuple[Drafter, Any, Callable[[DraftContext], DraftContext]]
@@ -118,13 +116,13 @@ def random_head(
 ) -> Path:
     """A head of `target` with random weights; it scores all ids, or those given, and reads such layers below."""
     rng, c = np.random.default_rng(seed), target.config
-    shapes = matrix_shapes(c, len(below))
-    matrices = {name: rng.normal(0, 1 / np.sqrt(shape[1]), shape) for name, shape in shapes.items()}
-    norms = {name: rng.normal(1, 0.1, c.d_model) for name in vector_names(len(below))}
-    tensors = {name: value.astype(np.float32) for name, value in {**matrices, **norms}.items()}
+    tensors = {
+        name: rng.normal(*((1, 0.1) if len(shape) == 1 else (0, 1 / np.sqrt(shape[1]))), shape).astype(np.float32)
+        for name, shape in head.tensor_shapes(c, len(below)).items()
+    }
     path = folder / f"head_{seed}_{len(below)}.gguf"
     every = np.arange(c.vocab_size) if ids is None else np.asarray(ids)
-    return write_head(path, target, tensors, every, below=below)
+    return head.write_head(path, target, tensors, every, below=below)
 
 
 def random_eagle3(
@@ -133,13 +131,13 @@ def random_eagle3(
     """An EAGLE-3 head of `target` with random weights and the target's output matrix, or its own for the ids given."""
     rng, c = np.random.default_rng(seed), target.config
     shape = HeadShape(c.d_model, c.n_heads, c.n_kv_heads, c.head_dim, c.d_ff, c.norm_eps, features, **options)
-    shapes = dict(tensor_shapes(shape, c.d_model))
+    shapes = dict(eagle3.tensor_shapes(shape, c.d_model))
     if ids is not None:
         shapes["output.weight"] = (len(ids), c.d_model)
     norms = {name: rng.normal(1, 0.1, size) for name, size in shapes.items() if len(size) == 1}
     matrices = {name: rng.normal(0, size[1] ** -0.5, size) for name, size in shapes.items() if len(size) == 2}
     layers = tuple(np.linspace(0, c.n_layers, features).astype(int).tolist())
-    return of_arrays(norms | matrices, shape, target=c, layers=layers, ids=None if ids is None else np.asarray(ids))
+    return Eagle3File.for_target(norms | matrices, c, path=Path("head"), shape=shape, layers=layers, ids=ids)
 
 
 def random_dflash(
@@ -163,12 +161,11 @@ def random_dflash(
         name: rng.normal(float(len(size) == 1), 0.1 if len(size) == 1 else 1 / np.sqrt(size[-1]), size)
         for name, size in sizes.items()
     }
-    made = dflash.of_arrays(
+    return DFlashFile.from_arrays(
         arrays, path=Path("random_dflash"), shape=shape, block_size=block_size, mask_token=c.vocab_size - 1,
-        rope=RopeConfig(1e4, shape.head_dim, "neox"), context=c.context_length,
-        ids=None if ids is None else np.asarray(ids, np.int32), from_anchor=from_anchor,
+        rope=RopeConfig(1e4, shape.head_dim, "neox"), context=c.context_length, ids=ids, from_anchor=from_anchor,
+        target="random/target",
     )  # fmt: skip
-    return replace(made, target="random/target")
 
 
 def model_case(folder: Path, source: str, *, vocab: int, capacity: int, **options: Any) -> Case:

@@ -17,7 +17,7 @@ from specsparse.engine.rope import RopeConfig, rope_tables
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import embed_rows
 from specsparse.speculative.drafters.heads import dflash
-from specsparse.speculative.drafters.heads.dflash import BlockKeys, BlockLayer, BlockShape, BlockWeights
+from specsparse.speculative.drafters.heads.dflash import BlockKeys, BlockLayer, BlockShape, BlockWeights, DFlashFile
 from specsparse.training import form
 from specsparse.training.corpus import Features, Text, Window, fill, pack
 from specsparse.training.form import FeatureForm, Frozen, ridge, unit
@@ -204,8 +204,8 @@ class DFlashForm(FeatureForm):
         arrays = {name: np.asarray(getattr(weights, field)) for field, name in _NAMES.items()}
         arrays |= {f"blk.0.{name}.weight": np.asarray(a) for name, a in weights.layers[0]._asdict().items()}
         arrays["output.weight"] = self.output_rows(ids)
-        file = dflash.of_arrays(
+        file = DFlashFile.from_arrays(
             arrays, path=path, shape=self.shape, block_size=self.block, mask_token=self.mask_token, rope=self.rope,
-            context=self.model.config.context_length, ids=np.asarray(ids), from_anchor=True,
+            context=self.model.config.context_length, ids=ids, from_anchor=True,
         )  # fmt: skip
-        return dflash.write_dflash_gguf(file, path, tokenizer=form.tokenizer_keys(self.model), quant=quant)
+        return file.write_gguf(path, tokenizer=form.tokenizer_keys(self.model), quant=quant)

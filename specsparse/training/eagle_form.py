@@ -23,7 +23,7 @@ from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize, embed_rows
 from specsparse.speculative.drafters.heads import eagle3
-from specsparse.speculative.drafters.heads.eagle3 import Eagle3Weights, HeadRows, HeadShape, Products
+from specsparse.speculative.drafters.heads.eagle3 import Eagle3File, Eagle3Weights, HeadRows, HeadShape, Products
 from specsparse.speculative.drafters.heads.head import LAYER_MATRICES, NORMS, HeadFile, HeadParams, write_head
 from specsparse.training import form
 from specsparse.training.corpus import Features, Text, Window
@@ -336,8 +336,8 @@ class Eagle3Form(FeatureForm):
         """A GGUF file for `drafter=eagle3` and for llama.cpp, with the target's output rows of the draft vocabulary."""
         target, arrays = self.model, {name: np.asarray(getattr(weights, f)) for f, name in EAGLE3_NAMES.items()}
         arrays["output.weight"] = self.output_rows(ids)
-        file = eagle3.of_arrays(
-            arrays, self.shape, target=target.config, layers=self.read, rope_factors=target.rope_factors, ids=ids,
-            path=path,
+        file = Eagle3File.for_target(
+            arrays, target.config, path=path, shape=self.shape, layers=self.read, rope_factors=target.rope_factors,
+            ids=ids,
         )  # fmt: skip
-        return eagle3.write_eagle3_gguf(file, path, tokenizer=form.tokenizer_keys(target), quant=quant)
+        return file.write_gguf(path, tokenizer=form.tokenizer_keys(target), quant=quant)

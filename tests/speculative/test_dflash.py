@@ -23,7 +23,7 @@ from specsparse.kernels.packing.dequant import dequantize, embed_rows
 from specsparse.models.convert.heads import read_dflash, write_folder
 from specsparse.runtime.method import load_drafter
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.heads.dflash import BlockLayer, BlockWeights, rms_norm, write_dflash_gguf
+from specsparse.speculative.drafters.heads.dflash import BlockLayer, BlockWeights, rms_norm
 from specsparse.speculative.trees import get_tree
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import draft_context, on_target, random_dflash, target_rows
@@ -294,7 +294,7 @@ def test_what_is_written_is_read_back(tiny, tmp_path, form, kind):
 
     def write():
         if form == "gguf":
-            return write_dflash_gguf(file, tmp_path / "d.gguf", tokenizer={})
+            return file.write_gguf(tmp_path / "d.gguf", tokenizer={})
         return write_folder(file, tmp_path / "d", form=form)
 
     if kind in cannot:
@@ -307,7 +307,7 @@ def test_what_is_written_is_read_back(tiny, tmp_path, form, kind):
 def test_the_oracle_goes_through_gguf(io, target, tmp_path):
     """From the library's folder to llama.cpp's form and back: the same drafts."""
     file = read_dflash(ORACLE)
-    path = write_dflash_gguf(file, tmp_path / "d.gguf", tokenizer={"tokenizer.ggml.model": "none"})
+    path = file.write_gguf(tmp_path / "d.gguf", tokenizer={"tokenizer.ggml.model": "none"})
     metadata = open_gguf(path).metadata
     assert list(metadata["dflash.target_layers"]) == [1, 4, 6] and metadata["tokenizer.ggml.mask_token_id"] == 511
     assert_same(file, read_dflash(path))
@@ -319,11 +319,11 @@ def test_the_oracle_goes_through_gguf(io, target, tmp_path):
 def test_quantised(tiny, tmp_path):
     """Matrices in Q8_0, norms in float32, drafted on the native kernels' quantised products."""
     file = random_dflash(tiny)
-    quantised = read_dflash(write_dflash_gguf(file, tmp_path / "d.gguf", tokenizer={}, quant="F16"))
+    quantised = read_dflash(file.write_gguf(tmp_path / "d.gguf", tokenizer={}, quant="F16"))
     assert quantised.load("fc.weight").type is GGMLQuantizationType.F16
     assert quantised.load("output_norm.weight").type is GGMLQuantizationType.F32
     with pytest.raises(UserError, match="choose"):
-        write_dflash_gguf(file, tmp_path / "e.gguf", tokenizer={}, quant="Q3_X")
+        file.write_gguf(tmp_path / "e.gguf", tokenizer={}, quant="Q3_X")
 
 
 def changed(folder: Path, **config) -> Path:
@@ -423,11 +423,11 @@ def test_tensors_of_other_drafters_are_refused(tmp_path):
         ("tokenizer.ggml.mask_token_id", 4000, "mask token"),
         ("dflash.markov_rank", 4, r"the option .?dflash\.markov_rank.? is not supported"),
         ("dflash.target_layers", [1, -4, 6], "must be a list of layers"),
-        ("dflash.target_hidden_size", 64, "not of the target_hidden_size"),
+        ("dflash.target_hidden_size", 64, "fc.weight|is for a target"),
     ],
 )
 def test_gguf_keys_are_checked(target, tmp_path, key, value, words):
-    whole = open_gguf(write_dflash_gguf(read_dflash(ORACLE), tmp_path / "d.gguf", tokenizer={}))
+    whole = open_gguf(read_dflash(ORACLE).write_gguf(tmp_path / "d.gguf", tokenizer={}))
     metadata = {k: v for k, v in whole.metadata.items() if k != key} | ({} if value is None else {key: value})
     path = write_gguf(tmp_path / "e.gguf", metadata, [NewTensor.from_file(t) for t in whole.tensors.values()])
     with pytest.raises(UserError, match=words):

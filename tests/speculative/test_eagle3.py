@@ -21,7 +21,6 @@ from specsparse.kernels.packing.dequant import dequantize
 from specsparse.models.convert.heads import read_eagle3
 from specsparse.runtime.method import load_drafter
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.heads.eagle3 import write_eagle3_gguf
 from specsparse.speculative.drafters.heads.published import EMBEDDING
 from specsparse.speculative.drafters.sources import FedRows
 from specsparse.testing import write_tiny_gguf
@@ -225,7 +224,7 @@ def test_verifiers(model, verifier):
 @pytest.fixture(scope="module")
 def head(model, tmp_path_factory):
     path = tmp_path_factory.mktemp("head") / "head.gguf"
-    return str(write_eagle3_gguf(random_eagle3(model), path, tokenizer={}))
+    return str(random_eagle3(model).write_gguf(path, tokenizer={}))
 
 
 @pytest.mark.parametrize("name", ["head", "lookup_head"])

@@ -198,8 +198,7 @@ def test_a_file_gives_the_weights_that_it_was_made_of(model, tmp_path):
 
 def test_quantised_heads_load(model, file, tmp_path):
     c = model.config
-    tensors = {n: np.ones(s, np.float32) for n, s in heads.matrix_shapes(c).items()}
-    tensors |= dict.fromkeys(heads.vector_names(), np.ones(c.d_model, np.float32))
+    tensors = {n: np.ones(s, np.float32) for n, s in heads.tensor_shapes(c).items()}
     path = write_head(tmp_path / "q.gguf", model, tensors, np.arange(V), quant="Q8_0", name="q")
     assert path.stat().st_size < file.stat().st_size / 3
     found = heads.read_head(path, c, floats=False)
@@ -220,8 +219,7 @@ def test_a_head_is_found_by_target_by_name_and_by_path(model, file, tmp_path, mo
 
 
 def test_mistakes_are_one_line(model, file, tmp_path):
-    tensors = {n: np.ones(s, np.float32) for n, s in heads.matrix_shapes(model.config).items()}
-    tensors |= dict.fromkeys(heads.vector_names(), np.ones(model.config.d_model, np.float32))
+    tensors = {n: np.ones(s, np.float32) for n, s in heads.tensor_shapes(model.config).items()}
     other = write_tiny_gguf(tmp_path / "other.gguf", quant="F32", vocab_size=V, d_model=32, d_ff=32)
     cases = {
         "is no head": model.path,

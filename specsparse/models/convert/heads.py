@@ -145,7 +145,7 @@ def read_eagle3(path: str | Path) -> Eagle3File:
         head_dim=head_dim,
         d_ff=hf.size("intermediate_size"),
         eps=hf.eps(1e-6),
-        features=eagle3.features_of(fields["tensors"].get("fc.weight"), target_width, path),
+        features=(fields["tensors"].get("fc.weight") or (0,))[-1] // target_width,
         qk_norm="blk.0.attn_q_norm.weight" in names,
         biases=tuple(name for name in PROJECTIONS if f"blk.0.{name}.bias" in names),
         **{
@@ -369,10 +369,7 @@ def convert_head(
             raise UserError(f"{out}: {text}")
     if gguf and target is not None:
         keys = {key: value for key, value in target.metadata.items() if key.startswith("tokenizer.ggml.")}
-        if isinstance(file, Eagle3File):
-            eagle3.write_eagle3_gguf(file, out, tokenizer=keys, quant=quant)
-        else:
-            dflash.write_dflash_gguf(file, out, tokenizer=keys, quant=quant)
+        file.write_gguf(out, tokenizer=keys, quant=quant)
         return file
     if verifier is not None:
         folder = Path(os.path.expanduser(verifier))

@@ -102,19 +102,16 @@ class DraftWeights(NamedTuple):
             are used.
         head: [N, D], the trimmed output matrix, or None.
         ids: int32[N], target id of each column of a trimmed head, ascending, or None.
-        images: what is fed for the target's tokens where the draft model has other ones; then `head` and `ids` are of
-            the tokens that both have. None where the ids are the same.
+        images: draft ids of the target's tokens if the draft model has other ones; then `head` and `ids` are of the
+            tokens that both have. None if the ids are the same.
+        norm: f32[D], the RMS norm before `head` of a head on features, else None.
     """
 
     params: Pytree = None
     head: Matrix | None = None
     ids: jax.Array | None = None
     images: Images | None = None
-
-    @classmethod
-    def scoring(cls, head: Matrix, ids: np.ndarray) -> "DraftWeights":
-        """Of an output matrix whose rows are the ids int32[N] of the target, ascending."""
-        return cls(head=head, ids=jnp.asarray(ids))
+    norm: jax.Array | None = None
 
 
 class FedRows(NamedTuple):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine.model import Model
@@ -167,7 +168,7 @@ class Drafting:
             return DraftWeights(), columns
         else:
             taken = ids
-        return DraftWeights.scoring(take_rows(output, taken), ids), len(ids)
+        return DraftWeights(head=take_rows(output, taken), ids=jnp.asarray(ids)), len(ids)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ from specsparse.support.files import Json
 KV_LENGTH = 128
 """Tokens in the cache."""
 ALPHAS = (0.5, 0.7, 0.9)
-_HEADS = {module.ARCHITECTURE: module.read_gguf for module in (dflash, eagle3)}
+_HEADS = {DFlashFile.architecture: dflash.read_gguf, Eagle3File.architecture: eagle3.read_gguf}
 _MOST_DIFFERENCES = 8
 
 

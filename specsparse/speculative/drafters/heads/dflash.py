@@ -1,4 +1,4 @@
-"""The DFlash drafter as functions: keys and values of the context, and a block of rows over them (arXiv:2602.06036).
+"""DFlash drafters (arXiv:2602.06036): a block of rows over keys and values of the context; the file; the drafter.
 
 A layer is one of Qwen3. Its keys and values are projections of two kinds of rows: the target's features of the context,
 fused by one matrix, and the block's own rows [last token, mask, mask, ...]; its queries are of the block only. So the
@@ -8,13 +8,10 @@ The products are an argument, `kernels.Kernels.linear` or `training.layer.linear
 with quantised weights and are differentiated in float32 (`training.dflash_form`).
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
-from pathlib import Path
 from typing import Annotated, ClassVar, NamedTuple
 
 import jax
@@ -23,16 +20,15 @@ import numpy as np
 
 from specsparse.engine import cache as kv
 from specsparse.engine.cache import LANES, KVCache
-from specsparse.engine.config import MAX_CONTEXT, RopeConfig
+from specsparse.engine.config import MAX_CONTEXT
 from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
-from specsparse.engine.rope import rope_tables
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.kernels.reference.dense import append, rotate
 from specsparse.speculative.base import MAX_GAMMA, DraftContext
-from specsparse.speculative.drafters.heads.feature_source import FeatureSource, of_target, pick
+from specsparse.speculative.drafters.heads.feature_source import FeatureSource, pick
 from specsparse.speculative.drafters.heads.published import (
     EMBEDDING,
     MAX_SIZE,
@@ -41,14 +37,12 @@ from specsparse.speculative.drafters.heads.published import (
     LayerShape,
     PublishedHead,
     PublishedSpec,
-    check_target,
-    fields_of_arrays,
-    scored,
-    write_head_gguf,
+    PublishedWeights,
 )
 from specsparse.speculative.drafters.sources import DraftWeights, FedRows
-from specsparse.speculative.drafters.spec import Load, LoadedDrafter, bytes_of
+from specsparse.speculative.drafters.spec import Load, LoadedDrafter
 from specsparse.speculative.trees.base import node_depths
+from specsparse.support.files import Json
 from specsparse.support.options import Range
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -65,10 +59,10 @@ class BlockShape(LayerShape):
     """The static facts of a drafter.
 
     Attributes:
-        features: layers of the target whose incoming rows are fused, in order; its number of layers is what comes out
-            of the last one.
+        features: layers of the target whose incoming rows are fused, in order; its number of layers stands for the
+            rows that leave the last one.
         feature_width: of one of them, the target's width.
-        windows: of each layer, positions that a row sees back, itself among them; None for all.
+        windows: of each layer, positions that a row sees back, its own among them; None for all.
         causal: of each layer, whether a row of the block sees only those before it and itself.
         pairing: of the rotation.
     """
@@ -117,7 +111,7 @@ class BlockWeights(NamedTuple):
 
 
 class BlockKeys(NamedTuple):
-    """Keys, rotated, and values of R rows in one layer: f32[R, G, d] each."""
+    """Rotated keys, and values, of R rows in one layer: f32[R, G, d] each."""
 
     k: jax.Array
     v: jax.Array
@@ -239,11 +233,9 @@ def _keys(shape: BlockShape, layer: BlockLayer, k_RO, v_RO, cos_RP, sin_RP, each
     return BlockKeys(k_RGd, v_RO.reshape(v_RO.shape[0], -1, shape.head_dim))
 
 
-ARCHITECTURE = "dflash"
-"""`general.architecture` of these files."""
 MASK = "tokenizer.ggml.mask_token_id"
 MAX_BLOCK = 64
-"""Rows of a block: what one verifying forward may hold."""
+"""Most rows of a block."""
 _OWN_KEYS = ("attention.causal", "attention.sliding_window", "attention.sliding_window_pattern", "block_size",
              "sample_from_anchor")  # fmt: skip
 """Keys beside those of every head."""
@@ -253,7 +245,7 @@ _OTHERS = {
     "layer_fusion": "DFly (a fusion by layer)",
     "blk.0.attn_sinks.weight": "a drafter with attention sinks",
 }
-"""Tensors that tell a drafter of another kind, which share the architecture's name."""
+"""Tensors by which to tell drafters of other kinds that share the architecture's name."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -265,10 +257,11 @@ class DFlashFile(PublishedHead):
         block_size: rows of a block, the last token among them.
         mask_token: id that stands for the tokens to draft.
         from_anchor: whether the last token's own row drafts too, and so each row the token after its position.
-        embedding_scale, logit_scale: what embedded tokens and logits are multiplied by.
+        embedding_scale, logit_scale: factors of embedded tokens and of logits.
         softcap: logits x become softcap * tanh(x / softcap); 0 for none.
     """
 
+    architecture: ClassVar[str] = "dflash"
     what: ClassVar[str] = "a DFlash drafter"
 
     shape: BlockShape
@@ -280,41 +273,61 @@ class DFlashFile(PublishedHead):
     softcap: float = 0.0
 
     def __post_init__(self):
-        least = 1 if self.from_anchor else 2
-        if not least <= self.block_size <= MAX_BLOCK:
-            raise UserError(f"{self.path}: block_size={self.block_size} must lie in {least}..{MAX_BLOCK}")
-        if not 0 <= self.mask_token < MAX_SIZE:
-            raise UserError(f"{self.path}: mask_token_id={self.mask_token} is no token id")
-        for name, kind in _OTHERS.items():
-            if name in self.tensors:
-                raise UserError(f"{self.path}: is {kind}, which is not supported: only DFlash itself is")
-        self.check(tensor_shapes(self.shape), most_ids=MAX_SIZE)
+        least, other = 1 if self.from_anchor else 2, [kind for name, kind in _OTHERS.items() if name in self.tensors]
+        wrong = {
+            f"block_size={self.block_size} must lie in {least}..{MAX_BLOCK}": not least <= self.block_size <= MAX_BLOCK,
+            f"mask_token_id={self.mask_token} is no token id": not 0 <= self.mask_token < MAX_SIZE,
+            f"is {' and '.join(other)}, which is not supported: only DFlash itself is": other,
+        }
+        for text, holds in wrong.items():
+            if holds:
+                raise UserError(f"{self.path}: {text}")
+        self.check_tensors(tensor_shapes(self.shape), most_ids=MAX_SIZE)
 
     @property
     def drafts(self) -> int:
         """Tokens that a whole block drafts."""
         return self.block_size - (0 if self.from_anchor else 1)
 
+    def gguf_keys(self) -> Json:
+        s = self.shape
+        windows = {window for window in s.windows if window is not None}
+        inexpressible = {
+            "embedding_scale": self.embedding_scale != 1.0,
+            "logit_scale": self.logit_scale != 1.0,
+            "softcap": self.softcap != 0.0,
+            "sliding_attention beside full_attention, which sees the whole block,": len(set(s.causal)) > 1,
+            "ids without an output matrix": self.ids is not None and OUTPUT not in self.tensors,
+            f"layers with windows of {sorted(windows)}": len(windows) > 1,
+        }
+        for what, found in inexpressible.items():
+            if found:
+                raise UserError(f"{self.path}: {what}: no place in a dflash GGUF file; write safetensors")
+        sliding = {
+            "attention.sliding_window": min(windows, default=0),
+            "attention.sliding_window_pattern": np.array([window is not None for window in s.windows]),
+        }
+        return {
+            "block_count": s.layers,
+            "attention.causal": s.causal[0],
+            "block_size": self.block_size,
+            "sample_from_anchor": self.from_anchor,
+            "target_layers": list(s.features),
+            MASK: self.mask_token,
+            **(sliding if windows else {}),
+        }
 
-def of_arrays(
-    arrays: Mapping[str, np.ndarray], *, path: Path, shape: BlockShape, block_size: int, mask_token: int,
-    rope: RopeConfig, context: int, ids: np.ndarray | None = None, from_anchor: bool = False,
-) -> DFlashFile:  # fmt: skip
-    """A drafter of float32 arrays by GGUF name (`tensor_shapes` says which): one that was trained, to be written.
+    def packed(self, *, floats: bool) -> BlockWeights:
+        def part(name: str) -> Matrix:
+            return self.part(f"{name}.weight", floats=floats)
 
-    Raises:
-        UserError: a tensor is missing, or of another shape.
-    """
-    return DFlashFile(
-        **fields_of_arrays(arrays, ids, path),
-        shape=shape,
-        block_size=block_size,
-        mask_token=mask_token,
-        from_anchor=from_anchor,
-        rope=rope,
-        rope_factors=None,
-        context=context,
-    )
+        layers = range(self.shape.layers)
+        return BlockWeights(
+            fc=part("fc"),
+            hidden_norm=part("enc.output_norm"),
+            layers=tuple(BlockLayer(*(part(f"blk.{i}.{name}") for name in BlockLayer._fields)) for i in layers),
+            output_norm=part("output_norm"),
+        )
 
 
 def tensor_shapes(shape: BlockShape) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -339,21 +352,24 @@ def read_gguf(f: GGUFFile) -> DFlashFile:
     Raises:
         UserError: another architecture, a key or tensor that is missing, wrong, or of a drafter of another kind.
     """
-    keys = HeadKeys(f, ARCHITECTURE, "DFlash drafter", _OWN_KEYS)
-    sizes, layers, features = keys.of_layers(), keys.size("block_count", most=1 << 10), keys.layers
-    fc = f.tensors.get("fc.weight")
-    if fc is None or len(fc.shape) != 2 or not features or fc.shape[1] % len(features):
-        raise UserError(f"{f.path}: tensor fc.weight is missing, or does not fit the {len(features)} target_layers")
-    feature_width = fc.shape[1] // len(features)
-    if keys.size("target_hidden_size", feature_width) != feature_width:
-        raise UserError(f"{f.path}: tensor fc.weight reads features of {feature_width}, not of the target_hidden_size")
+    keys = HeadKeys(f, DFlashFile.architecture, "DFlash drafter", _OWN_KEYS)
+    sizes, layers = keys.sizes(), keys.size("block_count", most=1 << 10)
+    features, fields = tuple(keys.numbers("target_layers", "layers").tolist()), keys.fields(sizes["head_dim"])
+    fused = (fields["tensors"].get("fc.weight") or (0,))[-1]
+    window, pattern = f.get("dflash.attention.sliding_window", "int", 0), [False] * layers
+    if window:
+        key = "attention.sliding_window_pattern"
+        pattern = keys.numbers(key, f"whether each of the {layers} layers slides", "iub").tolist()[:layers]
+    if not features or len(pattern) < layers or not 0 <= window <= MAX_CONTEXT:
+        wrong = "attention.sliding_window_pattern" if features else "target_layers"
+        raise UserError(f"{f.path}: metadata key 'dflash.{wrong}' is missing, too short or out of range")
     return DFlashFile(
-        **keys.of_file(),
+        **fields,
         shape=BlockShape(
             **sizes,
             features=features,
-            feature_width=feature_width,
-            windows=_windows(keys, layers),
+            feature_width=keys.size("target_hidden_size", max(fused // len(features), 1)),
+            windows=tuple(window if slides else None for slides in pattern),
             causal=(keys.flag("attention.causal"),) * layers,
         ),
         block_size=keys.size("block_size", 16, most=MAX_BLOCK),
@@ -362,69 +378,6 @@ def read_gguf(f: GGUFFile) -> DFlashFile:
         load=f.tensors.__getitem__,
         target=f.get("general.base_model.0.name", "str", ""),
     )
-
-
-def _windows(keys: HeadKeys, layers: int) -> tuple[int | None, ...]:
-    window = keys.f.get(keys.name("attention.sliding_window"), "int", 0)
-    if not window:
-        return (None,) * layers
-    key = "attention.sliding_window_pattern"
-    pattern = keys.numbers(key)
-    if len(pattern) < layers or not 1 <= window <= MAX_CONTEXT:
-        raise UserError(f"{keys.f.path}: {keys.name(key)} must say of each of the {layers} layers whether it slides")
-    return tuple(window if slides else None for slides in pattern[:layers])
-
-
-def write_dflash_gguf(
-    file: DFlashFile, path: Path, *, tokenizer: Mapping[str, object], quant: str = "F32", name: str = ""
-) -> Path:
-    """Writes a drafter as GGUF; the arguments are those of `published.write_head_gguf`.
-
-    Raises:
-        UserError: a type that cannot be written, or an option of the drafter that the format cannot say.
-    """
-    s = file.shape
-    windows = {window for window in s.windows if window is not None}
-    inexpressible = {
-        "embedding_scale": file.embedding_scale != 1.0,
-        "logit_scale": file.logit_scale != 1.0,
-        "softcap": file.softcap != 0.0,
-        "sliding_attention beside full_attention, which sees the whole block,": len(set(s.causal)) > 1,
-        "ids without an output matrix": file.ids is not None and OUTPUT not in file.tensors,
-        f"layers with windows of {sorted(windows)}": len(windows) > 1,
-    }
-    for what, found in inexpressible.items():
-        if found:
-            raise UserError(f"{file.path}: {what}: no place in a {ARCHITECTURE} GGUF file; write safetensors")
-    own = {
-        "block_count": s.layers,
-        "attention.causal": s.causal[0],
-        "block_size": file.block_size,
-        "sample_from_anchor": file.from_anchor,
-        "target_layers": list(s.features),
-    }
-    if windows:
-        own["attention.sliding_window"] = windows.pop()
-        own["attention.sliding_window_pattern"] = np.array([window is not None for window in s.windows])
-    return write_head_gguf(
-        file, path, own, architecture=ARCHITECTURE, tokenizer={**tokenizer, MASK: file.mask_token}, quant=quant,
-        name=name,
-    )  # fmt: skip
-
-
-class DFlashParams(NamedTuple):
-    """What a drafter needs beside its output matrix.
-
-    Attributes:
-        block: its layers.
-        cos, sin: f32[positions, d/2], for every position of a block.
-        embedding: QTensor [V, D], or None for the target's.
-    """
-
-    block: BlockWeights
-    cos: jax.Array
-    sin: jax.Array
-    embedding: QTensor | None
 
 
 class BlockDraft(NamedTuple):
@@ -437,14 +390,14 @@ class BlockDraft(NamedTuple):
     logits: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class BlockSource(FeatureSource[KVCache]):
     """A block drafter with a cache of the context's keys and values. Static.
 
     Attributes:
         shape: of its layers.
         rows: of a block.
-        skipped: rows of a block that draft nothing: 1, or 0 where the last token's own row drafts.
+        skipped: rows of a block that draft nothing: 1, or 0 if the last token's own row drafts.
         mask_token: id of the other rows.
         levels: depth of the trees it drafts, 0 for chains.
         embedding_scale, logit_scale, softcap: as in `DFlashFile`.
@@ -463,8 +416,7 @@ class BlockSource(FeatureSource[KVCache]):
     wants_hidden = property(attrgetter("shape.features"))  # type: ignore[assignment]
 
     @property
-    def positions(self) -> int:
-        """m, tokens that a block drafts."""
+    def drafted_at_once(self) -> int:  # type: ignore[override]
         return self.rows - self.skipped
 
     def capacity(self, tokens: int) -> int:
@@ -477,16 +429,16 @@ class BlockSource(FeatureSource[KVCache]):
         return kv.init(layers=s.layers, batch=batch, capacity=capacity, dtype=self.kv_dtype, **heads)
 
     def room(self, weights: DraftWeights, state: KVCache, ctx: DraftContext) -> jax.Array:
-        """Up to the end of the context and of the cache; of a chain no more than a block drafts."""
+        """Up to the end of the context and of the cache; for a chain no more than a block drafts."""
         left_B = min(self.context, ctx.tokens.shape[1]) - ctx.length + 1
-        return left_B if self.levels else jnp.minimum(left_B, self.positions)
+        return left_B if self.levels else jnp.minimum(left_B, self.drafted_at_once)
 
     def open(
         self, weights: DraftWeights, state: KVCache, ctx: DraftContext, live_B: jax.Array
     ) -> tuple[BlockDraft, jax.Array]:
-        """Drafts the block. Logits are computed of as many positions as the budget asks for."""
+        """Drafts the block. Computes logits of as many positions as the budget asks for."""
         batch, n, D = ctx.tokens.shape[0], self.rows, self.shape.width
-        p: DFlashParams = weights.params
+        p: PublishedWeights = weights.params
         last_B1 = pick(ctx.tokens, ctx.length[:, None] - 1)
         masks_Bn = jnp.full((batch, n - 1), self.mask_token, jnp.int32)
         tokens_R = jnp.concatenate([last_B1, masks_Bn], axis=1).reshape(-1)
@@ -504,17 +456,22 @@ class BlockSource(FeatureSource[KVCache]):
                 out_RO, keys[i], values[i] = self._attend_all(i, *args)
                 return out_RO
 
-            linear = partial(self.kernels.linear, n_valid=valid_B)
+            linear = functools.partial(self.kernels.linear, n_valid=valid_B)
             cos, sin = _pick_rows(p.cos, at_R), _pick_rows(p.sin, at_R)
-            y_RD = block_rows(linear, self.shape, p.block, x_RD, cos, sin, attend, one_by_one)
-        wanted_B = jnp.minimum(ctx.budget, self.levels or self.positions)
-        logits_BmN = self._logits(weights, y_RD.reshape(batch, n, D)[:, self.skipped :], jnp.where(live_B, wanted_B, 0))
+            y_RD = block_rows(linear, self.shape, p.layers, x_RD, cos, sin, attend, one_by_one)
+        wanted_B = jnp.minimum(ctx.budget, self.levels or self.drafted_at_once)
+        y_BmD = y_RD.reshape(batch, n, D)[:, self.skipped :]
+        logits_BmN = self.logits(weights, y_BmD, jnp.where(live_B, wanted_B, 0))
+        if self.logit_scale != 1.0:
+            logits_BmN = logits_BmN * jnp.float32(self.logit_scale)
+        if self.softcap > 0:
+            logits_BmN = jnp.tanh(logits_BmN / jnp.float32(self.softcap)) * jnp.float32(self.softcap)
         return BlockDraft(tuple(keys), tuple(values), state.length, logits_BmN), logits_BmN[:, 0]
 
     def feed(
         self, weights: DraftWeights, ctx: DraftContext, cache: BlockDraft, rows: FedRows
     ) -> tuple[jax.Array, BlockDraft]:
-        """Logits by position alone: those after a node of depth i are of position i, whatever was drafted before."""
+        """Logits by position alone: those after a node of depth i are of position i, whatever the draft holds."""
         if rows.parents is None:
             depth_Bn = (cache.length - ctx.length + 2)[:, None]
         else:
@@ -530,15 +487,15 @@ class BlockSource(FeatureSource[KVCache]):
         self, weights: DraftWeights, ctx: DraftContext, state: KVCache, hidden_BnE: jax.Array, count_B: jax.Array
     ) -> KVCache:
         """Appends the keys and values of the rows."""
-        p: DFlashParams = weights.params
+        p: PublishedWeights = weights.params
         batch, n, width = hidden_BnE.shape
         at_Bn = state.length[:, None] + jnp.arange(n, dtype=jnp.int32)[None]
         kept_Bn = jnp.arange(n, dtype=jnp.int32)[None] < count_B[:, None]
         cos, sin = _pick_rows(p.cos, at_Bn.reshape(-1)), _pick_rows(p.sin, at_Bn.reshape(-1))
         with jax.named_scope("dflash/context"):
-            linear = partial(self.kernels.linear, n_valid=count_B)
+            linear = functools.partial(self.kernels.linear, n_valid=count_B)
             found = context_keys(
-                linear, self.shape, p.block, hidden_BnE.reshape(batch * n, width), cos, sin, one_by_one
+                linear, self.shape, p.layers, hidden_BnE.reshape(batch * n, width), cos, sin, one_by_one
             )
         keys, values = [], []
         for k, v, own in zip(state.k, state.v, found, strict=True):
@@ -592,22 +549,12 @@ class BlockSource(FeatureSource[KVCache]):
         out = jax.lax.map(one, (*by_sequence, k, v, length_B))
         return jnp.where((valid_B > 0)[:, None, None], out, jnp.float32(0)).reshape(batch * n, -1)
 
-    def _logits(self, weights: DraftWeights, y_BmD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
-        norm = weights.params.block.output_norm
-        with jax.named_scope("dflash/output"):
-            logits_RN = self.score_rows(weights, y_BmD, n_valid_B, norm=norm, eps=self.shape.eps)
-        if self.logit_scale != 1.0:
-            logits_RN = logits_RN * jnp.float32(self.logit_scale)
-        if self.softcap > 0:
-            logits_RN = jnp.tanh(logits_RN / jnp.float32(self.softcap)) * jnp.float32(self.softcap)
-        return logits_RN.reshape(*y_BmD.shape[:2], -1)
-
 
 def _pick_rows(table: jax.Array, index_R: jax.Array) -> jax.Array:
     return table[jnp.clip(index_R, 0, len(table) - 1)]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class DFlash(PublishedSpec):
     """A block of tokens in one forward, from the target's features (DFlash, arXiv:2602.06036), with the target's
     embedding and output matrix or its own.
@@ -620,68 +567,35 @@ class DFlash(PublishedSpec):
     reader = "specsparse.models.convert.heads:read_dflash"
 
     def build(self, target: Model, load: Load) -> LoadedDrafter:
-        file = self.head_file(load)
-        rows = self._rows(file)
-        positions = rows - (0 if file.from_anchor else 1)
-        tree = self.drafting.shape
-        if tree is not None and tree.max_depth > positions:
-            raise UserError(
-                f"a tree of depth {tree.max_depth} is deeper than the {positions} tokens of a block of {file.path}"
-            )
-        shape = file.shape
-        check_target(file, target, layers=shape.features, width=shape.feature_width)
+        file: DFlashFile = self.head_file(load)
+        skipped, tree = 0 if file.from_anchor else 1, self.drafting.shape
+        rows = file.block_size if self.block_size is None else self.block_size
+        file.check_target(target, layers=file.shape.features, width=file.shape.feature_width)
         known = file.tensors[EMBEDDING][0] if EMBEDDING in file.tensors else target.params.embedding.shape[0]
-        if file.mask_token >= known:
-            raise UserError(f"{file.path}: its mask token is {file.mask_token}, the embedding has ids 0 to {known - 1}")
-        if file.ids is not None and self.drafting.draft_vocab is not None:
-            raise UserError(f"drafter.draft_vocab: {file.path} has a vocabulary of its own, of {len(file.ids)} ids")
-        floats = target.kernels.name != "native"
-        weights, columns = scored(file, self.drafting, target, floats=floats)
-        block, embedding = _packed(file, floats=floats)
-        source = BlockSource(
-            **of_target(target, columns),
-            shape=shape,
+        wrong = {
+            f"drafter.block_size={rows} must lie in {1 + skipped}..{file.block_size}, the rows that {file.path} was "
+            "trained for": not 1 + skipped <= rows <= file.block_size,
+            f"a tree of depth {tree and tree.max_depth} is deeper than the {rows - skipped} tokens of a block of "
+            f"{file.path}": tree is not None and tree.max_depth > rows - skipped,
+            f"{file.path}: its mask token is {file.mask_token}, the embedding has ids 0 to {known - 1}": (
+                file.mask_token >= known
+            ),
+            f"drafter.draft_vocab: {file.path} has a vocabulary of its own": (
+                file.ids is not None and self.drafting.draft_vocab is not None
+            ),
+        }
+        for text, holds in wrong.items():
+            if holds:
+                raise UserError(text)
+        make = functools.partial(
+            BlockSource,
+            shape=file.shape,
             rows=rows,
-            skipped=rows - positions,
+            skipped=skipped,
             mask_token=file.mask_token,
             levels=0 if tree is None else tree.max_depth,
             embedding_scale=file.embedding_scale,
             logit_scale=file.logit_scale,
             softcap=file.softcap,
         )
-
-        @functools.cache
-        def weights_for(capacity: int) -> DraftWeights:
-            cos, sin = rope_tables(file.rope, source.capacity(capacity), file.rope_factors)
-            return weights._replace(params=DFlashParams(block, jnp.asarray(cos), jnp.asarray(sin), embedding))
-
-        reads = bytes_of(block, weights.head) // positions
-        return LoadedDrafter(self.drafting.drafter(source, target), weights_for, reads)
-
-    def _rows(self, file: DFlashFile) -> int:
-        if self.block_size is None:
-            return file.block_size
-        least = 1 if file.from_anchor else 2
-        if not least <= self.block_size <= file.block_size:
-            raise UserError(
-                f"drafter.block_size={self.block_size} must lie in {least}..{file.block_size}, the rows that "
-                f"{file.path} was trained for"
-            )
-        return self.block_size
-
-
-def _packed(file: DFlashFile, *, floats: bool) -> tuple[BlockWeights, QTensor | None]:
-    """The layers, and the embedding where it is not the target's."""
-
-    def part(name: str) -> Matrix:
-        return file.vector(f"{name}.weight") if name.endswith("norm") else file.matrix(name, floats=floats)
-
-    block = BlockWeights(
-        fc=part("fc"),
-        hidden_norm=part("enc.output_norm"),
-        layers=tuple(
-            BlockLayer(*(part(f"blk.{i}.{field}") for field in BlockLayer._fields)) for i in range(file.shape.layers)
-        ),
-        output_norm=part("output_norm"),
-    )
-    return block, file.matrix("token_embd", floats=floats) if EMBEDDING in file.tensors else None
+        return self.loaded(file, target, make)

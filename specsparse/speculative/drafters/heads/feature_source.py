@@ -1,13 +1,12 @@
-"""Drafters on the target's features as sources of logits: what all of them have in common, and EAGLE's generations.
+"""Drafters on the target's features as sources of logits: the base of all, and that of EAGLE's generations.
 
 Row i of the target's features stands in slot i of a cache of its own, so that this cache holds one row fewer than there
-are tokens. A verdict appends the rows of the tokens it kept; what was drafted lies beyond the length and is
-overwritten.
+are tokens. A verdict appends the rows of the tokens it kept. Drafted rows lie beyond the length and are overwritten.
 """
 
 import abc
 import dataclasses
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,12 +42,12 @@ class HeadState(NamedTuple):
 State = TypeVar("State", HeadState, KVCache)
 
 
-def of_target(target: Model, columns: int) -> dict[str, Any]:
-    """The fields of a `FeatureSource` with so many columns of logits, which are the target's."""
+def of_target(target: Model, columns: int, eps: float) -> dict[str, Any]:
+    """The fields of a `FeatureSource` for a target, with so many columns of logits."""
     c = target.config
     vocab = VocabMap(c.vocab_size, c.vocab_size, columns)
     dtype = jnp.dtype(jnp.float16 if target.cache_dtype == q8_cache.DTYPE else target.cache_dtype)  # heads of any size
-    return {"vocab": vocab, "kernels": target.kernels, "context": c.context_length, "kv_dtype": dtype}
+    return {"vocab": vocab, "kernels": target.kernels, "context": c.context_length, "kv_dtype": dtype, "eps": eps}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,23 +56,32 @@ class FeatureSource(Source, Generic[State]):
 
     Attributes:
         vocab: the map between the vocabularies.
-        kernels: what products, embedding and attention run on.
+        kernels: of products, embedding and attention.
         context: tokens the target may look at.
         kv_dtype: of the cache.
+        eps: of the RMS norms.
+        drafted_at_once: tokens for which one pass reads the weights.
     """
 
     vocab: VocabMap
     kernels: Kernels
     context: int
     kv_dtype: DTypeLike
+    eps: float
+    drafted_at_once: ClassVar[int] = 1
 
-    def score_rows(
-        self, weights: DraftWeights, y_BnD: jax.Array, n_valid_B: jax.Array, *, norm: jax.Array, eps: float
-    ) -> jax.Array:
-        """Logits f32[R, N] of rows before the output norm, R = B * n, by the output matrix."""
+    def capacity(self, tokens: int) -> int:
+        """Slots of its cache beside a target's of so many tokens."""
+        return tokens
+
+    def logits(self, weights: DraftWeights, y_BnD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+        """Logits f32[B, n, N] of rows before the output norm."""
         y_RD = y_BnD.reshape(-1, y_BnD.shape[-1])
-        (logits_RN,) = self.kernels.linear(y_RD, (weights.head,), norm=norm, eps=eps, n_valid=n_valid_B)
-        return logits_RN
+        with jax.named_scope("head/output"):
+            (logits_RN,) = self.kernels.linear(
+                y_RD, (weights.head,), norm=weights.norm, eps=self.eps, n_valid=n_valid_B
+            )
+        return logits_RN.reshape(*y_BnD.shape[:2], -1)
 
     @abc.abstractmethod
     def empty(self, batch: int, tokens: int) -> State:
@@ -86,7 +94,7 @@ class FeatureSource(Source, Generic[State]):
         """The state with the first `count` of the target's rows that follow those it has."""
 
     def init(self, weights: DraftWeights, ctx: DraftContext, hidden_BnD: jax.Array | None = None) -> State:
-        """Reads the prompt's rows but the last, whose token is not there yet. `hidden` is None for lone tokens only."""
+        """Reads the prompt's rows but the last, whose next token is not known. `hidden` is None for lone tokens."""
         state = self.empty(*ctx.tokens.shape)
         if hidden_BnD is None:
             return state
@@ -112,7 +120,7 @@ class FeatureSource(Source, Generic[State]):
 @dataclasses.dataclass(frozen=True)
 class OneLayerSource(FeatureSource[HeadState]):
     """Base of EAGLE's heads: one layer, which reads the target's rows and the token after each, and scores the token
-    after that. What it drafts from, it reads its own rows of. Static.
+    after that. Behind drafted tokens it reads its own rows in place of the target's. Static.
 
     Attributes:
         width: D of the head's rows.
@@ -137,7 +145,7 @@ class OneLayerSource(FeatureSource[HeadState]):
     def open(
         self, weights: DraftWeights, state: HeadState, ctx: DraftContext, live_B: jax.Array
     ) -> tuple[HeadState, jax.Array]:
-        """The rows are there since the last verdict; what is left is the output matrix."""
+        """The last verdict brought the rows; only the output matrix is left."""
         return state, self.logits(weights, state.root[:, None], live_B.astype(jnp.int32))[:, 0]
 
     def feed(
@@ -160,26 +168,22 @@ class OneLayerSource(FeatureSource[HeadState]):
     def close(
         self, weights: DraftWeights, state: HeadState, cache: HeadState, ctx: DraftContext
     ) -> tuple[HeadState, Pytree]:
-        """What was drafted is forgotten: the verdict brings the target's own rows."""
+        """Forgets the drafted rows: the verdict brings the target's own."""
         return cache._replace(length=state.length, root=state.root), ctx.cache
 
     @abc.abstractmethod
     def read(self, weights: DraftWeights, hidden_BnE: jax.Array, n_valid_B: jax.Array) -> jax.Array:
-        """f32[B, n, D]: what the head reads of the target's rows."""
+        """The head's input of the target's rows, f32[B, n, D]."""
 
     @abc.abstractmethod
     def again(self, weights: DraftWeights, y_BnD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
-        """f32[B, n, D]: what the head reads of its own rows, in place of the target's."""
+        """The head's input of its own rows, in place of the target's, f32[B, n, D]."""
 
     @abc.abstractmethod
     def run(
         self, weights: DraftWeights, ctx: DraftContext, state: HeadState, read_BnD: jax.Array, rows: FedRows
     ) -> tuple[jax.Array, HeadState]:
         """f32[B, n, D], the head's rows, and the state with their keys and values behind its length."""
-
-    @abc.abstractmethod
-    def logits(self, weights: DraftWeights, y_BnD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
-        """f32[B, n, N] of the head's rows."""
 
     def advance(
         self, weights: DraftWeights, ctx: DraftContext, state: HeadState, hidden_BnE: jax.Array, count_B: jax.Array

@@ -1,9 +1,9 @@
 """A head on the target's features as a source of logits (EAGLE, Li et al., arXiv:2401.15077).
 
 One layer, a plain Llama's of the target's sizes, reads h_i, the target's row before its output norm, and the token
-after it, and gives what h_{i+1} will be; the target's own output matrix turns that into logits. What it drafts from,
-it reads in place of h. A head may read rows of layers below too, and then has a matrix of its own for its own rows (as
-EAGLE-3 has, arXiv:2503.01840).
+after it, and predicts h_{i+1}; the target's own output matrix turns that into logits. Behind drafted tokens it reads
+its own rows in place of h. A head may also read rows of layers below, and then has a matrix of its own for its own rows
+(as EAGLE-3 has, arXiv:2503.01840).
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ from specsparse.support.options import Inline
 
 
 class Input(NamedTuple):
-    """One input of a head: RMS norm f32[D], and QTensor [D, D] of what is normalised."""
+    """One input of a head: RMS norm f32[D], and QTensor [D, D] of the normalised rows."""
 
     norm: jax.Array
     matrix: QTensor
@@ -66,7 +66,7 @@ class HeadParams(NamedTuple):
         layer: of `ModelConfig.plain`.
         output_norm: f32[D].
         below: of the target's rows that enter layers below; their products are added too.
-        own: in place of `hidden_norm` and `fc_hidden` where the head reads its own row; None: the same.
+        own: in place of `hidden_norm` and `fc_hidden` for the head's own rows, or None for the same.
     """
 
     hidden_norm: jax.Array
@@ -81,22 +81,20 @@ class HeadParams(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeadSource(OneLayerSource):
-    """The head of EAGLE 1 and 2: it reads the target's rows before its output norm, and rows of layers below if it has
-    matrices for them.
+    """The head of EAGLE 1 and 2: reads the target's rows before its output norm, and of layers below if it has matrices
+    for them.
 
     Attributes:
         layers: `engine.llama.make_layers` of the head's one layer.
-        eps: of the norms.
         features: ids of the layers whose entering rows it reads, as `engine.llama.Want.hidden`; the last rows are last.
     """
 
     layers: Callable
-    eps: float
     features: tuple[int, ...] = ()
 
     @property
     def wants_hidden(self) -> bool | tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The rows that it reads; those before the output norm where there are no others."""
+        """The rows that it reads: those before the output norm if there are no others."""
         return self.features or True
 
     def read(self, weights: DraftWeights, hidden_BnE: jax.Array, n_valid_B: jax.Array) -> jax.Array:
@@ -110,7 +108,7 @@ class HeadSource(OneLayerSource):
     def run(
         self, weights: DraftWeights, ctx: DraftContext, state: HeadState, read_BnD: jax.Array, rows: FedRows
     ) -> tuple[jax.Array, HeadState]:
-        """What was read and the product of the token's embedding, added; one layer."""
+        """Adds the product of the token's embedding to the input, and runs one layer."""
         batch, n, width = read_BnD.shape
         w: HeadParams = weights.params
         tokens_R = self.vocab.to_draft(rows.tokens).reshape(-1)
@@ -124,14 +122,8 @@ class HeadSource(OneLayerSource):
             y_RD, cache, *_ = self.layers(params, x_RD, cache, rows.n_valid, rows.parents, (0,))
         return y_RD.reshape(batch, n, width), state._replace(k=cache.k, v=cache.v)
 
-    def logits(self, weights: DraftWeights, y_BnD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
-        norm = weights.params.output_norm
-        with jax.named_scope("head/output"):
-            logits_RN = self.score_rows(weights, y_BnD, n_valid_B, norm=norm, eps=self.eps)
-        return logits_RN.reshape(*y_BnD.shape[:2], -1)
-
     def _sum(self, inputs: Sequence[Input], rows_BnW: jax.Array, n_valid_B: jax.Array) -> jax.Array:
-        """float32[B, n, D]: the products of `inputs`, D numbers of `rows_BnW` for each, side by side."""
+        """Sum of the products of `inputs`, float32[B, n, D]; each has D numbers of `rows_BnW`, side by side."""
         batch, n, _ = rows_BnW.shape
         rows_RW, x_RD = rows_BnW.reshape(batch * n, -1), None
         with jax.named_scope("head/read"):
@@ -150,7 +142,7 @@ TARGET, DRAFT_IDS, VOCAB_SIZE, BELOW = (
     f"{ARCHITECTURE}.{key}" for key in ("target", "draft_ids", "vocab_size", "layers_below")
 )
 """Keys: `fingerprint` of the target, ids of the head's columns in ascending order, size of the target's vocabulary, ids
-of the layers whose entering rows the head reads beside the last ones (absent where it reads none)."""
+of the layers whose entering rows the head reads beside the last ones (absent if it reads no others)."""
 SHIPPED = Path(__file__).parents[3] / "data" / "heads"
 """Heads that travel with specsparse, by file name."""
 NORMS = ("hidden_norm", "token_norm", "output_norm")
@@ -159,7 +151,7 @@ LAYER_MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_
 
 @dataclass(frozen=True)
 class HeadFile:
-    """What a head's file holds for a target.
+    """A head as its file describes it.
 
     Attributes:
         params: the packed weights.
@@ -175,7 +167,7 @@ class HeadFile:
 
 
 def fingerprint(output_norm: ArrayLike) -> str:
-    """What a target is known by, however its matrices are quantised: a hash of its output norm f32[D]."""
+    """A hash of the target's output norm f32[D], which no quantisation of its matrices changes."""
     return hashlib.sha256(np.asarray(output_norm, np.float32).tobytes()).hexdigest()[:16]
 
 
@@ -183,7 +175,7 @@ def find(spec: str | Path | None, output_norm: ArrayLike | None) -> Path:
     """The file of a head: a path, the name of a shipped one, or None for the shipped one that fits the target.
 
     Raises:
-        UserError: there is none.
+        UserError: no such head.
     """
     shipped = sorted(SHIPPED.glob("*.gguf"))
     if spec is None:
@@ -198,29 +190,23 @@ def find(spec: str | Path | None, output_norm: ArrayLike | None) -> Path:
 
 
 def shipped_for(output_norm: ArrayLike | None) -> GGUFFile | None:
-    """The head that travels with specsparse for a target of that output norm f32[D], open; None where there is none."""
+    """The head that travels with specsparse for a target of that output norm f32[D], open, or None."""
     wanted = fingerprint(output_norm)
     return next((f for f in map(open_gguf, sorted(SHIPPED.glob("*.gguf"))) if f.get(TARGET, "str", "") == wanted), None)
 
 
-def matrix_shapes(config: ModelConfig, below: int = 0) -> dict[str, tuple[int, int]]:
-    """Shapes [outputs, inputs] of a head's matrices by tensor name, of one that reads so many layers below."""
+def tensor_shapes(config: ModelConfig, below: int = 0) -> dict[str, tuple[int, ...]]:
+    """Shapes of a head's tensors by name, if it reads so many layers below: matrices [outputs, inputs], norms [D]."""
     D, F = config.d_model, config.d_ff
     q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     layer = dict(zip(LAYER_MATRICES, ((q, D), (kv, D), (kv, D), (D, q), (F, D), (F, D), (D, F)), strict=True))
+    matrices = ["fc_hidden", "fc_token", *(["fc_own"] if below else []), *(f"fc_below.{i}" for i in range(below))]
+    norms = [*NORMS, *(["own_norm"] if below else []), *(f"below_norm.{i}" for i in range(below))]
     return {
-        "fc_hidden.weight": (D, D),
-        "fc_token.weight": (D, D),
-        **({"fc_own.weight": (D, D)} if below else {}),
-        **{f"fc_below.{i}.weight": (D, D) for i in range(below)},
+        **{f"{name}.weight": (D, D) for name in matrices},
         **{f"blk.0.{name}.weight": shape for name, shape in layer.items()},
+        **{f"{name}.weight": (D,) for name in (*norms, "blk.0.attn_norm", "blk.0.ffn_norm")},
     }
-
-
-def vector_names(below: int = 0) -> tuple[str, ...]:
-    """Names of the norms f32[D]."""
-    further = ("own_norm", *(f"below_norm.{i}" for i in range(below))) if below else ()
-    return tuple(f"{name}.weight" for name in (*NORMS, *further, "blk.0.attn_norm", "blk.0.ffn_norm"))
 
 
 def read_head(path: Path, config: ModelConfig, *, floats: bool) -> HeadFile:
@@ -233,19 +219,23 @@ def read_head(path: Path, config: ModelConfig, *, floats: bool) -> HeadFile:
     if f.get("general.architecture", "str", "") != ARCHITECTURE:
         raise UserError(f"{path}: is no head; +experiment=train_drafter makes one")
     size = f.get(VOCAB_SIZE, "int")
-    if size != config.vocab_size:
-        raise UserError(f"{path}: is a head for {size} ids, the target has {config.vocab_size}")
-    found, ids = f.get(BELOW, "numbers", None), f.get(DRAFT_IDS, "numbers", None)
-    below = () if found is None else tuple(int(i) for i in found)
-    if any(not 0 <= i <= config.n_layers for i in below):
-        raise UserError(f"{path}: {BELOW}={list(below)}: the target has layers 0 to {config.n_layers}")
-    if ids is None or not len(ids) or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= size:
-        raise UserError(f"{path}: {DRAFT_IDS} must hold ascending ids below {size}")
-    count = len(below)
-    for name, shape in (matrix_shapes(config, count) | dict.fromkeys(vector_names(count), (config.d_model,))).items():
+    found, ids = (f.get(key, "numbers", np.zeros(0, np.int32)) for key in (BELOW, DRAFT_IDS))
+    below = tuple(int(i) for i in found)
+    wrong = {
+        f"is a head for {size} ids, the target has {config.vocab_size}": size != config.vocab_size,
+        f"{BELOW}={list(below)}: the target has layers 0 to {config.n_layers}": any(
+            not 0 <= i <= config.n_layers for i in below
+        ),
+        f"{DRAFT_IDS} must hold ascending ids below {size}": (
+            not len(ids) or bool((np.diff(ids) <= 0).any()) or ids[0] < 0 or ids[-1] >= size
+        ),
+    }
+    for name, shape in tensor_shapes(config, len(below)).items():
         own = tuple(f.tensors[name].shape) if name in f.tensors else "missing"
-        if own != shape:
-            raise UserError(f"{path}: tensor {name} is {own}, the target needs {shape}")
+        wrong[f"tensor {name} is {own}, the target needs {shape}"] = own != shape
+    for text, holds in wrong.items():
+        if holds:
+            raise UserError(f"{path}: {text}")
 
     def matrix(name: str) -> QTensor:
         return pack_matrix(f.tensors[f"{name}.weight"], floats=floats)
@@ -260,8 +250,8 @@ def read_head(path: Path, config: ModelConfig, *, floats: bool) -> HeadFile:
         fc_token=matrix("fc_token"),
         layer=Layer(**fields, **norms, biases={}),
         **{name: vector(name) for name in NORMS},
-        below=tuple(Input(vector(f"below_norm.{i}"), matrix(f"fc_below.{i}")) for i in range(count)),
-        own=Input(vector("own_norm"), matrix("fc_own")) if count else None,
+        below=tuple(Input(vector(f"below_norm.{i}"), matrix(f"fc_below.{i}")) for i in range(len(below))),
+        own=Input(vector("own_norm"), matrix("fc_own")) if below else None,
     )
     return HeadFile(params, np.asarray(ids, np.int32), below, path)
 
@@ -275,16 +265,16 @@ def write_head(
     Args:
         path: the file, overwritten.
         target: the model it is for.
-        tensors: float32 by name, `matrix_shapes` and `vector_names` say which.
+        tensors: float32 by the names of `tensor_shapes`.
         ids: int32[N], ascending, the target's ids of its columns.
-        quant: type of the matrices: F32, F16, Q8_0, Q4_0, Q4_1 or whatever else gguf can write.
+        quant: type of the matrices: F32, F16, Q8_0, Q4_0, Q4_1 or another that gguf can write.
         name: `general.name`.
         below: ids of the layers whose entering rows it reads beside the last ones.
 
     Raises:
         UserError: a type that cannot be written, or that does not fit the width.
     """
-    kind = matrix_type(quant, matrix_shapes(target.config).values(), path)
+    kind = matrix_type(quant, tensor_shapes(target.config).values(), path)
     keys = {
         "general.architecture": ARCHITECTURE,
         "general.name": name or path.stem,
@@ -303,7 +293,7 @@ def write_head(
 
 
 HEAD_P_MIN = 0.6
-"""Top probability under which a head beside a lookup stops, where the length of a draft is fixed."""
+"""Top probability under which a head beside a lookup stops if the length of a draft is fixed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,23 +313,22 @@ class Head(DrafterSpec):
         c, style = target.config, self.drafting
         path = find(self.head, target.params.output_norm)
         f = open_gguf(path)
-        if f.get("general.architecture", "str", "") == eagle3.ARCHITECTURE:
+        if f.get("general.architecture", "str", "") == eagle3.Eagle3File.architecture:
             return eagle3.Eagle3(eagle3.read_gguf(f), drafting=self.drafting).build(target, load)
         found = read_head(path, c, floats=target.kernels.name != "native")
         if style.draft_vocab is None:
             style = dataclasses.replace(style, draft_vocab=tuple(found.ids.tolist()))
         weights, columns = style.trim(target, target.params.output, c.vocab_size)
         source = HeadSource(
-            **of_target(target, columns),
+            **of_target(target, columns, c.norm_eps),
             layers=make_layers(c.plain, target.kernels),
-            eps=c.norm_eps,
             width=c.d_model,
             kv_heads=c.n_kv_heads,
             head_dim=c.head_dim,
             tree_rows=0 if style.shape is None else style.shape.max_rows,
             features=(*found.below, c.n_layers) if found.below else (),
         )
-        weights = weights._replace(params=found.params)
+        weights = weights._replace(params=found.params, norm=found.params.output_norm)
         reads = bytes_of(found.params.layer, found.params.fc_token, found.params.fc_hidden, weights.head)
         return LoadedDrafter(style.drafter(source, target), lambda capacity: weights, reads)
 
@@ -357,17 +346,16 @@ class LookupHead(DrafterSpec, NGramSizes):
 
     def __post_init__(self):
         NGramSizes.__post_init__(self)
-        assert self.second  # options that exclude each other are found before a model is loaded
+        assert self.second  # refuses options that exclude each other before a model is loaded
 
     @functools.cached_property
     def second(self) -> Head:
-        """The head, which stops early by default where the length of a draft is fixed."""
+        """The head, which stops early by default if the length of a draft is fixed."""
         how = self.drafting
         fixed = how.policy is None and how.max_nodes is not None
         ends = how.p_min if how.p_min is not None else HEAD_P_MIN if fixed else 0.0
         given = {field.name: getattr(how, field.name) for field in dataclasses.fields(how)}
-        full = HeadDrafting(**given | {"p_min": ends})
-        return Head(head=self.head, drafting=full)
+        return Head(head=self.head, drafting=HeadDrafting(**given | {"p_min": ends}))
 
     @functools.cached_property
     def first(self) -> PromptLookup:
