@@ -23,7 +23,7 @@ from specsparse.powerinfer.torch_zip import read_torch, write_torch
 from specsparse.predictors.base import FFN, Predictor
 from specsparse.predictors.collect import watched
 from specsparse.predictors.evaluate import with_weights
-from specsparse.predictors.scored import Mlp, MlpWeights
+from specsparse.predictors.scored import Factors, Mlp
 from specsparse.support.files import atomically
 
 
@@ -134,7 +134,7 @@ def of_file(f: GGUFFile, model: Model, *, threshold: float | None = None) -> tup
     limit, layers = jnp.float32(threshold_of(f, threshold)), range(model.config.n_layers)
     floats = model.kernels.name != "native"
     pairs = [[pack_matrix(f.tensors[f"blk.{i}.{n}.weight"], floats=floats) for n in ("fc1", "fc2")] for i in layers]
-    weights = [MlpWeights(fc1, fc2, limit) for fc1, fc2 in pairs]
+    weights = [Factors(fc1, fc2, limit) for fc1, fc2 in pairs]
     return predicted(Mlp(FFN.from_config(model.config, model.kernels))), with_weights(model.params, weights)
 
 

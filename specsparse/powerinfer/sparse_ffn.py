@@ -28,7 +28,7 @@ from specsparse.kernels.packing.dequant import dequantize, pack_float
 from specsparse.kernels.reference.dense import activate
 from specsparse.predictors.base import InOneCall, Predictor, as_mask
 from specsparse.predictors.rules import GateThreshold, Oracle, Teal
-from specsparse.predictors.scored import MlpWeights
+from specsparse.predictors.scored import Factors
 
 
 class SparseWeights(NamedTuple):
@@ -177,9 +177,9 @@ def dense_packer(threshold: float, *, floats: bool) -> PackFFN:
     return pack
 
 
-def _mlp(own: dict[str, TensorInfo], threshold: float, floats: bool) -> MlpWeights:
+def _mlp(own: dict[str, TensorInfo], threshold: float, floats: bool) -> Factors:
     fc1, fc2 = (pack_matrix(own[n], floats=floats) for n in ("fc1", "fc2"))
-    return MlpWeights(fc1, fc2, jnp.float32(threshold))
+    return Factors(fc1, fc2, jnp.float32(threshold))
 
 
 def sparse_params(

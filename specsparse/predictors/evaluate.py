@@ -22,7 +22,7 @@ from specsparse.predictors.rules import GateThreshold, Oracle, Teal
 from specsparse.support.interleaved import interleaved, seconds
 
 _REPEATS, _CALLS = 7, 20
-"""Timings of a predictor's cost, and calls of each."""
+"""Timings of a predictor's cost, and calls of each timing."""
 
 
 def kept_neurons(
@@ -111,6 +111,9 @@ class ModelQuality:
         return ModelQuality(int(sums["tokens"]), kl, float(np.exp(dense)), float(np.exp(sparse)), same)
 
 
+_sum = partial(jnp.sum, dtype=jnp.float32)
+
+
 def layer_sums(predictor: Predictor, ffn: FFN, weights: Pytree, layer: Layer, x_RD: jax.Array) -> Sums:
     """Sums over rows f32[R, D], all of which count: of neurons (all, not zero, kept, and both), of their squares (all,
     kept), and of the squares of the dense output and of its difference to the sparse one."""
@@ -121,13 +124,13 @@ def layer_sums(predictor: Predictor, ffn: FFN, weights: Pytree, layer: Layer, x_
     active, kept = dense_RF != 0, keep_RF != 0
     return {
         "neurons": jnp.float32(dense_RF.size),
-        "active": _total(active),
-        "kept": _total(kept),
-        "both": _total(active & kept),
-        "energy": _total(dense_RF**2),
-        "kept_energy": _total(jnp.where(kept, dense_RF, jnp.float32(0)) ** 2),
-        "output": _total(dense_RD**2),
-        "error": _total((sparse_RD - dense_RD) ** 2),
+        "active": _sum(active),
+        "kept": _sum(kept),
+        "both": _sum(active & kept),
+        "energy": _sum(dense_RF**2),
+        "kept_energy": _sum(jnp.where(kept, dense_RF, jnp.float32(0)) ** 2),
+        "output": _sum(dense_RD**2),
+        "error": _sum((sparse_RD - dense_RD) ** 2),
     }
 
 
@@ -138,15 +141,11 @@ def model_sums(dense_RV: jax.Array, sparse_RV: jax.Array, next_R: jax.Array) -> 
     at = next_R[:, None]
     return {
         "tokens": jnp.float32(next_R.shape[0]),
-        "kl": _total(jnp.exp(p) * (p - q)),
-        "dense": -_total(jnp.take_along_axis(p, at, axis=1)),
-        "sparse": -_total(jnp.take_along_axis(q, at, axis=1)),
-        "same": _total(jnp.argmax(p, axis=1) == jnp.argmax(q, axis=1)),
+        "kl": _sum(jnp.exp(p) * (p - q)),
+        "dense": -_sum(jnp.take_along_axis(p, at, axis=1)),
+        "sparse": -_sum(jnp.take_along_axis(q, at, axis=1)),
+        "same": _sum(jnp.argmax(p, axis=1) == jnp.argmax(q, axis=1)),
     }
-
-
-def _total(values: jax.Array) -> jax.Array:
-    return jnp.sum(values, dtype=jnp.float32)
 
 
 def _ratio(sums: Sums, part: str, whole: str) -> float:
@@ -158,7 +157,7 @@ class Cost:
     """The cost of a predictor for one token in one layer, beside the dense FFN.
 
     Attributes:
-        predictor_bytes: weights that the prediction reads. An oracle reads nothing: it is a bound, not a method.
+        predictor_bytes: weights that the prediction reads; an oracle is a bound and reads nothing.
         sparse_bytes: of the FFN's matrices, for the kept neurons.
         dense_bytes: of the FFN's matrices, all of them.
         predictor_s, dense_s: seconds of the prediction, and of the dense FFN, by the model's kernels.
@@ -176,49 +175,44 @@ class Cost:
         return (self.predictor_bytes + self.sparse_bytes) / self.dense_bytes
 
 
+def matrices(layer: Layer) -> list[QTensor]:
+    """The dense matrices of the layer's FFN."""
+    return [m for m in (layer.ffn_gate, layer.ffn_up, layer.ffn_down) if m is not None]
+
+
 def cost_of(predictor: Predictor, ffn: FFN, weights: Pytree, layer: Layer, *, kept: float, width: int) -> Cost:
     """Counts and measures; `kept` is the share of neurons kept, `width` is D."""
     whole = sum(m.nbytes for m in matrices(layer))
     own, rest = sum(leaf.nbytes for leaf in jax.tree.leaves(weights)), whole
     if isinstance(predictor, GateThreshold):  # its gate is read in full, and not again
         own, rest = own + gate_matrix(layer).nbytes, rest - gate_matrix(layer).nbytes
+    one, x_RD = jnp.ones((1,), jnp.int32), jnp.ones((1, width), jnp.float32)
+    functions = {
+        "keep": lambda weights, layer, x_RD: predictor.keep(weights, layer, x_RD, one).astype(jnp.int32),
+        "dense": lambda weights, layer, x_RD: ffn.down(layer, ffn.neurons(layer, x_RD, one), one),
+    }
 
-    def keep(weights, layer, x_RD):
-        return predictor.keep(weights, layer, x_RD, one).astype(jnp.int32)
+    def timed(function: Callable) -> Callable[[], float]:
+        """Seconds of a call, many times in one program, each after the last."""
 
-    def dense(weights, layer, x_RD):
-        return ffn.down(layer, ffn.neurons(layer, x_RD, one), one)
+        @jax.jit
+        def program(weights, layer, x_RD):
+            def again(_, x_RD):  # depends on all of the result, and changes nothing
+                total = jnp.sum(function(weights, layer, x_RD))
+                return jnp.where(total == jnp.asarray(12345, total.dtype), -x_RD, x_RD)
 
-    one = jnp.ones((1,), jnp.int32)
-    calls = {f: _timing(f, weights, layer, width) for f in (keep, dense)}
-    taken = interleaved(calls, repeats=_REPEATS)
+            return jax.lax.fori_loop(0, _CALLS, again, x_RD)
+
+        return lambda: seconds(lambda: program(weights, layer, x_RD).block_until_ready()) / _CALLS
+
+    taken = interleaved({name: timed(function) for name, function in functions.items()}, repeats=_REPEATS)
     return Cost(
         predictor_bytes=0 if isinstance(predictor, Oracle) else own,
         sparse_bytes=round(kept * rest),
         dense_bytes=whole,
-        predictor_s=median(taken[keep]),
-        dense_s=median(taken[dense]),
+        predictor_s=median(taken["keep"]),
+        dense_s=median(taken["dense"]),
     )
-
-
-def matrices(layer: Layer) -> list[QTensor]:
-    """The dense matrices of the layer's FFN."""
-    return [m for m in (layer.ffn_gate, layer.ffn_up, layer.ffn_down) if m is not None]
-
-
-def _timing(function: Callable, weights: Pytree, layer: Layer, width: int) -> Callable[[], float]:
-    """Seconds of function(weights, layer, x f32[1, D]), many times in one program, each after the last."""
-
-    @jax.jit
-    def program(weights, layer, x_RD):
-        def again(_, x_RD):  # depends on all of the result, and changes nothing
-            total = jnp.sum(function(weights, layer, x_RD))
-            return jnp.where(total == jnp.asarray(12345, total.dtype), -x_RD, x_RD)
-
-        return jax.lax.fori_loop(0, _CALLS, again, x_RD)
-
-    x_RD = jnp.ones((1, width), jnp.float32)
-    return lambda: seconds(lambda: program(weights, layer, x_RD).block_until_ready()) / _CALLS
 
 
 @dataclass(frozen=True)
@@ -243,8 +237,8 @@ class Evaluation:
 class Evaluator:
     """Judges predictors on the same windows of text.
 
-    The first half of a window is a prompt, which the dense model reads; the second half is judged. So every predictor
-    starts from the same cache, and one that needs a prompt has one.
+    The dense model reads the first half of a window, the prompt; the second half is judged. So every predictor starts
+    from the same cache, and a predictor that needs a prompt has one.
 
     Args:
         model: with dense matrices.
@@ -252,17 +246,12 @@ class Evaluator:
     """
 
     def __init__(self, model: Model, windows_Wn: np.ndarray):
+        model.check_whole("judging predictors")
         self.model, self.windows_Wn = model, windows_Wn
         self.ffn = FFN.from_config(model.config, model.kernels)
-        self._half = windows_Wn.shape[1] // 2
-        self._capacity = model.capacity_for(2 * self._half)
-        model.check_whole("judging predictors")
-        self._params = model.params_for(self._capacity)
         dense = dense_ffn(model.config, model.kernels)
-        self._dense = self._with_ffn(lambda layer, x_RD, n_valid_B: (dense(layer, x_RD, n_valid_B)[0], x_RD))
-
-    def _with_ffn(self, ffn: Callable) -> Callable:
-        return _program(make_forward(self.model.config, self.model.kernels, ffn))
+        watched = make_forward(model.config, model.kernels, lambda layer, x, n: (dense(layer, x, n)[0], x))
+        self._dense = _program(watched)
 
     def __call__(
         self,
@@ -278,29 +267,31 @@ class Evaluator:
             a_RF, _ = kept_neurons(predictor, self.ffn, layer.sparse, layer, x_RD, n_valid_B)
             return self.ffn.down(layer, a_RF, n_valid_B, residual=x_RD), None
 
-        layers, sums = self._params.layers, jax.jit(partial(layer_sums, predictor, self.ffn))
-        masked = self._with_ffn(masked_ffn)
+        half, c = self.windows_Wn.shape[1] // 2, self.model.config
+        capacity = self.model.capacity_for(2 * half)
+        params, sums = self.model.params_for(capacity), jax.jit(partial(layer_sums, predictor, self.ffn))
+        masked = _program(make_forward(c, self.model.kernels, masked_ffn))
         by_layer, whole = None, None
         for w, tokens in enumerate(self.windows_Wn):
-            prompt, rest = jnp.asarray(tokens[None, : self._half]), jnp.asarray(tokens[None, self._half :])
-            _, prompt_LnD, cache = self._dense(self._params, prompt, self.model.new_cache(1, self._capacity))
-            dense_nV, rows_LnD, _ = self._dense(self._params, rest, cache)
+            prompt, rest = jnp.asarray(tokens[None, :half]), jnp.asarray(tokens[None, half:])
+            _, prompt_LnD, cache = self._dense(params, prompt, self.model.new_cache(1, capacity))
+            dense_nV, rows_LnD, _ = self._dense(params, rest, cache)
             if predictor.needs is Needs.PROMPT:
-                weights = fit_layers(predictor, layers, prompt_LnD)
-            found = [sums(own, layer, x) for own, layer, x in zip(weights, layers, rows_LnD, strict=True)]
+                weights = fit_layers(predictor, params.layers, prompt_LnD)
+            found = [sums(own, layer, x) for own, layer, x in zip(weights, params.layers, rows_LnD, strict=True)]
             by_layer = _added(by_layer, found)
-            sparse_nV, _, _ = masked(with_weights(self._params, weights), rest, cache)
+            sparse_nV, _, _ = masked(with_weights(params, weights), rest, cache)
             whole = _added(whole, model_sums(dense_nV[:-1], sparse_nV[:-1], rest[0, 1:]))
             if progress is not None:
                 progress(w + 1)
         mean = LayerQuality.from_sums(jax.tree.map(lambda *each: sum(each), *by_layer))
-        middle, width = len(layers) // 2, self.model.config.d_model
+        middle = c.n_layers // 2
         return Evaluation(
             name=predictor.name,
             layers=tuple(map(LayerQuality.from_sums, by_layer)),
             mean=mean,
             model=ModelQuality.from_sums(whole),
-            cost=cost_of(predictor, self.ffn, weights[middle], layers[middle], kept=mean.kept, width=width),
+            cost=cost_of(predictor, self.ffn, weights[middle], params.layers[middle], kept=mean.kept, width=c.d_model),
         )
 
 
@@ -327,9 +318,9 @@ def _added(total: Pytree | None, more: Pytree) -> Pytree:
 def quality_in_chunks(dense: Model, model: Model, windows_Wn: np.ndarray, *, rows: int) -> ModelQuality:
     """Both models on the second half of each window, after the dense one has read the first for both.
 
-    By contract C1 `rows` changes nothing; for a rule that looks at the rows of a pass together (`UnionCap`) it does,
-    and a verification sees passes of `rows` right tokens at best. `model` is another FFN on the weights of
-    `dense`, and reads `rows` tokens at once; the windows int32[W, n] have an even n.
+    `model` is another FFN on the weights of `dense`, and reads `rows` tokens at once; the windows int32[W, n] have an
+    even n. By contract C1 `rows` changes nothing, except for a rule that looks at the rows of a pass together
+    (`UnionCap`); a verification sees passes of `rows` right tokens at best.
     """
     half = windows_Wn.shape[1] // 2
     whole, chunks = _program(dense.forward), _program(model.forward)

@@ -14,7 +14,7 @@ import optax
 from specsparse.engine.weights import Layer
 from specsparse.errors import UserError
 from specsparse.predictors.base import FFN
-from specsparse.predictors.scored import Codes, MlpWeights, as_mlp, factorise, mlp_weights, normed_gate
+from specsparse.predictors.scored import Codes, Factors, as_mlp, factorise, mlp_weights, normed_gate
 from specsparse.support.files import read_tensors, write_tensors
 from specsparse.support.options import Count, Internal, Positive, Range
 
@@ -32,12 +32,10 @@ class Labels:
     Attributes:
         bits: uint8[N, ceil(F/8)], as `numpy.packbits` of the labels.
         density: share of ones.
-        above: a neuron is active if |a| is larger than this; 0 for activations with true zeros.
     """
 
     bits: np.ndarray
     density: float
-    above: float
 
 
 def need_zeros(ffn: FFN, active_share: float | None) -> None:
@@ -61,14 +59,13 @@ def label(ffn: FFN, layer: Layer, rows_ND: np.ndarray, *, active_share: float | 
     neurons = jax.jit(ffn.neurons)
     chunks = [rows_ND[i : i + _CHUNK] for i in range(0, len(rows_ND), _CHUNK)]
     size_NF = np.concatenate([np.abs(neurons(layer, jnp.asarray(c), jnp.asarray([len(c)], jnp.int32))) for c in chunks])
-    above = 0.0 if active_share is None else float(np.quantile(size_NF, 1 - active_share))
-    active_NF = size_NF > above
+    active_NF = size_NF > (0.0 if active_share is None else float(np.quantile(size_NF, 1 - active_share)))
     density = float(active_NF.mean())
     if not 0 < density < 1:
         raise UserError(
             f"on this text {'no' if density == 0 else 'every'} neuron of a layer is active: nothing to learn"
         )
-    return Labels(np.packbits(active_NF, axis=1), density, above)
+    return Labels(np.packbits(active_NF, axis=1), density)
 
 
 @dataclass(frozen=True)
@@ -200,7 +197,7 @@ class LayerTrainer:
         return state, Epoch(epoch + 1, float(loss), *map(float, rates))
 
     def done(self, state: FitState) -> bool:
-        """Whether all epochs are over, or the held-out loss has stopped falling."""
+        """True if all epochs are over or the held-out loss has stopped falling."""
         return int(state.epoch) >= self.options.epochs or int(state.stale) >= self.options.patience
 
     def result(self, state: FitState) -> tuple[np.ndarray, np.ndarray]:
@@ -271,7 +268,7 @@ def load_pairs(path: Path) -> tuple[list[tuple[np.ndarray, np.ndarray]], float]:
     return [(tensors[first], tensors[second]) for first, second in names], float(meta["threshold"])
 
 
-def load_predictors(path: Path, *, codes: Codes = "f16") -> tuple[MlpWeights, ...]:
+def load_predictors(path: Path, *, codes: Codes = "f16") -> tuple[Factors, ...]:
     """The weights of every layer for `Mlp`, packed in the type that `settled` says."""
     pairs, threshold = load_pairs(path)
     return tuple(mlp_weights(fc1, fc2, threshold, codes=codes) for fc1, fc2 in pairs)

@@ -90,8 +90,8 @@ def pack_factor(matrix: np.ndarray, codes: Codes) -> QTensor:
     return pack_qtensor(quants.quantize(matrix, kind), kind, matrix.shape)
 
 
-class MlpWeights(NamedTuple):
-    """One layer's fc1, QTensor [r, D], fc2, QTensor [F, r], and threshold, f32[], on the raw output of fc2."""
+class Factors(NamedTuple):
+    """One layer's scores by two packed factors: fc1, QTensor [r, D], fc2, QTensor [F, r], and threshold, f32[]."""
 
     fc1: QTensor
     fc2: QTensor
@@ -99,7 +99,28 @@ class MlpWeights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Mlp(Scored, InOneCall):
+class LowRank(Scored, InOneCall):
+    """Scores of two factors: fc2 relu(fc1 x), or fc2 (fc1 x / rms(x)) if `relu` is False; x is the residual."""
+
+    relu: ClassVar[bool]
+
+    def _norm(self, layer: Layer) -> jax.Array | None:
+        return None if self.relu else jnp.ones_like(layer.ffn_norm)
+
+    def score(self, weights: Factors, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+        linear = self.ffn.kernels.linear
+        (h_Rr,) = linear(x_RD, (weights.fc1,), norm=self._norm(layer), eps=self.ffn.eps, n_valid=n_valid_B)
+        h_Rr = jnp.maximum(h_Rr, jnp.float32(0)) if self.relu else h_Rr
+        (scores_RF,) = linear(h_Rr, (weights.fc2,), n_valid=n_valid_B)
+        return scores_RF
+
+    def choice(self, weights: Factors, layer: Layer) -> NeuronChoice:
+        fc1, fc2, threshold = weights
+        return NeuronChoice("scores", fc1, fc2, norm=self._norm(layer), relu=self.relu, threshold=threshold)
+
+
+@dataclass(frozen=True)
+class Mlp(LowRank):
     """keep_j where (fc2 relu(fc1 x))_j >= threshold (PowerInfer, arXiv:2312.12456; Deja Vu, arXiv:2310.17157).
 
     x is the residual itself, not normalised, so that only the threshold 0 means the same for every row.
@@ -111,18 +132,11 @@ class Mlp(Scored, InOneCall):
 
     name: ClassVar[str] = "mlp"
     needs: ClassVar[Needs] = Needs.TRAINING
+    relu: ClassVar[bool] = True
     codes: Codes | None = None
 
     def own_weights(self, layer: Layer) -> NoReturn:
         raise UserError("predictor mlp is trained or read from a file: run +experiment=train_predictors")
-
-    def score(self, weights: MlpWeights, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
-        (h_Rr,) = self.ffn.kernels.linear(x_RD, (weights.fc1,), n_valid=n_valid_B)
-        (scores_RF,) = self.ffn.kernels.linear(jnp.maximum(h_Rr, jnp.float32(0)), (weights.fc2,), n_valid=n_valid_B)
-        return scores_RF
-
-    def choice(self, weights: MlpWeights, layer: Layer) -> NeuronChoice:
-        return NeuronChoice("scores", weights.fc1, weights.fc2, relu=True, threshold=weights.threshold)
 
 
 def settled(predictor: Predictor, layer: Layer) -> tuple[Predictor, Codes]:
@@ -134,34 +148,24 @@ def settled(predictor: Predictor, layer: Layer) -> tuple[Predictor, Codes]:
     return replace(predictor, codes=codes), codes
 
 
-def mlp_weights(fc1: np.ndarray, fc2: np.ndarray, threshold: float = 0.0, *, codes: Codes = "f16") -> MlpWeights:
+def mlp_weights(fc1: np.ndarray, fc2: np.ndarray, threshold: float = 0.0, *, codes: Codes = "f16") -> Factors:
     """Packs fc1 f32[r, D] and fc2 f32[F, r] with `pack_factor`.
 
     Raises:
         UserError: ranks that differ, a threshold that is NaN, or values that the type cannot hold.
     """
-    if fc1.ndim != 2 or fc2.ndim != 2 or fc1.shape[0] != fc2.shape[1] or np.isnan(threshold):
-        raise UserError(
-            f"a predictor of fc1 {fc1.shape} and fc2 {fc2.shape} at threshold {threshold}: their ranks must be equal, "
-            "and the threshold a number"
-        )
     limit = np.inf if codes in ("f32", "bf16") else 65504.0
-    for name, matrix in (("fc1", fc1), ("fc2", fc2)):
-        if not np.isfinite(matrix).all() or np.abs(matrix).max(initial=0) > limit:
-            raise UserError(f"predictor {name} holds values that {codes} cannot hold; train it again or use f32")
-    return MlpWeights(pack_factor(fc1, codes), pack_factor(fc2, codes), jnp.float32(threshold))
-
-
-class SvdWeights(NamedTuple):
-    """One layer's gate * diag(ffn_norm) ~ u v: v, QTensor [k, D], u, QTensor [F, k], and threshold, f32[]."""
-
-    v: QTensor
-    u: QTensor
-    threshold: jax.Array
+    good = all(np.isfinite(m).all() and np.abs(m).max(initial=0) <= limit for m in (fc1, fc2))
+    if fc1.ndim != 2 or fc2.ndim != 2 or fc1.shape[0] != fc2.shape[1] or np.isnan(threshold) or not good:
+        raise UserError(
+            f"a predictor of fc1 {fc1.shape} and fc2 {fc2.shape} at threshold {threshold}: ranks must be equal, the "
+            f"threshold a number, and all values such that {codes} can hold them; train it again or use f32"
+        )
+    return Factors(pack_factor(fc1, codes), pack_factor(fc2, codes), jnp.float32(threshold))
 
 
 @dataclass(frozen=True)
-class Svd(Scored, InOneCall):
+class Svd(LowRank):
     """keep_j where (U V x)_j >= threshold * rms(x), U V the truncated SVD of gate * diag(ffn_norm) (arXiv:2603.14110).
 
     Dividing by rms(x) puts the score on the scale of the gate, so that one threshold serves all rows.
@@ -173,24 +177,14 @@ class Svd(Scored, InOneCall):
     """
 
     name: ClassVar[str] = "svd"
+    relu: ClassVar[bool] = False
     rank: Count = 64
     threshold: float = 0.0
     codes: Codes = "f16"
 
-    def own_weights(self, layer: Layer) -> SvdWeights:
+    def own_weights(self, layer: Layer) -> Factors:
         u, v = factorise(normed_gate(layer), self.rank)
-        return SvdWeights(pack_factor(v, self.codes), pack_factor(u, self.codes), jnp.float32(self.threshold))
-
-    def score(self, weights: SvdWeights, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
-        ones = jnp.ones_like(layer.ffn_norm)
-        linear = self.ffn.kernels.linear
-        (h_Rk,) = linear(x_RD, (weights.v,), norm=ones, eps=self.ffn.eps, n_valid=n_valid_B)
-        (scores_RF,) = linear(h_Rk, (weights.u,), n_valid=n_valid_B)
-        return scores_RF
-
-    def choice(self, weights: SvdWeights, layer: Layer) -> NeuronChoice:
-        ones = jnp.ones_like(layer.ffn_norm)
-        return NeuronChoice("scores", weights.v, weights.u, norm=ones, threshold=weights.threshold)
+        return Factors(pack_factor(v, self.codes), pack_factor(u, self.codes), jnp.float32(self.threshold))
 
 
 def normed_gate(layer: Layer) -> np.ndarray:

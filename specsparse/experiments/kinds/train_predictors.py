@@ -27,7 +27,7 @@ from specsparse.predictors.base import Predictor
 from specsparse.predictors.collect import windows
 from specsparse.predictors.evaluate import Evaluation, Evaluator, LayerQuality, fit_layers
 from specsparse.predictors.fit_mlp import FitOptions, LayerTrainer, label, need_zeros, save_predictors
-from specsparse.predictors.scored import Codes, MlpWeights, mlp_weights, settled
+from specsparse.predictors.scored import Codes, Factors, mlp_weights, settled
 from specsparse.report.plots import Figure, Row
 from specsparse.support import tables
 from specsparse.support.files import load_state, read_tensors, replacing, save_state, write_tensors
@@ -141,7 +141,7 @@ def rivals(cfg: TrainSettings, ffn: FFN, first: Evaluation) -> list[Predictor]:
 
 def trained(
     cfg: TrainSettings, model: Model, ffn: FFN, text: np.ndarray, ctx: RunContext, *, codes: Codes = "f16"
-) -> tuple[tuple[MlpWeights, ...], np.ndarray, dict[str, object]]:
+) -> tuple[tuple[Factors, ...], np.ndarray, dict[str, object]]:
     """Weights of every layer in that type, the residuals f32[L, N, D] they were trained on, and notes for the record.
 
     A stopped training goes on from its files: residuals, finished layers, the last epoch of the layer in training.
