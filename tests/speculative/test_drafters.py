@@ -277,7 +277,7 @@ def test_prompt_lookup_names():
         ("suffix", {"min_match": 65}, ["min_match=65", "longest=64"]),
         ("synthetic", {"rate": 1.5}, ["drafter.rate=1.5"]),
         ("synthetic", {"process": "poisson"}, ["poisson", "geometric", "minimum_variance"]),
-        ("synthetic", {"rate": 0.5, "length": 2}, ["give one of them"]),
+        ("synthetic", {"rate": 0.5, "length": 2}, ["one of rate, length and rates"]),
         ("synthetic", {"gamma": 3, "length": 5}, ["5", "1..4"]),
         ("synthetic", {"rates": (0.5, 0.6)}, ["not increase"]),
         ("synthetic", {"rates": "ab"}, ["drafter.rates=ab", "must be a list"]),

@@ -193,7 +193,7 @@ def test_slem_runs_under_a_verifier_of_one_hot_drafts(pair):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tree": "static"}, "leave tree out"),
+        ({"tree": "static"}, "leave tree"),
         ({"draft_vocab": 100}, "draft_vocab"),
         ({"special_tokens": "target"}, "special_tokens"),
     ],

@@ -42,19 +42,19 @@ DRAFTERS: "Registry[Drafter | DrafterSpec]" = Registry(
         "eagle": "head",
     },
 )
-"""Drafters, and the names that other projects give to the same ones. What needs a model is a spec of a drafter."""
+"""Drafters by name, with other projects' names. A drafter that needs a model is a `DrafterSpec`."""
 
 register = DRAFTERS.register
 """Makes a class known by name: `register("mine", MyDrafter, aliases=("my-own",))`. A name can be given once."""
 
 DRAWS_COLDER = 0.75
-"""Temperature of a head's draws over the target's, where nobody says: a head is less sure than its target, and more of
-p and q is in common when it draws colder (docs/LOG.md)."""
+"""Default temperature of a head's draws, over the target's: a head is less sure than its target, and p and q have more
+in common if it draws colder (docs/LOG.md)."""
 
 
 def draw_temperature(verifier: str, temperature: float) -> float | None:
-    """That of drafts of a target at `temperature`, if the verifier is one of chains that weighs p against the
-    distribution that drafts were drawn from, without loss; None if argmax drafts do."""
+    """The temperature of drafts for a target at `temperature` if the verifier is one of lossless ones that weigh p
+    against q on chains; None if argmax drafts do."""
     known = BUILTIN.get(verifier)
     if known is None or not (known.needs_p and known.lossless) or known.tree or DraftKind.SAMPLED not in known.kinds:
         return None
@@ -78,11 +78,7 @@ def get_drafter(name: str, **options: object) -> "Drafter | DrafterSpec":
 
 
 def check_is_drafter(value: object) -> None:
-    """Refuses what is no drafter.
-
-    Raises:
-        UserError: its type.
-    """
+    """UserError for an object of another type."""
     from specsparse.speculative.base import AnyDrafter
 
     if not isinstance(value, AnyDrafter):
@@ -100,5 +96,4 @@ def takes(name: str) -> frozenset[str]:
 
 
 def _own_names(name: str) -> frozenset[str]:
-    """The names that the class itself lists."""
     return frozenset(word for option in DRAFTERS.options(name).values() for word in (option.name, *option.aliases))

@@ -39,15 +39,15 @@ from specsparse.support.options import Also, instance_of
 log = logging.getLogger(__name__)
 
 CATCH_UP_ROWS = 8
-"""Rows fed at once at the start of a draft; one or two tokens are new unless rounds went by without a draft."""
+"""Rows of a chunk at the start of a draft; one or two tokens are new unless rounds went by without a draft."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnModel(ModelSource):
-    """Another model. Its cache (the state) holds what it has been fed; rolling back is a shorter length.
+    """Another model with a cache of its own, the state; rolling back is a shorter length.
 
     Attributes:
-        expansion: slots of its cache for each of the target's: above 1 where it reads a token as several.
+        expansion: slots of its cache for each of the target's: above 1 if it reads a token as several.
     """
 
     layers_total: int
@@ -62,7 +62,7 @@ class OwnModel(ModelSource):
         return min(-(-wanted // LANES), -(-self.context // LANES)) * LANES
 
     def init(self, weights: DraftWeights, ctx: DraftContext, hidden_BnD: jax.Array | None = None) -> KVCache:
-        """Feeds all but the last token of the prompt."""
+        """Reads the prompt without its last token."""
         capacity = self.capacity(ctx.tokens.shape[1])
         heads = {"kv_heads": self.kv_heads, "head_dim": self.head_dim, "layers": self.layers_total}
         cache = kv.init(batch=ctx.tokens.shape[0], capacity=capacity, dtype=self.kv_dtype, **heads)
@@ -70,13 +70,10 @@ class OwnModel(ModelSource):
         until_B = jnp.clip(text.length - 1, 0, min(self.context, capacity))
         rows = min(PREFILL_ROWS, capacity)
 
-        def more(cache):
-            return (cache.length < until_B).any()
-
         def step(cache):
             return self._next(weights, cache, ctx, text, until_B, rows, "none")[1]
 
-        return jax.lax.while_loop(more, step, cache)
+        return jax.lax.while_loop(lambda cache: (cache.length < until_B).any(), step, cache)
 
     def room(self, weights: DraftWeights, state: KVCache, ctx: DraftContext) -> jax.Array:
         """Up to the end of the model's context and of its cache: the last node drafted is not fed."""
@@ -87,7 +84,7 @@ class OwnModel(ModelSource):
     def open(
         self, weights: DraftWeights, state: KVCache, ctx: DraftContext, live_B: jax.Array
     ) -> tuple[KVCache, jax.Array]:
-        """Feeds what was emitted since the last draft, and at least the last token that it reads."""
+        """Reads the tokens emitted since the last draft, and at least the last one."""
         text = draft_ids(weights.images, ctx)
         if weights.images is not None:  # the last token of the target may be read as nothing
             state = kv.rollback(state, jnp.maximum(text.length - 1, 0))
@@ -116,7 +113,7 @@ class OwnModel(ModelSource):
         return weights.params
 
     def _next(self, weights, cache, ctx, text: DraftIds, until_B, rows, logits):
-        """Feeds up to `rows` tokens of the text that the cache does not hold yet."""
+        """Reads up to `rows` tokens of the text that the cache does not hold yet."""
         count_B = jnp.clip(until_B - cache.length, 0, rows)
         at_Bn = cache.length[:, None] + jnp.arange(rows, dtype=jnp.int32)[None]
         ids_Bn = text.at(weights.images, at_Bn)
@@ -135,7 +132,7 @@ class DraftModel(DrafterSpec):
         vocabulary: same, an id is the same token in both models, else they are refused; tli, only tokens whose bytes
             the target has too are drafted, for any verifier; slem, the draft's text is cut into the target's tokens,
             one-hot chains (both arXiv:2502.05202); auto, same where the vocabularies are, else tli.
-        special_tokens: target goes on with the target's ids where BOS or EOS differ.
+        special_tokens: target goes on with the target's ids if BOS or EOS differ.
     """
 
     model: Annotated[
@@ -146,15 +143,18 @@ class DraftModel(DrafterSpec):
     on_mesh = True
 
     def __post_init__(self):
-        if self.special_tokens is not None and self.vocabulary in ("tli", "slem"):
-            raise UserError(
-                "drafter.special_tokens is for vocabularies that are otherwise the same: leave it out, since "
-                f"vocabulary={self.vocabulary} brings special ids together by itself"
-            )
-        if self.vocabulary == "slem" and self.drafting.tree is not None:
-            raise UserError("drafter.vocabulary=slem drafts chains: leave tree out, or choose vocabulary=tli")
-        if self.vocabulary == "slem" and self.drafting.draft_vocab is not None:
-            raise UserError("drafter.vocabulary=slem scores all that the draft writes: leave draft_vocab out")
+        slem, drafting = self.vocabulary == "slem", self.drafting
+        wrong = {
+            "drafter.special_tokens is for vocabularies that are otherwise the same: leave it out, since "
+            f"vocabulary={self.vocabulary} brings special ids together by itself": (
+                self.special_tokens is not None and self.vocabulary in ("tli", "slem")
+            ),
+            "drafter.vocabulary=slem drafts chains of all that the draft writes: leave tree and draft_vocab out, or "
+            "choose vocabulary=tli": slem and not drafting.tree is drafting.draft_vocab is None,
+        }
+        for text, holds in wrong.items():
+            if holds:
+                raise UserError(text)
 
     def build(self, target: Model, load: Load) -> LoadedDrafter:
         if self.model is None:
@@ -178,7 +178,7 @@ class DraftModel(DrafterSpec):
 
     @property
     def kind(self) -> DraftKind:
-        """How the tokens are drawn; of text made into tokens no distribution is known."""
+        """How the tokens are drawn. Text made into tokens has no known distribution."""
         return DraftKind.ONE_HOT if self.vocabulary == "slem" else self.style.kind
 
     @property
@@ -214,7 +214,7 @@ class DraftModel(DrafterSpec):
         return LoadedDrafter(drafter, weights_for, bytes_of(model.params.layers, model.params.output))
 
     def _by_id(self, target: Model, model: Model) -> bool:
-        """Whether an id is the same token in both vocabularies; refused where it must be and is not."""
+        """Whether an id is the same token in both vocabularies; UserError if it must be and is not."""
         try:
             check_compatible(
                 target.tokenizer, model.tokenizer, special_tokens=self.special_tokens, where=str(model.path)
@@ -235,10 +235,10 @@ def _source(model: Model, target_size: int, columns: int, expansion: float) -> O
 
 
 def common_tokens(target: Model, draft: Model, *, text: bool = False) -> Intersection:
-    """The tokens that both models have; `text` says that they need have none, since text goes between them.
+    """The tokens that both models have.
 
     Raises:
-        UserError: they have no text in common.
+        UserError: they have no text in common, and not `text` goes between them.
     """
     common = intersect(
         target.tokenizer, draft.tokenizer, target_size=target.config.vocab_size, draft_size=draft.config.vocab_size
@@ -252,7 +252,7 @@ def common_tokens(target: Model, draft: Model, *, text: bool = False) -> Interse
 
 
 def shared_weights(style: Drafting, target: Model, draft: Model, common: Intersection) -> tuple[DraftWeights, int]:
-    """What token-level intersection drafts with, and how many tokens it scores.
+    """Weights of a draft by token-level intersection, and how many tokens it scores.
 
     The rows of the draft's output matrix for the tokens that both have: the distribution of these logits is q
     restricted to them and normalised anew, before the draft's temperature and truncation see it.

@@ -1,6 +1,7 @@
-"""Lookup: what followed the end of the text where it stood before follows again. No weights.
+"""Lookup: the end of the text stood in it before, and is continued as it was then. No weights.
 
-`allowed`, `copy_chain` and `drafted` are what such drafters share, one's own too (`notebooks/last_seen.py`).
+Drafters of this kind, also your own (`notebooks/last_seen.py`), are made of three helpers: `allowed` cuts the length of
+a draft to the budget, `copy_chain` copies tokens of the text as a draft, `drafted` returns it.
 """
 
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ SizeM = Annotated[int, Range(1, MAX_GAMMA), Also("ngram_size_m", "spec_ngram_siz
 
 
 def suffix_matches(tokens_BC: jax.Array, length_B: jax.Array, *, longest: int) -> jax.Array:
-    """int32[B, C]: how many tokens that end at each position equal the last ones of the text, at most `longest`.
+    """How many tokens that end at each position equal the last ones of the text, int32[B, C], at most `longest`.
 
     0 at the text's own last position and beyond it. `longest` passes over C, which XLA fuses into one.
     """
@@ -62,12 +63,12 @@ def copy_chain(ctx: DraftContext, start_B: jax.Array, count_B: jax.Array, *, max
 
 
 def allowed(ctx: DraftContext, count_B: jax.Array, *, max_nodes: int) -> jax.Array:
-    """int32[B]: `count` cut to the budget and to the room a draft has."""
+    """`count` cut to the budget and to the room of a draft, int32[B]."""
     return jnp.clip(count_B, 0, jnp.clip(ctx.budget, 0, max_nodes))
 
 
 def drafted(draft: Draft, state, ctx: DraftContext) -> Drafted:
-    """The draft of a drafter that leaves the cache alone."""
+    """The result of a drafter that does not use the target's cache."""
     return Drafted(draft, state, ctx.cache)
 
 
@@ -102,7 +103,7 @@ class NGrams(Drafter):
     min_copy = 0
 
     def draft(self, params: Pytree, state: Pytree, ctx: DraftContext) -> Drafted:
-        """What followed the match; consumes no noise."""
+        """Copies the tokens behind the match; consumes no noise."""
         start_B, found_B = self.find(ctx.tokens, ctx.length)
         follow_B = jnp.where(found_B, ctx.length - start_B, 0)
         if self.copy_max is not None:
@@ -112,7 +113,7 @@ class NGrams(Drafter):
         return drafted(copy_chain(ctx, start_B, count_B, max_nodes=self.max_nodes), state, ctx)
 
     def find(self, tokens_BC: jax.Array, length_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """int32[B] position after the winning match, bool[B] whether there is one."""
+        """Position after the winning match, int32[B], and whether there is one, bool[B]."""
         C = tokens_BC.shape[1]
         position_C = jnp.arange(C, dtype=jnp.int32)[None]
         match_BC = suffix_matches(tokens_BC, length_B, longest=self.ngram_max)
@@ -139,9 +140,9 @@ class NGramSizes:
     """Which n-grams are looked up.
 
     Attributes:
-        ngram_max: longest; by default 3, or `ngram_min` where that is more.
-        ngram_min: shortest; by default 2, or `ngram_max` where that is less. 1 in the original: one-token matches
-            draft more than they win.
+        ngram_max: longest; by default 3, or `ngram_min` if that is more.
+        ngram_min: shortest; by default 2, or `ngram_max` if that is less. 1 in the original: one-token matches draft
+            more than they win.
     """
 
     ngram_max: Annotated[NgramSize | None, Also("prompt_lookup_max", "max_matching_ngram_size")] = None
@@ -216,7 +217,7 @@ class SuffixState(NamedTuple):
 
 @dataclass(frozen=True)
 class Suffix(Drafter):
-    """Copies what followed the longest suffix of prompt and output that occurs earlier in them (SuffixDecoding).
+    """Continues as the longest suffix of prompt and output that occurs earlier in them did there (SuffixDecoding).
 
     After Oliaro et al., SuffixDecoding (arXiv:2411.04975), with the request's own text for a corpus and a chain for a
     draft. Their suffix tree answers two questions, where the longest match is and how often each continuation
@@ -268,7 +269,6 @@ class Suffix(Drafter):
         return SuffixState(match_BC, ctx.length)
 
     def draft(self, params: Pytree, state: SuffixState, ctx: DraftContext) -> Drafted:
-        """The winning continuation; consumes no noise."""
         batch, C = ctx.tokens.shape
         ends_BW, best_B = self._latest(state.match, ctx.length)
         at_BWK = ends_BW[:, :, None] + 1 + jnp.arange(self.max_nodes, dtype=jnp.int32)[None, None]
@@ -288,7 +288,7 @@ class Suffix(Drafter):
         return drafted(copy_chain(ctx, start_B, count_B, max_nodes=self.max_nodes), state, ctx)
 
     def commit(self, params: Pytree, state: SuffixState, ctx: DraftContext, feedback: Feedback) -> SuffixState:
-        """One pass over C for each token emitted: a match grows by one where the text repeats that token."""
+        """One pass over C for each token emitted: a match grows by one if the text repeats that token."""
         C = ctx.tokens.shape[1]
         position_C = jnp.arange(C, dtype=jnp.int32)[None]
 
@@ -304,7 +304,7 @@ class Suffix(Drafter):
         return jax.lax.while_loop(lambda s: (s.seen < ctx.length).any(), add, state)
 
     def _latest(self, match_BC: jax.Array, length_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """int32[B, W] ends of the longest matches, latest first, padded with -1; int32[B] their length."""
+        """Ends of the longest matches, int32[B, W], latest first, padded with -1; their length, int32[B]."""
         position_C = jnp.arange(match_BC.shape[1], dtype=jnp.int32)[None]
         best_B = jnp.max(match_BC, axis=1)
         end_BC = jnp.where((match_BC == best_B[:, None]) & (best_B[:, None] > 0), position_C, -1)
@@ -320,7 +320,7 @@ class Suffix(Drafter):
         return ends_BW, best_B
 
     def _shares(self, follow_BWK: jax.Array, known_BWK: jax.Array) -> jax.Array:
-        """int32[B, W, K]: matches that agree with each one's continuation from its start up to each token."""
+        """Matches that agree with each one's continuation from its start up to each token, int32[B, W, K]."""
         same_BWWK = follow_BWK[:, :, None] == follow_BWK[:, None]
         same_BWWK = same_BWWK & known_BWK[:, :, None] & known_BWK[:, None]
         agree = [same_BWWK[..., 0]]
@@ -341,12 +341,11 @@ class EitherState(NamedTuple):
 class Either(Drafter):
     """Drafts with `first` (which needs no weights) and, for sequences it leaves empty, with `second`. Chains.
 
-    Where `second` draws its tokens, those of `first` count as drawn from distributions that hold nothing else: `token`
-    and
-    `block` then accept one with its probability under p, and leave it out of what is drawn instead.
+    If `second` draws its tokens, those of `first` count as drawn from one-hot distributions: `token` and `block` accept
+    one with its probability under p, and leave it out of the residual.
 
-    A sequence that `first` drafts for gives `second` no budget, so that a drafter whose time follows its tokens costs
-    nothing then. Each learns of its own drafts only.
+    If `first` drafts for a sequence, `second` has no budget for it, so that a drafter whose time follows its tokens
+    costs nothing then. Each learns of its own drafts only.
 
     Attributes:
         first: such as prompt lookup.
@@ -390,29 +389,21 @@ class Either(Drafter):
         took_B = first_B > 0
         rest = ctx._replace(budget=jnp.where(took_B, 0, ctx.budget), cache=a.cache).from_source(1)
         b = self.second.draft(params, state.second, rest)
-        tokens_BK = jnp.where(took_B[:, None], self._wide(a.draft.tokens), self._wide(b.draft.tokens))
-        draft = a.draft._replace(
-            tokens=tokens_BK,
-            parents=TreeTemplate.chain(self.max_nodes).parents_array(tokens_BK.shape[0]),
-            count=jnp.where(took_B, first_B, rest.keep(b.draft.count)),
-            q=None if b.draft.q is None else self._probs(took_B, tokens_BK, b.draft.q),
-        )
-        source_B = jnp.where(took_B, 0, 1)
-        return Drafted(draft, EitherState(a.state, b.state, took_B), b.cache, source_B)
+        K = self.max_nodes
+        tokens = (jnp.pad(x.draft.tokens, ((0, 0), (0, K - x.draft.max_nodes))) for x in (a, b))
+        tokens_BK, q_BKV = jnp.where(took_B[:, None], *tokens), None
+        if (q_BkV := b.draft.q) is not None:
+            q_BKV = jnp.pad(q_BkV, ((0, 0), (0, K - q_BkV.shape[1]), (0, 0)))
+            q_BKV = jnp.where(took_B[:, None, None], jax.nn.one_hot(tokens_BK, q_BKV.shape[-1]), q_BKV)
+        count_B = jnp.where(took_B, first_B, rest.keep(b.draft.count))
+        draft = Draft(tokens_BK, TreeTemplate.chain(K).parents_array(tokens_BK.shape[0]), count_B, q_BKV)
+        return Drafted(draft, EitherState(a.state, b.state, took_B), b.cache, jnp.where(took_B, 0, 1))
 
     def commit(self, params: Pytree, state: EitherState, ctx: DraftContext, feedback: Feedback) -> EitherState:
-        """Both learn the verdict; the one that did not draft sees an empty draft."""
+        """Both learn the verdict; to the one that did not draft, the draft is empty."""
         draft, zero_B = feedback.draft, jnp.zeros_like(feedback.draft.count)
         mine = feedback._replace(draft=draft._replace(count=jnp.where(state.took, draft.count, zero_B)))
         other = feedback._replace(draft=draft._replace(count=jnp.where(state.took, zero_B, draft.count)))
         first = self.first.commit(None, state.first, ctx, mine)
         second = self.second.commit(params, state.second, ctx, other)
         return EitherState(first, second, state.took)
-
-    def _probs(self, took_B: jax.Array, tokens_BK: jax.Array, q_BkV: jax.Array) -> jax.Array:
-        """float32[B, K, V]: the second one's, and distributions of one token."""
-        q_BKV = jnp.pad(q_BkV, ((0, 0), (0, self.max_nodes - q_BkV.shape[1]), (0, 0)))
-        return jnp.where(took_B[:, None, None], jax.nn.one_hot(tokens_BK, q_BKV.shape[-1]), q_BKV)
-
-    def _wide(self, tokens_Bk: jax.Array) -> jax.Array:
-        return jnp.pad(tokens_Bk, ((0, 0), (0, self.max_nodes - tokens_Bk.shape[1])))

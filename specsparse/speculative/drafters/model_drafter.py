@@ -28,7 +28,7 @@ class _Chain(NamedTuple):
     """A draft in the making.
 
     Attributes:
-        cache: of the source, its length counting the drafted tokens fed.
+        cache: of the source, its length with the drafted tokens that it holds.
         tokens: int32[B, K].
         q: float32[B, K, V], or None for one-hot drafts.
         count: int32[B].
@@ -51,8 +51,7 @@ class ModelDrafter(Drafter):
     Draws from q (noise stream `draft`, keyed by position, round and node) and records it, or takes the argmax.
 
     Attributes:
-        source: where logits come from.
-        probs: the draft's own temperature and truncation.
+        sampling: the draft's own temperature and truncation.
         max_nodes: K, tokens drafted at most.
         draw: `DraftKind.SAMPLED` or `DraftKind.ONE_HOT`.
     """
@@ -105,9 +104,8 @@ class ModelDrafter(Drafter):
         return Drafted(draft, state, cache)
 
     def commit(self, params: DraftWeights, state: Pytree, ctx: DraftContext, feedback: Feedback) -> Pytree:
-        """Keeps the accepted tokens in the source's cache; the last node of a draft was never fed."""
-        fed_B = jnp.maximum(feedback.draft.count - 1, 0)
-        kept_B = jnp.minimum(feedback.verdict.accepted, fed_B)
+        """Keeps the accepted tokens in the source's cache, which has no row of the draft's last node."""
+        kept_B = jnp.minimum(feedback.verdict.accepted, jnp.maximum(feedback.draft.count - 1, 0))
         return self.source.keep(params, state, ctx, feedback, KeptRows(kept_B))
 
     def _add(self, params, ctx, chain: _Chain, logits_BN, i, budget_B) -> _Chain:
@@ -148,7 +146,7 @@ class ModelDrafter(Drafter):
 
 
 class TreeState(NamedTuple):
-    """The source's state, and int32[B, K], the row each node of the last draft was fed under (-1: it was not)."""
+    """The source's state, and int32[B, K], each node's row in the source's cache (-1 for none)."""
 
     source: Pytree
     rows: jax.Array
@@ -159,9 +157,8 @@ class TreeDrafter(Drafter):
     """Drafts trees of one shape with a source of logits: one forward of the source a level.
 
     Attributes:
-        source: where logits come from.
-        probs: the draft's own temperature and truncation.
-        shape: which nodes there are and how their tokens are drawn.
+        sampling: the draft's own temperature and truncation.
+        shape: the nodes and how their tokens are drawn.
     """
 
     source: Source
@@ -184,12 +181,11 @@ class TreeDrafter(Drafter):
         budget_B = jnp.clip(jnp.minimum(ctx.budget, room_B), 0, self.max_nodes)
         cache, logits_BN = self.source.open(params, state.source, ctx._replace(budget=budget_B), budget_B > 0)
 
-        def feed(cache, tokens_BR, parents_BR, n_valid_B):
-            return self.source.feed(params, ctx, cache, FedRows(tokens_BR, n_valid_B, parents_BR))
-
         vocab = self.source.vocab
         expander = Expander(
-            feed=feed,
+            feed=lambda cache, tokens_BR, parents_BR, n_valid_B: self.source.feed(
+                params, ctx, cache, FedRows(tokens_BR, n_valid_B, parents_BR)
+            ),
             sampling=self.sampling,
             token_ids=lambda column: vocab.token_ids(params, column),
             widen=lambda q_RN: vocab.widen(params, q_RN),
@@ -201,7 +197,7 @@ class TreeDrafter(Drafter):
         return Drafted(tree.draft, TreeState(source, tree.rows), cache)
 
     def commit(self, params: DraftWeights, state: TreeState, ctx: DraftContext, feedback: Feedback) -> TreeState:
-        """Keeps the rows of the accepted path in the source's cache, as far as they were fed."""
+        """Keeps the rows of the accepted path in the source's cache."""
         nodes_BK = feedback.verdict.nodes
         rows_BK = jnp.take_along_axis(state.rows, jnp.maximum(nodes_BK, 0), axis=1)
         fed_BK = (nodes_BK >= 0) & (rows_BK >= 0)

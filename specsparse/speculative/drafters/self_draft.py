@@ -35,7 +35,7 @@ class TargetLayers(ModelSource):
     def open(
         self, weights: DraftWeights, state: None, ctx: DraftContext, live_B: jax.Array
     ) -> tuple[KVCache, jax.Array]:
-        """Feeds the last emitted token, the only one that the target has not seen."""
+        """Runs the last emitted token, the only one that the target has not seen."""
         last_B1 = jnp.take_along_axis(ctx.tokens, jnp.maximum(ctx.length - 1, 0)[:, None], axis=1)
         live_B = live_B.astype(jnp.int32)
         logits_B1N, cache = self.feed(weights, ctx, ctx.cache, FedRows(last_B1, live_B))
@@ -45,11 +45,11 @@ class TargetLayers(ModelSource):
         return None, cache._replace(length=ctx.cache.length)
 
     def keep(self, weights: DraftWeights, state: None, ctx: DraftContext, feedback: Feedback, kept: KeptRows) -> None:
-        """Nothing: the target's own pass decides what its cache holds."""
+        """The target's own pass decides what its cache holds."""
         return None
 
     def params(self, weights: DraftWeights, ctx: DraftContext) -> Pytree:
-        """The target's, all or with fewer neurons, with the trimmed head if there is one."""
+        """All of the target's or those of fewer neurons, with the trimmed head if there is one."""
         params = ctx.params if weights.params is None else weights.params
         return params if weights.head is None else params._replace(output=weights.head)
 
@@ -99,12 +99,11 @@ class SparseSelf(DrafterSpec):
 
     def __post_init__(self):
         own = self.rule == "own"
-        if own != (self.threshold is not None) or (own and self.share is not None):
-            raise UserError("drafter.threshold goes with rule=own, and drafter.share with rule=hot and rule=gate")
-        if own and self.text is not None:
-            raise UserError("drafter.text goes with rule=hot and rule=gate, which choose neurons by it")
-        if self.text == ():
-            raise UserError("drafter.text holds no ids: give some, or leave it out for a text that the target writes")
+        if own != (self.threshold is not None) or (own and not self.share is self.text is None) or self.text == ():
+            raise UserError(
+                "drafter.threshold goes with rule=own; drafter.share and drafter.text, which is not empty, go with "
+                "rule=hot and rule=gate"
+            )
 
     def build(self, target: Model, load: Load) -> LoadedDrafter:
         own = {"rule": self.rule, "share": self.share, "threshold": self.threshold, "text": self.text}
@@ -123,14 +122,12 @@ def default_layers(count: int) -> tuple[int, ...]:
 def on_target(
     style: Drafting, target: Model, forward: ForwardFn, layers: tuple[int, ...] | None, read: Pytree
 ) -> LoadedDrafter:
-    """The drafter that a part of the target makes, on the target's cache.
+    """The drafter that is a part of the target, on the target's cache.
 
     Args:
-        style: how it drafts.
-        target: the model.
         forward: of the part.
         layers: those that run, None for all.
-        read: the weights of the part, which drafting a token reads.
+        read: the weights that drafting a token reads, without the output matrix.
     """
     c = target.config
     weights, columns = style.trim(target, target.params.output, c.vocab_size)

@@ -30,11 +30,11 @@ _WORD = re.compile(rb"(?<=[A-Za-z])(?= [A-Za-z])")
 
 
 class Translator:
-    """Ids of one model to those of another by way of text. Compared by identity.
+    """Translates ids of one model to those of another by way of text. Compared by identity.
 
     Args:
         target, draft: the tokenizers.
-        common: which special tokens go together; the others end a draft and are not read.
+        common: pairs of special tokens; the others end a draft and are not read.
     """
 
     def __init__(self, target: Tokenizer, draft: Tokenizer, common: Intersection):
@@ -48,11 +48,11 @@ class Translator:
         self._bytes = functools.lru_cache(None)(target.token_bytes)
 
     def read(self, ids: list[int], *, behind: bool = False) -> list[int]:
-        """The draft's ids of the target's, their text cut by the draft's tokenizer.
+        """The draft's ids for ids of the target, whose text the draft's tokenizer cuts.
 
         Args:
-            ids: a text, or what is left of one.
-            behind: whether others, up to a `boundary`, come before them: then there is no BOS.
+            ids: a text or its end.
+            behind: whether other ids, up to a `boundary`, come before: then there is no BOS.
         """
         out: list[int] = []
         inside = behind
@@ -60,22 +60,17 @@ class Translator:
             if isinstance(part, int):
                 out.append(part)
             else:
-                text = part if inside else self._begun(part)
+                text = part if inside else _begun(part, self._target, self._draft)
                 for word in _WORD.split(text):
                     out += self._encode(word)
             inside = False
         bos = self._draft.bos_id if self._draft.add_bos and not behind else None
         return out if bos is None or out[:1] == [bos] else [bos, *out]
 
-    def _begun(self, text: bytes) -> bytes:
-        """The beginning of a text with the space that each tokenizer has its own way with."""
-        text = text.removeprefix(b" ") if self._target.add_space_prefix else text
-        return b" " + text if self._draft.add_space_prefix and text else text
-
     def boundary(self, ids: list[int]) -> int:
-        """The last place in `ids` where both tokenizers begin a token, whatever follows; 0 where there is none.
+        """The last place in `ids` where both tokenizers begin a token, whatever follows, or 0.
 
-        There a word begins with its space behind another word, so that what is before is read once and for all.
+        There a word and its space follow another word, so that the text before is read once and for all.
         """
         text = [b"" if self._is_special(index) else self._bytes(index) for index in ids]
         for i in range(len(ids) - 1, 0, -1):
@@ -85,15 +80,14 @@ class Translator:
         return 0
 
     def write(self, ids: list[int], drafted: list[int]) -> list[int]:
-        """The target's ids of what was drafted behind its `ids`, up to a special token that the target lacks."""
+        """The target's ids for a draft behind its `ids`, up to a special token that the target lacks."""
         special, size = self._draft_special, self._draft.vocab_size
         end = next((i for i, d in enumerate(drafted) if d in special or d >= size), len(drafted))
         data = b"".join(self._draft.token_bytes(d) for d in drafted[:end])
         last = [self._written[d] for d in drafted[end : end + 1] if d in self._written]
-        tail = self._tail(ids)
-        if not tail:  # a text begins, with the space that each tokenizer has its own way with
-            data = data.removeprefix(b" ") if self._draft.add_space_prefix else data
-            data = b" " + data if self._target.add_space_prefix and data else data
+        tail = list(itertools.takewhile(lambda index: not self._is_special(index), reversed(ids[-TAIL:])))[::-1]
+        if not tail:
+            data = _begun(data, self._draft, self._target)
         before = b"".join(map(self._bytes, tail))
         together = self._target.encode_bytes(before + data)
         if together[: len(tail)] == tail:
@@ -110,15 +104,15 @@ class Translator:
                 parts.append(b"".join(map(self._bytes, run)))
         return [part for part in parts if part != b""]
 
-    def _tail(self, ids: list[int]) -> list[int]:
-        """The last ids, as far as they are text."""
-        tail = ids[-TAIL:]
-        special = [i for i, index in enumerate(tail) if self._is_special(index)]
-        return tail[special[-1] + 1 :] if special else tail
-
     def _is_special(self, index: int) -> bool:
-        """Whether a token of the target is no text: a model may have more ids than its tokenizer."""
+        """Whether a token of the target has no text: a model may have more ids than its tokenizer."""
         return index in self._special or index >= self._target.vocab_size
+
+
+def _begun(text: bytes, written_by: Tokenizer, read_by: Tokenizer) -> bytes:
+    """The beginning of a text, with the leading space that the reading tokenizer adds and not the other's."""
+    text = text.removeprefix(b" ") if written_by.add_space_prefix else text
+    return b" " + text if read_by.add_space_prefix and text else text
 
 
 class OwnText(NamedTuple):
@@ -140,12 +134,12 @@ class OwnText(NamedTuple):
 
 
 class StringState(NamedTuple):
-    """What is carried from round to round.
+    """State between rounds.
 
     Attributes:
         cache: the draft model's.
-        text: what the cache was fed, with the draft behind each text among its `ids`.
-        held: int32[B], how many of them it holds.
+        text: the text of the last draft, with the draft behind it among its `ids`.
+        held: int32[B], how many of these ids the cache holds.
         budget: int32[B], tokens of the target that the last draft may have.
     """
 
@@ -182,7 +176,7 @@ class StringDrafter(TextDrafter):
         return self.writer.source.capacity(int(np.ceil(tokens * self.expansion)))  # type: ignore[attr-defined]
 
     def read_text(self, state: StringState | None, tokens_BC: np.ndarray, length_B: np.ndarray) -> OwnText:
-        """Reads what each text has behind the last `Translator.boundary`; what the cache holds of it is kept."""
+        """Reads each text behind its last `Translator.boundary`, and counts the ids that the cache still holds."""
         batch, room = tokens_BC.shape[0], self.slots(tokens_BC.shape[1])
         before, held_B = (
             (None, None) if state is None else (OwnText(*map(np.asarray, state.text)), np.asarray(state.held))
@@ -210,12 +204,12 @@ class StringDrafter(TextDrafter):
         return StringState(cache, ctx.text, cache.length, jnp.zeros_like(ctx.length))
 
     def draft(self, params: DraftWeights, state: StringState, ctx: DraftContext) -> Drafted:
-        """A chain of the draft model's own tokens, as many as the target's that are asked for."""
+        """A chain of the draft model's own tokens, as many as are asked for of the target's."""
         text: OwnText = ctx.text
         own = _own(ctx).from_source(0)
         drafted = self.writer.draft(params, state.cache._replace(length=text.kept), own)
         draft, cache = drafted.draft._replace(count=own.keep(drafted.draft.count)), drafted.state
-        # Rows of the drafted tokens stay behind the text: where the next text goes on like that, they are kept.
+        # Rows of the drafted tokens stay behind the text: if the next text goes on like that, they are kept.
         held_B = cache.length + jnp.maximum(draft.count - 1, 0)
         node_K = jnp.arange(self.max_nodes, dtype=jnp.int32)[None]
         at_BK = jnp.where(node_K < draft.count[:, None], text.length[:, None] + node_K, text.ids.shape[1])

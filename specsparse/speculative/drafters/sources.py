@@ -27,12 +27,12 @@ from specsparse.speculative.base import DraftContext, Feedback
 
 
 class Images(NamedTuple):
-    """What a draft model with a vocabulary of its own is fed for each of the target's tokens.
+    """The ids that a draft model with a vocabulary of its own reads for each of the target's tokens.
 
     Attributes:
-        starts: int32[V + 1]; token t is fed as `pieces[starts[t] : starts[t + 1]]`, nothing where that is empty.
+        starts: int32[V + 1]; token t is read as `pieces[starts[t] : starts[t + 1]]`, which may be empty.
         pieces: int32[P], draft ids.
-        bos: int32[], fed first where the text does not begin with it; -1 for nothing.
+        bos: int32[], read first if the text does not begin with it; -1 for none.
     """
 
     starts: jax.Array
@@ -53,8 +53,8 @@ class DraftIds(NamedTuple):
     Attributes:
         tokens: int32[B, C], the target's ids.
         length: int32[B], draft ids.
-        ends: int32[B, C], draft ids up to each target token, itself included; None where they are the target's.
-        bos: int32[B], 1 where a BOS of the draft's own comes first.
+        ends: int32[B, C], draft ids up to each target token, itself included; None if they are the target's.
+        bos: int32[B], 1 if a BOS of the draft's own comes first.
     """
 
     tokens: jax.Array
@@ -78,7 +78,7 @@ class DraftIds(NamedTuple):
 
 
 def draft_ids(images: Images | None, ctx: DraftContext) -> DraftIds:
-    """What the draft model reads for `ctx.tokens[:, :length]`."""
+    """The text `ctx.tokens[:, :length]` in the draft model's ids."""
     if images is None:
         return DraftIds(ctx.tokens, ctx.length)
     known_BC = jnp.arange(ctx.tokens.shape[1], dtype=jnp.int32)[None] < ctx.length[:, None]
@@ -91,15 +91,14 @@ def draft_ids(images: Images | None, ctx: DraftContext) -> DraftIds:
 
 
 PREFILL_ROWS = 128
-"""Rows of a prompt piece fed at `init`."""
+"""Rows of a prompt's chunk at `init`."""
 
 
 class DraftWeights(NamedTuple):
     """Weights of a model drafter, an argument of every jitted function.
 
     Attributes:
-        params: `engine.weights.Params` of the draft model, or of the target with fewer neurons; None where the target's
-            are used.
+        params: `engine.weights.Params` of the draft model, or of the target with fewer neurons; None for the target's.
         head: [N, D], the trimmed output matrix, or None.
         ids: int32[N], target id of each column of a trimmed head, ascending, or None.
         images: draft ids of the target's tokens if the draft model has other ones; then `head` and `ids` are of the
@@ -120,8 +119,8 @@ class FedRows(NamedTuple):
     Attributes:
         tokens: int32[B, n], ids of the target.
         n_valid: int32[B], how many of a sequence's rows count, the first ones.
-        parents: int32[B, n] of all rows of a tree so far, those of earlier calls again; None for a chain, which is fed
-            one token at a time, each committed before the next.
+        parents: int32[B, n] of all rows of a tree so far, with those of earlier calls; None for a chain, whose tokens
+            come one at a time, each committed before the next.
     """
 
     tokens: jax.Array
@@ -130,8 +129,8 @@ class FedRows(NamedTuple):
 
 
 class KeptRows(NamedTuple):
-    """What a cache may keep of the last draft: the first `count` int32[B] of the rows that were fed, or of the path
-    `rows` int32[B, m] through them."""
+    """Rows of the last draft that a cache may keep: the first `count` int32[B] of all rows, or of the path `rows`
+    int32[B, m] through them."""
 
     count: jax.Array
     rows: jax.Array | None = None
@@ -139,13 +138,13 @@ class KeptRows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class VocabMap:
-    """How the draft's columns and the target's ids go together. Ids below both sizes are the same token.
+    """The map between the draft's columns and the target's ids. Ids below both sizes are the same token.
 
     Attributes:
         target: V, ids of the target.
-        draft: ids the draft model can be fed.
-        columns: N, columns of logits: min(V, draft), or fewer where the head is trimmed.
-        unknown: id fed in place of one that the draft does not have.
+        draft: ids of the draft model.
+        columns: N, columns of logits: min(V, draft), or fewer if the head is trimmed.
+        unknown: the draft's id in place of one that it does not have.
     """
 
     target: int
@@ -154,15 +153,14 @@ class VocabMap:
     unknown: int = 0
 
     def to_draft(self, tokens: jax.Array) -> jax.Array:
-        """Ids to feed: a target id the draft does not have becomes `unknown`."""
+        """Ids of the draft; a target id that it does not have becomes `unknown`."""
         return jnp.where((tokens < 0) | (tokens >= self.draft), jnp.int32(self.unknown), tokens)
 
     def token_ids(self, weights: DraftWeights, column: jax.Array) -> jax.Array:
-        """Target ids of columns."""
         return column if weights.ids is None else weights.ids[column]
 
     def widen(self, weights: DraftWeights, q_RN: jax.Array) -> jax.Array:
-        """float32[R, V]: q over the target's ids, 0 at those that have no column."""
+        """q over the target's ids, float32[R, V]; 0 at ids without a column."""
         if weights.ids is not None:  # written id by id: a fifth of the time of reading a column for each id
             wide_RV = jnp.zeros((q_RN.shape[0], self.target), q_RN.dtype)
             return wide_RV.at[:, weights.ids].set(q_RN, mode="promise_in_bounds", unique_indices=True)
@@ -172,13 +170,13 @@ class VocabMap:
 class Source(abc.ABC):
     """Base of all sources: final frozen dataclasses. The state is a pytree, the cache passes through a draft by value.
 
-    A draft is `open`, then any number of `feed`, then `close`; after the verdict `keep`. Rows that are fed lie behind
-    the cache's length.
+    A draft is `open`, then any number of `feed`, then `close`; after the verdict `keep`. New rows lie behind the
+    cache's length.
 
     Attributes:
         vocab: the map between the vocabularies.
-        wants_hidden: what `init` and `keep` need of the target's hidden rows, as `Drafter.wants_hidden`.
-        independent: whether logits at a position do not depend on what was drafted before it.
+        wants_hidden: the target's hidden rows for `init` and `keep`, as `Drafter.wants_hidden`.
+        independent: whether logits at a position do not depend on the drafted tokens before it.
     """
 
     vocab: VocabMap
@@ -191,20 +189,20 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def room(self, weights: DraftWeights, state: Pytree, ctx: DraftContext) -> jax.Array:
-        """int32[B]: nodes that may be fed or drafted behind the committed tokens; below 1 there is no draft."""
+        """Nodes for which there is room behind the committed tokens, int32[B]; below 1 there is no draft."""
 
     @abc.abstractmethod
     def open(
         self, weights: DraftWeights, state: Pytree, ctx: DraftContext, live_B: jax.Array
     ) -> tuple[Pytree, jax.Array]:
-        """The cache with all committed tokens of the sequences in `live`, and float32[B, N] logits after the last.
+        """The cache with all committed tokens of the sequences in `live`, and logits float32[B, N] after the last.
 
-        `ctx.budget` is what will be drafted at most.
+        At most `ctx.budget` nodes will be drafted.
         """
 
     @abc.abstractmethod
     def feed(self, weights: DraftWeights, ctx: DraftContext, cache: Pytree, rows: FedRows) -> tuple[jax.Array, Pytree]:
-        """float32[B, n, N] logits and the cache, its length unchanged."""
+        """Logits float32[B, n, N], and the cache, its length unchanged."""
 
     @abc.abstractmethod
     def close(self, weights: DraftWeights, state: Pytree, cache: Pytree, ctx: DraftContext) -> tuple[Pytree, Pytree]:
@@ -237,10 +235,9 @@ class ModelSource(Source):
 
     @abc.abstractmethod
     def params(self, weights: DraftWeights, ctx: DraftContext) -> Pytree:
-        """The parameters the forward function takes."""
+        """Parameters for the forward function."""
 
     def feed(self, weights: DraftWeights, ctx: DraftContext, cache: KVCache, rows: FedRows) -> tuple[Pytree, KVCache]:
-        """float32[B, n, N] logits, and the cache, its length unchanged."""
         images, tokens_Bn = weights.images, rows.tokens
         ids_Bn = self.vocab.to_draft(tokens_Bn) if images is None else images.first(tokens_Bn)
         return self.run(weights, ctx, cache, rows._replace(tokens=ids_Bn))
@@ -248,7 +245,7 @@ class ModelSource(Source):
     def run(
         self, weights: DraftWeights, ctx: DraftContext, cache: KVCache, rows: FedRows, logits: str = "all"
     ) -> tuple[Pytree, KVCache]:
-        """`feed` of ids of the draft model's own; `logits` as in `Want`, [B, 1, N] of the last row or None of none."""
+        """`feed` for ids of the draft model; `logits` as in `Want`: [B, 1, N] for "last", None for "none"."""
         want = Want(logits=logits, layers=self.layers)  # type: ignore[arg-type]
         params = self.params(weights, ctx)
         out, cache = self.forward(
@@ -259,12 +256,12 @@ class ModelSource(Source):
 
 @dataclasses.dataclass(frozen=True)
 class DraftSampling:
-    """From a drafter's logits to q and to tokens. Static.
+    """Makes q and tokens of a drafter's logits. Static.
 
     Attributes:
         sampling: temperature, top-k, top-p and min-p; the other fields keep their defaults.
         columns: N, logits of a row: the draft's vocabulary, trimmed or not.
-        kernels: what argmax, distribution and draw run on.
+        kernels: of argmax, distribution and draw.
     """
 
     sampling: SamplingParams
@@ -273,19 +270,22 @@ class DraftSampling:
 
     def probs(self, logits_RN: jax.Array) -> tuple[jax.Array, jax.Array]:
         """q float32[R, N] after temperature and truncation, and ok bool[R] (False: NaN, +inf or no token left)."""
-        return self._probs(self.sampling, logits_RN)
+        config, arrays = compile_params(self.sampling, vocab_size=self.columns)
+        R = logits_RN.shape[0]
+        rows = RowPaths(jnp.zeros((R,), jnp.int32), jnp.zeros((R, 0), jnp.int32))
+        return target_probs(config, arrays, logits_RN, None, rows, kernels=self.kernels)
 
     def confidence(self, logits_RN: jax.Array) -> jax.Array:
-        """float32[R, N]: how sure the draft is of each token. q itself, or at temperature 0 the softmax at 1."""
-        params = self.sampling.merged(temperature=1.0) if self.sampling.greedy else self.sampling
-        return self._probs(params, logits_RN)[0]
+        """How sure the draft is of each token, float32[R, N]: q itself, or at temperature 0 the softmax at 1."""
+        warm = self.sampling.merged(temperature=1.0) if self.sampling.greedy else self.sampling
+        return dataclasses.replace(self, sampling=warm).probs(logits_RN)[0]
 
     def top(self, logits_RN: jax.Array) -> jax.Array:
         """int32[R]: the argmax."""
         return self.kernels.argmax(logits_RN)
 
     def ranked(self, logits_RN: jax.Array, count: int) -> jax.Array:
-        """int32[R, count]: the most likely columns in order, equal ones by index; by `count` passes, not by a sort."""
+        """The most likely columns in order, int32[R, count], equal ones by index; by `count` passes, not by a sort."""
         row_R = jnp.arange(logits_RN.shape[0], dtype=jnp.int32)
 
         def step(i, carry):
@@ -297,20 +297,19 @@ class DraftSampling:
         return jax.lax.fori_loop(0, count, step, (logits_RN, empty))[1]
 
     def draw(self, q_RN: jax.Array, u_RU: jax.Array) -> jax.Array:
-        """int32[R]: a column drawn from each row by inverse CDF; consumes the row's uniforms (see `draft_uniforms`)."""
+        """A column of each row drawn by inverse CDF, int32[R]; consumes the row's uniforms (see `draft_uniforms`)."""
         return self.kernels.draw(q_RN, u_RU)
 
     def propose(
         self, logits_RN: jax.Array, u_RU: jax.Array, ids_N: jax.Array | None, size: int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """`draw` of `probs`, whether that is one, and it over a larger vocabulary: int32[R], bool[R], float32[R, V].
-
-        By kernels that have `propose`, in one call.
+        """`draw`, ok of `probs`, and q over a larger vocabulary, by one call of kernels that have `propose`: int32[R],
+        bool[R], float32[R, V].
 
         Args:
             logits_RN: of the draft's columns.
-            u_RU: as `draw`'s.
-            ids_N: int32[N], the token of each column, None where column i is token i.
+            u_RU: uniforms for `draw`.
+            ids_N: int32[N], the token of each column, or None if column i is token i.
             size: V.
         """
         assert self.kernels.propose is not None
@@ -318,15 +317,9 @@ class DraftSampling:
         truncation = jax.tree.map(jnp.asarray, truncation)
         return self.kernels.propose(logits_RN.astype(jnp.float32), truncation, u_RU, ids_N, size)
 
-    def _probs(self, params: SamplingParams, logits_RN: jax.Array) -> tuple[jax.Array, jax.Array]:
-        config, arrays = compile_params(params, vocab_size=self.columns)
-        R = logits_RN.shape[0]
-        rows = RowPaths(jnp.zeros((R,), jnp.int32), jnp.zeros((R, 0), jnp.int32))
-        return target_probs(config, arrays, logits_RN, None, rows, kernels=self.kernels)
-
 
 def draft_uniforms(ctx: DraftContext, *, depth, node) -> jax.Array:
-    """float32[B, n, 4] in [0, 1) of noise stream `draft`, to draw the tokens of n nodes by.
+    """Uniforms in [0, 1) of noise stream `draft`, float32[B, n, 4], for the tokens of n nodes.
 
     Args:
         ctx: whose seed, sample and round key the noise.

@@ -77,22 +77,26 @@ class Drafting:
     tree: Annotated[TreeShape | str | None, instance_of("a TreeShape or the name of one", TreeShape, str)] = None
 
     def __post_init__(self):
-        ends_early = self.p_min > 0 or self.n_min > 0
-        if self.policy is not None and ends_early:
-            raise UserError("drafter.p_min and drafter.n_min are for drafts of a fixed length: choose policy=fixed too")
+        shape, greedy = self.shape, self.sampling.greedy
         check_policy(self.length_policy, self.kind)
-        if self.shape is not None and self.length_policy.needs:
-            raise UserError("p_min, confidence and entropy end chains; a tree has options of its own")
         outcome = {DraftKind.IID: "are all equal", DraftKind.WOR: "after the first have no mass"}.get(self.kind)
-        if outcome and self.shape is not None and self.shape.branches and self.sampling.greedy:
-            raise UserError(
-                f"siblings drawn as by tree=sampled_{self.kind.value} {outcome} at "
-                f"drafter.temperature={self.sampling.temperature:g}: set it above 0, or choose tree=static"
-            )
+        wrong = {
+            "drafter.p_min and drafter.n_min are for drafts of a fixed length: choose policy=fixed too": (
+                self.policy is not None and (self.p_min > 0 or self.n_min > 0)
+            ),
+            "p_min, confidence and entropy end chains; a tree has options of its own": (
+                shape is not None and self.length_policy.needs
+            ),
+            f"siblings drawn as by tree=sampled_{self.kind.value} {outcome} at drafter.temperature=0: set it above 0, "
+            "or choose tree=static": outcome and shape is not None and shape.branches and greedy,
+        }
+        for text, holds in wrong.items():
+            if holds:
+                raise UserError(text)
 
     @functools.cached_property
     def shape(self) -> TreeShape | None:
-        """Of the drafts, None for a chain. It draws as it says, and the policy is then a budget."""
+        """The tree's shape, which says how to draw; None for a chain. With a tree the policy is a budget."""
         return get_tree(self.tree) if isinstance(self.tree, str) else self.tree
 
     @functools.cached_property
@@ -105,7 +109,7 @@ class Drafting:
 
     @property
     def free(self) -> bool:
-        """Nobody said how long drafts are: the policy may be one that suits the target and the machine."""
+        """Whether no option says how long drafts are, so that the policy may suit the target and the machine."""
         return self.max_nodes is self.policy is self.shape is None and self.p_min == self.n_min == 0
 
     @functools.cached_property
@@ -136,7 +140,7 @@ class Drafting:
         return np.array(sorted(wanted), np.int32)
 
     def drafter(self, source: Source, target: Model) -> Drafter:
-        """What drafts so with that source of logits, for that target."""
+        """The drafter with that source of logits, for that target."""
         probs = DraftSampling(self.sampling, source.vocab.columns, target.sampling_kernels)
         if self.shape is not None and self.shape.independent and not source.independent:
             raise UserError(
@@ -150,9 +154,9 @@ class Drafting:
     def trim(
         self, target: Model, output: Matrix, columns: int, *, rows: np.ndarray | None = None
     ) -> tuple[DraftWeights, int]:
-        """The rows of an output matrix that are scored, and how many; without trimming none and `columns`.
+        """The rows of an output matrix that are scored, and how many; without trimming no matrix and `columns`.
 
-        `rows`: the ids of its rows, where row i is not id i: the matrix then always comes back, its ids ascending.
+        `rows`: the ids of its rows if row i is not id i: the matrix then always comes back, its ids ascending.
 
         Raises:
             UserError: no row has an id that is to be scored.
@@ -173,7 +177,7 @@ class Drafting:
 
 @dataclasses.dataclass(frozen=True)
 class HeadDrafting(Drafting):
-    """How a head drafts by itself: as `Drafting`, but for what nobody says.
+    """How a head drafts by itself: `Drafting` with another default.
 
     Attributes:
         temperature: of the draft: 0 for argmax; by default 0, or three quarters of the target's under verifier=token
@@ -208,32 +212,31 @@ How = TypeVar("How", Drafting, ChainDrafting)
 
 
 def drafting_with(how: How, policy: Policy) -> How:
-    """The same under a policy, which says how long drafts are."""
+    """The same with a policy, which says how long drafts are."""
     lengths = ("max_nodes", "p_min", "n_min")
     defaults = {field.name: field.default for field in dataclasses.fields(how) if field.name in lengths}
     return dataclasses.replace(how, policy=policy, **defaults)
 
 
 class Load(Protocol):
-    """Gets what a drafter is made of; injected, since loading lies above this room."""
+    """Loads the parts of a drafter; injected, since loading lies above this room."""
 
     def __call__(self, kind: str, spec: Any) -> Any:
-        """What `spec` names.
+        """The loaded part.
 
         Args:
-            kind: "model": a draft model on the target's kernels, of a path or a name. "fewer_neurons": the target with
-                fewer neurons, of the options of `powerinfer.fewer.with_fewer_neurons`. `module:function`: what that
-                function reads of a file or folder, which `spec` says as a path, a name of the catalogue or of the Hub.
-            spec: see `kind`.
+            kind: "model": a draft model on the target's kernels; `spec` is a path or a name. "fewer_neurons": the
+                target with fewer neurons; `spec` are options of `powerinfer.fewer.with_fewer_neurons`.
+                `module:function`: calls it with the file or folder that `spec` names.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class DrafterSpec(AnyDrafter):
-    """A drafter whose model is not there yet: what is known of it beforehand, and how to make it.
+    """A drafter that needs a model: its options, and how to build it.
 
-    Derive from it what drafts with the target's model: the fields of a frozen dataclass are its options, beside those
-    of `Drafting`, and `build` makes the drafter.
+    Derive a drafter that needs the target's model from it: the fields of a frozen dataclass are its options, beside
+    those of `Drafting`, and `build` makes the drafter.
 
     Attributes:
         drafting: how it drafts, as far as that is the same for all.

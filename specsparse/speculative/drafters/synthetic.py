@@ -63,11 +63,13 @@ class SyntheticRates(Rule):
     rates: tuple[float, ...] | None = None
 
     def __post_init__(self):
-        if sum(given is not None for given in (self.rate, self.length, self.rates)) > 1:
-            raise UserError("synthetic acceptance takes a rate, or a mean length, or rates: give one of them")
-        for before, rate in zip((1.0, *(self.rates or ())), self.rates or ()):
-            if not 0 <= rate <= before:
-                raise UserError(f"synthetic acceptance rates {self.rates} must lie in [0, 1] and not increase")
+        one = sum(given is not None for given in (self.rate, self.length, self.rates)) <= 1
+        reach = (1.0, *(self.rates or ()))
+        if not one or any(not 0 <= rate <= before for before, rate in itertools.pairwise(reach)):
+            raise UserError(
+                "synthetic acceptance takes one of rate, length and rates; rates lie in [0, 1] and do not increase, "
+                f"not as {self.rates}"
+            )
 
     def conditional(self, gamma: int) -> tuple[float, ...]:
         """r_i of a draft of `gamma` tokens.
@@ -143,7 +145,7 @@ def _solve_geometric(gamma: int, length: float) -> float:
 
 
 def synthetic_verifier(rates: SyntheticRates) -> Verifier:
-    """`SyntheticRates.verdict` as a verifier of any chain. Not among `verify.VERIFIERS`: nothing is to be certified."""
+    """The verifier of any chain by these rates. It is not among `VERIFIERS`: it cannot be certified."""
     kinds = frozenset({DraftKind.ONE_HOT, DraftKind.SAMPLED})
     return Verifier(SYNTHETIC, rates, kinds, lossless=False, needs_p=False)
 
@@ -166,7 +168,7 @@ class Synthetic(Drafter):
     def __post_init__(self):
         if self.acceptance.rates is not None:
             object.__setattr__(self, "max_nodes", len(self.acceptance.rates))
-        self.acceptance.conditional(self.max_nodes)  # a mean length that is too long is found before a model is loaded
+        self.acceptance.conditional(self.max_nodes)  # refuses a mean length that is too long
 
     @property
     def own_verifier(self) -> Verifier:
@@ -180,10 +182,6 @@ class Synthetic(Drafter):
         before_BK = jnp.maximum(ctx.length[:, None] - 1 - K + place_K, 0)
         tokens_BK = jnp.where(place_K < count_B[:, None], jnp.take_along_axis(ctx.tokens, before_BK, axis=1), 0)
         return lookup.drafted(Draft(tokens_BK, TreeTemplate.chain(K).parents_array(batch), count_B), state, ctx)
-
-
-def _ids(value: object) -> tuple[int, ...]:
-    return tuple(int(item) for item in value)  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,17 +206,19 @@ class Scripted(Drafter):
     template: Annotated[TreeTemplate | None, instance_of("a TreeTemplate", TreeTemplate)] = None
     ends: tuple[int, ...] = ()
     vocab_size: Annotated[int, Range(2, 2**31 - 1)] = 256
-    truth: Annotated[tuple[int, ...], Read(_ids, "a list of ids")] = ()
+    truth: Annotated[tuple[int, ...], Read(lambda ids: tuple(map(int, ids)), "a list of ids")] = ()
     max_nodes: MaxNodes = SHORT_GAMMA
     accept: tuple[int, ...] | None = None
     kind: ClassVar[DraftKind] = DraftKind.ONE_HOT
 
     def __post_init__(self):
         object.__setattr__(self, "max_nodes", self.shape.size)
-        if not self.lasts or any(not ROOT <= end < self.max_nodes for end in self.lasts):
-            raise UserError(f"scripted ends {self.lasts} must be nodes of a tree of {self.max_nodes}, or -1")
-        if self.vocab_size <= self.shape.width:
-            raise UserError(f"scripted vocab_size={self.vocab_size} must exceed the tree's width {self.shape.width}")
+        ends_inside = all(ROOT <= end < self.max_nodes for end in self.lasts)
+        if not self.lasts or not ends_inside or self.vocab_size <= self.shape.width:
+            raise UserError(
+                f"scripted ends {self.lasts} must be nodes of a tree of {self.max_nodes}, or -1, and its width "
+                f"{self.shape.width} below vocab_size={self.vocab_size}"
+            )
 
     @classmethod
     def chain(cls, gamma: int, accept: tuple[int, ...], *, vocab_size: int, truth: tuple[int, ...] = ()) -> "Scripted":
@@ -246,7 +246,10 @@ class Scripted(Drafter):
         """The round's script, cut to the first `budget` nodes; consumes no noise."""
         batch, K = ctx.tokens.shape[0], self.max_nodes
         truth_BK = self._truth(params, ctx)
-        right_BK = jnp.take(self._right(), ctx.round % len(self.lasts), axis=0) & (truth_BK >= 0)
+        right_rK = np.zeros((len(self.lasts), K), bool)  # nodes on the accepted path of each round
+        for row, end in enumerate(self.lasts):
+            right_rK[row, list(self.shape.path(end))] = True
+        right_BK = jnp.take(jnp.asarray(right_rK), ctx.round % len(self.lasts), axis=0) & (truth_BK >= 0)
         miss_K = jnp.array(self.shape.ranks, jnp.int32)[None] + 1
         wrong_BK = (jnp.maximum(truth_BK, 0) + miss_K) % self.vocab_size
         count_B = lookup.allowed(ctx, jnp.full((batch,), K, jnp.int32), max_nodes=K)
@@ -263,10 +266,3 @@ class Scripted(Drafter):
             return jnp.full(at_BK.shape, -1, jnp.int32)
         truth_Bn = jnp.broadcast_to(given.reshape(-1, n), (batch, n))
         return jnp.where(at_BK < n, jnp.take_along_axis(truth_Bn, jnp.minimum(at_BK, n - 1), axis=1), -1)
-
-    def _right(self) -> jax.Array:
-        """bool[len(ends), K]: nodes on the accepted path of each round."""
-        table = np.zeros((len(self.lasts), self.max_nodes), bool)
-        for row, end in enumerate(self.lasts):
-            table[row, list(self.shape.path(end))] = True
-        return jnp.asarray(table)
