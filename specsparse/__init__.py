@@ -1,10 +1,12 @@
 """Speculative and sparse-activation decoding of GGUF models in JAX: exact, measured, explained."""
 
 import importlib
+import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
 from specsparse.errors import UserError
+from specsparse.support.cgroup import cpus
 
 if TYPE_CHECKING:
     from specsparse.api import Generation, GenerationStats, Model, SamplingParams, Stream, generate, load, stream
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from specsparse.speculative.proof.external import ExternalVerifier
     from specsparse.speculative.proof.results import CertificateReport
     from specsparse.support.citations import citation
+
+os.environ.setdefault("NPROC", str(cpus()))  # XLA's own threads: it does not see the quota of a container
 
 __version__ = "0.1.0"
 __all__ = [

@@ -13,6 +13,7 @@ from typing import Any
 
 from specsparse.errors import UserError, fail, not_installed
 from specsparse.experiments.command_line import flags_first, help_text, offer, refuse, shorthand
+from specsparse.support.cgroup import cpus
 from specsparse.support.files import conf_dir, package_line
 from specsparse.support.terminal import FULL, until_the_reader_leaves
 
@@ -33,6 +34,15 @@ class CheckBeforeStart:
         except UserError as error:
             if config.get("debug") is True:
                 return  # the run itself raises it again, with its traceback
+            raise SystemExit(fail(str(error))) from None
+
+    def on_multirun_start(self, config: Any, **_: Any) -> None:
+        """Exits with one line if the cluster that is to run the sweep does not answer."""
+        from specsparse.experiments import sweeps
+
+        try:
+            sweeps.check_ray(config.hydra.launcher.get("ray"))
+        except UserError as error:
             raise SystemExit(fail(str(error))) from None
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
@@ -142,6 +152,7 @@ def _main(argv: list[str]) -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     OmegaConf.register_new_resolver("options_of", help_text, replace=True)  # in the template of --help
+    OmegaConf.register_new_resolver("cpus", cpus, replace=True)  # in conf/sweep
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, and the lines below say it better
     _checked.clear()
     saved, sys.argv = sys.argv, ["specsparse.run", *argv]

@@ -7,7 +7,9 @@ stopped is started again by the same command; what had finished is copied into t
 import contextlib
 import hashlib
 import json
+import os
 import shutil
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -43,6 +45,8 @@ _RESULTS = (
     "differing",
 )  # fmt: skip
 
+RAY_SECONDS = 10
+"""How long the head of a Ray cluster has to answer."""
 _NO_MATTER = frozenset({"name", "stream", "debug", "reuse", "download"})
 """Keys that change no result: what a run is called, and what is shown while it runs."""
 
@@ -120,6 +124,32 @@ def _texts(value: object) -> Iterator[str]:
         yield value
     for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
         yield from _texts(item)
+
+
+def check_ray(launcher: Mapping[str, Any] | None) -> None:
+    """Asks the head of a Ray cluster whether it is there: Ray itself would try for minutes.
+
+    Args:
+        launcher: `hydra.launcher.ray`, or None of another launcher.
+
+    Raises:
+        UserError: nothing answers at `init.address` within `RAY_SECONDS`, or no cluster runs on this machine.
+    """
+    if launcher is None:
+        return
+    address, start = launcher["init"].get("address"), "`ray start --head` starts one, RAY_ADDRESS=HOST:PORT names one"
+    if address == "auto":
+        kept_by_ray = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+        if not kept_by_ray.is_file():
+            raise UserError(f"sweep=ray: no Ray cluster runs on this machine: {start}")
+        address = kept_by_ray.read_text(encoding="utf-8").strip()
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        try:
+            socket.create_connection((host, int(port)), timeout=RAY_SECONDS).close()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise UserError(f"sweep=ray: no Ray head at {address} within {RAY_SECONDS} s ({reason}): {start}") from None
 
 
 def records(directory: Path) -> list[dict[str, Any]]:

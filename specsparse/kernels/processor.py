@@ -4,7 +4,6 @@ Rates are measured with the kernels' own threads and instruction set, or by nump
 """
 
 import functools
-import os
 import platform
 import re
 import time
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from specsparse.kernels.native import cpu
+from specsparse.support.cgroup import cpus
 
 _FLAGS = (
     "f16c", "avx", "avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni",
@@ -36,7 +36,7 @@ def cpu_info() -> dict[str, Any]:
         "model": name.group(1).strip() if name else platform.processor() or platform.machine(),
         "architecture": platform.machine(),
         "flags": [flag for flag in _FLAGS if flag in have],
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": cpus(),
     }
 
 

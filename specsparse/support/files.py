@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
 
 from specsparse.errors import UserError
+from specsparse.support.cgroup import memory_left
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,13 +87,15 @@ def size_text(nbytes: float) -> str:
 
 
 def memory_available() -> int | None:
-    """Bytes of memory that a process can take now (/proc/meminfo); None if the system does not tell."""
+    """Bytes of memory that a process can take now (/proc/meminfo and cgroups); None if the system does not tell."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    found = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    return None if found is None else int(found) * 1024
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    if (left := memory_left()) is not None:
+        found.append(left)
+    return min(found, default=None)
 
 
 def need_memory(what: str, nbytes: int, instead: str) -> None:

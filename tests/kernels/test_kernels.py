@@ -177,6 +177,15 @@ def test_products_have_the_same_bits_for_every_isa_thread_and_number_of_rows(isa
             same_bits(jax.tree.map(lambda z: z + 0.0, got), jax.tree.map(lambda z: z + 0.0, kept), f"{name} n={n}")
 
 
+def test_more_threads_than_64_give_the_same_bits():
+    """Servers have up to some 800 processors; the pool has no table that ends before."""
+    wanted = portable("Q4_1")
+    use("portable", 100)
+    assert cpu.threads() == 100
+    got = run("Q4_1", R)
+    same_bits(jax.tree.map(lambda z: z + 0.0, got), jax.tree.map(lambda z: z + 0.0, wanted))
+
+
 def test_status_says_why_there_are_no_tiles():
     why = status()["why_not_amx"]
     try:

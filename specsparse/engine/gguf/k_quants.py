@@ -8,12 +8,13 @@ The layouts are those of `block_q4_K`, `block_q5_K` and `block_q6_K` in ggml-com
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from os import cpu_count
 from typing import NamedTuple
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as GGML
+
+from specsparse.support.cgroup import cpus
 
 BLOCK = 256
 _BLOCKS = 1024
@@ -71,7 +72,7 @@ def quantize(values: np.ndarray, kind: GGML) -> np.ndarray:
         x = x.reshape(len(x), BLOCK // form.sub, form.sub)
         return np.concatenate([part.reshape(len(x), -1) for part in form.layout(_fitted(x, form))], axis=1)
 
-    with ThreadPoolExecutor(cpu_count()) as threads:  # numpy computes outside of the interpreter's lock
+    with ThreadPoolExecutor(cpus()) as threads:  # numpy computes outside of the interpreter's lock
         packed = list(threads.map(pack, range(0, len(blocks), _BLOCKS)))
     size = GGML_QUANT_SIZES[kind][1]
     return np.concatenate(packed).reshape(*values.shape[:-1], values.shape[-1] // BLOCK * size)

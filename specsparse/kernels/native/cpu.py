@@ -15,6 +15,7 @@ from specsparse.kernels.native.descriptor import MATRIX, VERSION
 from specsparse.kernels.qtensor import Packed
 from specsparse.kernels.reference import dense
 from specsparse.kernels.reference.q8_cache import head_size
+from specsparse.support.cgroup import cpus
 from specsparse.support.options import shown
 
 LIBRARY = Path(__file__).parents[1] / "libspecsparse_kernels.so"
@@ -25,6 +26,8 @@ OPERATIONS = (
 
 ISAS = ("portable", "avx2", "avxvnni", "avx512", "amx")
 """Instruction sets of the kernels; by default the widest that the processor has."""
+MOST_THREADS = 1024
+"""`kMaxThreads` of csrc/pool/pool.h."""
 _CODES = ("nibble", "int8", "f32", "f16", "bf16")
 _SCALES = ("none", "d", "dm", "f32", "super", "super_min")
 ACTS = {None: 0, "silu": 1, "relu": 2, "relu2": 3, "gelu_tanh": 4}
@@ -65,8 +68,8 @@ def library() -> ctypes.CDLL | None:
         rate.restype = ctypes.c_double
     if wanted := os.environ.get("SPECSPARSE_ISA"):
         _choose_isa(opened, wanted)
-    if count := os.environ.get("SPECSPARSE_THREADS"):
-        opened.specsparse_set_threads(_whole_number("SPECSPARSE_THREADS", count, 1, 64))
+    count = os.environ.get("SPECSPARSE_THREADS") or min(cpus(), MOST_THREADS)
+    opened.specsparse_set_threads(_whole_number("SPECSPARSE_THREADS", count, 1, MOST_THREADS))
     if spin := os.environ.get("SPECSPARSE_SPIN_US"):  # the library reads it itself
         _whole_number("SPECSPARSE_SPIN_US", spin, 0, 10**9 - 1)
     return opened
@@ -127,7 +130,7 @@ def threads() -> int | None:
 
 def set_threads(count: int) -> None:
     """Sets the number of threads, 1 to 64; results do not depend on it."""
-    count = _whole_number("threads", count, 1, 64)
+    count = _whole_number("threads", count, 1, MOST_THREADS)
     if found := library():
         found.specsparse_set_threads(count)
 

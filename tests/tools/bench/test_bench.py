@@ -144,7 +144,7 @@ def test_another_type_of_the_same_model(tiny, tmp_path, capsys, monkeypatch):
         (("--quantise", "Q9"), "choose one of"),
         (("--kernels", "fast"), "do not exist"),
         (("--kv-dtype", "f64"), "kv_dtype"),
-        (("--threads", "1000"), "1 to 64"),
+        (("--threads", "10000"), "1 to 1024"),
         (("--depth", "4000"), "the context holds 256"),
         (("no/such.gguf",), "no such file"),
         (("--repeat", "2"), "--repeats"),

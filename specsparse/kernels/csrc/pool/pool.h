@@ -62,6 +62,6 @@ void parallel(int64_t firsts, F&& first, int64_t seconds, G&& second) {
 int threads();
 void set_threads(int count);  // 1 .. kMaxThreads
 
-constexpr int kMaxThreads = 64;
+constexpr int kMaxThreads = 1024;
 
 }  // namespace specsparse
