@@ -139,6 +139,7 @@ PLUGINS = {
     "sweep=joblib": "hydra_plugins.hydra_joblib_launcher",
     "sweep=local_jobs": "hydra_plugins.hydra_submitit_launcher",
     "sweep=optuna": "hydra_plugins.hydra_optuna_sweeper",
+    "sweep=ray": "hydra_plugins.hydra_ray_launcher",
     "sweep=slurm": "hydra_plugins.hydra_submitit_launcher",
 }
 

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -395,6 +396,18 @@ def test_a_launcher_that_is_not_installed_says_how(capsys, tmp_path, monkeypatch
     assert capsys.readouterr().err.endswith(
         f"ray is not installed: {sys.executable} -m pip install hydra-ray-launcher\n"
     )
+
+
+def test_a_ray_launcher_asks_whether_its_head_is_there(tmp_path, monkeypatch):
+    sweeps.check_ray(None)  # another launcher
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        sweeps.check_ray({"init": {"address": address}})
+    with pytest.raises(UserError, match=rf"no Ray head at {address}.*ray start --head"):
+        sweeps.check_ray({"init": {"address": address}})
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    with pytest.raises(UserError, match="no Ray cluster runs on this machine"):
+        sweeps.check_ray({"init": {"address": "auto"}})
 
 
 @pytest.mark.slow
