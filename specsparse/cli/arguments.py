@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from specsparse.engine.model import Model
     from specsparse.engine.sampling.params import SamplingParams
     from specsparse.report.plots import Figure
     from specsparse.runtime.method import MethodSpec
@@ -29,6 +30,8 @@ STDOUT = "-"
 MODEL = "smollm2-135m"
 """The default model."""
 ANY_MODEL = "a known name, a GGUF file or hf://owner/repo/file.gguf"
+DRAFT_MODEL = ("-md", "--model-draft", "--draft")
+DRAFT_LENGTH = ("--gamma", "--draft-max", "--spec-draft-n-max")
 GROUPS = ("drafter", "verifier", "policy", "tree")
 """The parts of a method that have options."""
 ONE_TEXT = (
@@ -133,16 +136,74 @@ def read_text(path: Path, name: str) -> str:
         raise UserError(f"{name}: cannot be read: {reason}") from None
 
 
-# The method.
+# The model and the drafts: every command that decodes has these options, in llama.cpp's words too.
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """MODEL, --drafter and --draft, as chat and profile have them."""
+def add_model(parser: argparse.ArgumentParser, *, prompt: bool = False) -> None:
+    """The model and how it runs; MODEL is an argument too, and with `prompt` PROMPT, which `settle` tells apart."""
     add = parser.add_argument
-    add("model", nargs="?", default=MODEL, help=ANY_MODEL)
+    add("first", nargs="?", metavar="MODEL", help=f"{ANY_MODEL} ({MODEL}){'; with -m: PROMPT' if prompt else ''}")
+    if prompt:
+        add("second", nargs="?", metavar="PROMPT", help="the same as -p")
+        add("-p", "--prompt", metavar="TEXT", help="the prompt; - reads it from the standard input")
+    add_model_options(parser.add_argument_group("model").add_argument)
+
+
+def add_model_options(add: Callable[..., argparse.Action]) -> None:
+    add("-m", "--model", dest="model", metavar="MODEL", help="the same as MODEL")
+    add("-hf", "--hf-repo", dest="model", type=_on_hub, metavar="REPO", help="a model of the Hub: owner/repo:Q4_K_M")
+    add("-c", "--ctx-size", "--context", dest="context", type=positive, metavar="N",
+        help="tokens that the context holds (as the file says)")  # fmt: skip
+    add("-t", "--threads", type=positive, metavar="N", help="threads of the native kernels (all cores)")
+    add("--kv-dtype", metavar="TYPE", help="f16 (default), bf16, f32 or q8_0 cache")
+    add("--mesh", type=positive, metavar="N", help="divide the model among N devices")
+    about = "native, reference, xla, packed or bf16 (the best there is)"
+    add("--kernels", dest="backend", metavar="NAME", help=about)
+
+
+def _on_hub(text: str) -> str:
+    return text if text.startswith("hf://") else f"hf://{text}"
+
+
+def settle(args: argparse.Namespace) -> None:
+    """Sets `model` and, of a command that has one, `prompt` by the arguments without a flag."""
+    words = [word for name in ("first", "second") if (word := getattr(args, name, None)) is not None]
+    if args.model is None:
+        args.model = words.pop(0) if words else MODEL
+    for word in words:
+        if getattr(args, "prompt", word) is not None:
+            raise UserError(f"unknown argument {shown(word)}: the model and the prompt are given already")
+        args.prompt = word
+
+
+def load_options(given: Any) -> dict[str, Any]:
+    """Keywords of `load`, of the attributes that `add_model_options` names."""
+    found = {name: getattr(given, name) for name in ("kv_dtype", "threads", "backend", "mesh")}
+    return found if given.context is None else {**found, "context_length": given.context}
+
+
+def load(args: argparse.Namespace, out: "Console") -> "Model":
+    """The model that the arguments of `add_model` name; progress is shown on `out`."""
+    from specsparse import api
+    from specsparse.support import terminal
+
+    with terminal.loading(out, f"loading {args.model}") as progress:
+        return api.load(args.model, progress=progress, **load_options(args))
+
+
+def add_draft(add: Callable[..., argparse.Action]) -> None:
+    """The drafter, its verifier and how much it drafts."""
     about = "a drafter as in configs; none is plain decoding (%(default)s)"
     add("--drafter", default="prompt_lookup", metavar="NAME", help=about)
-    add("--draft", metavar="FILE", help="draft with this model: the drafter is then model")
+    add("--spec-type", dest="drafter", type=drafter_name, metavar="TYPE", help="the same in llama.cpp's words")
+    add(*DRAFT_MODEL, dest="draft", metavar="FILE", help="a model that drafts: a name or a file")
+    about = "tokens drafted in a round (as many as pay, by auto_off)"
+    add(*DRAFT_LENGTH, dest="gamma", type=positive, metavar="N", help=about)
+    add("--verifier", metavar="NAME", help="a verifier (the first lossless one that fits the draft)")
+
+
+def drafter_name(text: str) -> str:
+    return text.replace("-", "_")
 
 
 def drafter_of(drafter: str, draft: str | None) -> Choice:
@@ -151,38 +212,36 @@ def drafter_of(drafter: str, draft: str | None) -> Choice:
 
 
 def add_method(parser: argparse.ArgumentParser) -> None:
-    """--drafter, --verifier, --policy, --tree and --option."""
-    add = parser.add_argument
-    add(
-        "--drafter",
-        default="none",
-        metavar="NAME",
-        help="a drafter as in configs; none is plain decoding (the default)",
-    )
-    add("--verifier", metavar="NAME", help="a verifier (the first lossless one that fits the draft)")
-    add("--policy", metavar="NAME", help="decides how many tokens a round drafts (the drafter's own)")
+    """`add_draft`, and --policy, --tree and --option for every option of every part."""
+    add = parser.add_argument_group("drafts").add_argument
+    add_draft(add)
+    add("--policy", metavar="NAME", help="decides how many tokens a round drafts (auto_off)")
     add("--tree", metavar="NAME", help="the shape of drafts, if the drafter has a model")
     about = "an option of the drafter, such as gamma=4; of another part with its name, such as policy.gamma=4"
     add("--option", action="append", default=[], metavar="KEY=VALUE", help=about)
 
 
 def method_of(args: argparse.Namespace, sampling: "SamplingParams") -> "MethodSpec":
-    """The method that the arguments of `add_method` say, for a target with these sampling parameters.
+    """The method that the arguments of `add_draft` or `add_method` say, for these sampling parameters of the target.
 
     Raises:
         UserError: an option of a part that is not named, or a part beside plain decoding.
     """
-    options = read_options(args.option)
-    chosen = {group: name for group in GROUPS if (name := getattr(args, group))}
-    if args.drafter == "none":
-        del chosen["drafter"]
+    options = read_options(getattr(args, "option", ()))
+    chosen = {group: Choice(name, options[group]) for group in GROUPS if (name := getattr(args, group, None))}
+    drafter = chosen["drafter"] = drafter_of(args.drafter, args.draft)
+    chosen["drafter"] = Choice(drafter.name, {**drafter.options, **options["drafter"]})
     for group in GROUPS:
-        others = [f"--{name}" for name in chosen] if group == "drafter" else []
-        if group not in chosen and (users := [*(f"{group}.{key}" for key in options[group]), *others]):
-            raise UserError(f"{users[0]} needs --{group} NAME")
+        if group not in chosen and options[group]:
+            raise UserError(f"{group}.{next(iter(options[group]))} needs --{group} NAME")
+        if group in chosen and group != "drafter" and drafter.name == "none":
+            raise UserError(f"--{group} needs --drafter NAME: none is plain decoding")
+    if args.gamma is not None:
+        own = chosen.get("policy", Choice("fixed"))
+        chosen["policy"] = Choice(own.name, {**own.options, "gamma": args.gamma})
     from specsparse.runtime.method import MethodSpec  # imports jax, which takes longer than to find a mistake
 
-    return MethodSpec(**{group: Choice(name, options[group]) for group, name in chosen.items()}, sampling=sampling)
+    return MethodSpec(**chosen, sampling=sampling)
 
 
 def read_options(given: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -208,8 +267,13 @@ def read_options(given: Sequence[str]) -> dict[str, dict[str, Any]]:
 # Sampling parameters: names, types and descriptions are those of `SamplingParams`.
 
 
-def add_sampling(parser: argparse.ArgumentParser, fields: Iterable[str] | None = ONE_TEXT, **defaults: Any) -> None:
-    """An option for each named parameter, or for all; `defaults` are values of options that are not given."""
+def add_sampling(
+    parser: argparse.ArgumentParser, fields: Iterable[str] | None = ONE_TEXT, *, tokens: bool = True, **defaults: Any
+) -> None:
+    """An option for each named parameter, or for all; `defaults` are values of options that are not given.
+
+    With `tokens` -n is --max-tokens.
+    """
     from specsparse.engine.sampling.params import SamplingParams
 
     options, types = options_of(SamplingParams), typing.get_type_hints(SamplingParams)
@@ -219,8 +283,9 @@ def add_sampling(parser: argparse.ArgumentParser, fields: Iterable[str] | None =
         default = defaults.get(name, options[name].default)
         is_number = isinstance(default, int | float) and not isinstance(default, bool)
         about = options[name].about.removesuffix(".") + (f" ({default})" if is_number else "")
-        flag, form = "--" + name.replace("_", "-"), _form(types[name])
-        group.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=about.replace("%", "%%"), **form)
+        short = {"temperature": ("--temp",), "max_tokens": ("-n", "--n-predict") if tokens else ()}.get(name, ())
+        flags, form = (*short, "--" + name.replace("_", "-")), _form(types[name])
+        group.add_argument(*flags, dest=name, default=argparse.SUPPRESS, help=about.replace("%", "%%"), **form)
     parser.set_defaults(sampling_names=fields, sampling_defaults=defaults)
 
 

@@ -6,6 +6,7 @@ The prompt is the argument, a file or the standard input; a newline at the end o
 import argparse
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,9 @@ from specsparse.support.terminal import decoding_input
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_model(parser, prompt=True)
     add = parser.add_argument
-    add("model", metavar="MODEL", help=arguments.ANY_MODEL)
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue (the standard input, or --file)")
-    source.add_argument("--file", metavar="FILE", help="a file that holds the prompt")
+    add("-f", "--file", metavar="FILE", help="a file that holds the prompt")
     add("--chat", action="store_true", help="put the prompt into the model's chat template, as the user's message")
     add("--system", metavar="TEXT", help="a system message before it (with --chat)")
     arguments.add_method(parser)
@@ -28,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Load, then write the continuation to the standard output, and figures to a terminal beside it."""
+    """Load, then write the continuation to the standard output and its figures to the other one."""
+    arguments.settle(args)
     params = arguments.sampling_params(args)
     only_json = {"logprobs": params.logprobs is not None, "prompt-logprobs": params.prompt_logprobs is not None,
                  "no-detokenize": not params.detokenize}  # fmt: skip
@@ -41,12 +41,13 @@ def main(args: argparse.Namespace) -> int:
     from specsparse.support.files import to_json
 
     method = arguments.method_of(args, params).arguments()
-    with terminal.loading(terminal.console(), f"loading {args.model}") as progress:
-        model = api.load(args.model, progress=progress)
+    model = arguments.load(args, terminal.console())
     if not args.json and params.num_sequences == 1:
-        for text in api.stream(model, prompt, sampling=params, rounds=1, **method):
+        stream = api.stream(model, prompt, sampling=params, rounds=1, **method)
+        for text in stream:
             print(text, end="", flush=True)
         print(flush=True)
+        _say_figures([stream.generation])
         return 0
     result = api.generate(model, prompt, sampling=params, **method)
     completions = result if isinstance(result, list) else [result]
@@ -56,6 +57,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     for i, completion in enumerate(completions, 1):
         print(f"--- {i} of {len(completions)}\n{completion.text}")
+    _say_figures(completions)
     return 0
 
 
@@ -68,7 +70,9 @@ def _prompt(args: argparse.Namespace) -> str | list[dict[str, str]]:
     if args.system is not None and not args.chat:
         raise UserError("--system is a message of a chat: add --chat")
     example = 'some text, for instance "Once upon a time"'
-    if args.prompt is not None:
+    if args.file is not None and args.prompt is not None:
+        raise UserError("--file and a prompt: give one of them")
+    if args.prompt is not None and args.prompt != "-":
         text = args.prompt
     elif args.file is not None:
         text = arguments.read_text(Path(args.file), f"--file {args.file}").removesuffix("\n")
@@ -76,11 +80,21 @@ def _prompt(args: argparse.Namespace) -> str | list[dict[str, str]]:
         with decoding_input():
             text = "" if sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")
     if not text:
-        raise UserError(f"there is no prompt: write {example} after the model, name --file, or pipe it in")
+        raise UserError(f"there is no prompt: write -p with {example}, name --file, or pipe it in")
     if not args.chat:
         return text
     first = [] if args.system is None else [{"role": "system", "content": args.system}]
     return [*first, {"role": "user", "content": text}]
+
+
+def _say_figures(completions: Sequence[Any]) -> None:
+    """Rate and acceptance of all completions together, and the prompt, on the standard error."""
+    from specsparse.runtime.metrics import Counters, figures
+
+    stats = completions[0].stats
+    counters = sum((completion.stats.counters for completion in completions), Counters())
+    line = f"{figures(counters, stats.decode_s)}; prompt {stats.prefill_tokens} tokens in {stats.prefill_s:.2f} s"
+    print(line, file=sys.stderr)
 
 
 def _as_json(completion: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib import metadata
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from specsparse.errors import UserError, fail, not_installed
 from specsparse.support.files import git_commit
@@ -49,6 +49,13 @@ class Parser(argparse.ArgumentParser):
             message = f"unknown argument {word}" + (f"; did you mean {near[0]}?" if near else "")
         message = re.sub(r"\S{61,}", lambda word: shown(word[0]), message)
         raise UserError(f"{message} ({self.prog} --help shows all)")
+
+    def add_subparsers(self, **options: Any):
+        return super().add_subparsers(parser_class=SubParser, **options)
+
+
+class SubParser(Parser):
+    """The parser of a sub-command."""
 
     def parse_known_args(self, args=None, namespace=None):
         """As argparse's, but nothing may be left: so a sub-command names the nearest of its own options."""
@@ -100,7 +107,9 @@ def _dispatch(argv: list[str]) -> int:
     module.add_arguments(parser)
     if name in REWRITING:
         rest = module.rewritten(rest)
-    return int(module.main(parser.parse_args(rest)) or 0)
+    # Arguments may stand between options: argparse alone takes a second one for unknown then.
+    parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
+    return int(module.main(parse(rest)) or 0)
 
 
 def _version() -> str:

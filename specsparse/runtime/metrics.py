@@ -133,6 +133,16 @@ def lengths_note(*, per_pass: str = "tokens per target pass", length: str = "mea
     return f"{per_pass}: emitted tokens / all rounds; {length}: 1 + accepted tokens / rounds that drafted"
 
 
+def figures(counters: Counters, seconds: float) -> str:
+    """A line for a terminal: tokens, their rate in so many seconds of decoding, and the acceptance of the drafts."""
+    tokens = counters.num_emitted_tokens
+    text = f"{tokens} tokens" + (f", {tokens / seconds:.0f} tok/s" if seconds else "")
+    if counters.num_draft_tokens:
+        share = counters.num_accepted_tokens / counters.num_draft_tokens
+        text += f", {tokens / counters.num_rounds:.2f} tokens a target pass, {share:.0%} of the drafted ones kept"
+    return text
+
+
 def _ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None
 

@@ -23,10 +23,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from specsparse.cli.arguments import (
     ANY_MODEL,
+    DRAFT_LENGTH,
+    DRAFT_MODEL,
     MODEL,
     STDOUT,
     add_json,
+    add_model_options,
+    add_sampling,
     count,
+    drafter_name,
     draw,
     from_args,
     list_of,
@@ -34,6 +39,7 @@ from specsparse.cli.arguments import (
     names_among,
     need_places,
     positive,
+    settle,
     share,
     show,
     sizes,
@@ -70,14 +76,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def sub(name: str, what: str, options: str, **defaults: Any) -> Callable[..., Any]:
         made = kinds.add_parser(name, help=what, description=what, allow_abbrev=False)
         for option in options.split():
-            made.add_argument(f"--{option}", **_OPTIONS[option])
+            made.add_argument(*_SHORT.get(option, ()), f"--{option}", **_OPTIONS[option])
         add_json(made.add_argument)
         made.set_defaults(**defaults)
         return made.add_argument
 
-    add = sub("speed", "prompts, decoding and v(n) of one sequence", f"pp repeats {_RUNNING}", ns=sizes("1..16"))
-    add("model", nargs="?", metavar="MODEL", **_OPTIONS["model"])
-    add("--tg", type=count, default=128, metavar="N", help="tokens to decode, 0 for no such test (%(default)s)")
+    def sub_with_model(name: str, what: str, options: str, **defaults: Any) -> Callable[..., Any]:
+        add = sub(name, what, f"{options} peer", **defaults)
+        add_model_options(kinds.choices[name].add_argument_group("model").add_argument)
+        return add
+
+    def add_drafts(name: str, about: str) -> None:
+        """The options of drafts that other commands have; their lengths are a list here."""
+        add = kinds.choices[name].add_argument_group("drafts").add_argument
+        add("--drafter", metavar="NAME", help="smollm2-draft, a GGUF file or a drafter")
+        add("--spec-type", dest="drafter", type=drafter_name, metavar="TYPE", help="the same in llama.cpp's words")
+        add(*DRAFT_MODEL, dest="drafter", metavar="FILE", help="a model that drafts")
+        add(*DRAFT_LENGTH, dest="drafted", type=sizes, metavar="LIST", help=about)
+        add_sampling(kinds.choices[name], ("temperature", "top_k", "top_p"), temperature=0.0)
+
+    add = sub_with_model("speed", "prompts, decoding and v(n) of one sequence", "pp repeats", ns=sizes("1..16"))
+    add("first", nargs="?", metavar="MODEL", help=f"{ANY_MODEL} ({MODEL})")
+    about = "tokens to decode, 0 for no such test (%(default)s)"
+    add("-n", "--tg", dest="tg", type=count, default=128, metavar="N", help=about)
     add("--widths", dest="ns", type=_widths, metavar="LIST", help="the n of v(n): 1..16, 1,4,8 or none (1..16)")
     add("--depth", type=count, default=0, metavar="N", help="tokens in the cache before each test (%(default)s)")
     add("--rows", type=positive, metavar="N", help="v(n) in a program of N rows, n of them valid; default n rows")
@@ -86,14 +107,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--machine", metavar="NAME", help="this machine's name in --publish (its processor)")
 
     what = "prompts, decoding and speculation by the number of sequences at once"
-    add = sub("batch", what, f"model pp tg repeats {_RUNNING} plot", drafter="prompt_lookup", drafted=())
+    add = sub_with_model("batch", what, "pp tg repeats plot", drafter="prompt_lookup", drafted=())
     add("sizes", type=sizes, metavar="LIST", help="sequences at once: 1,2,4,8")
-    add("--drafter", metavar="NAME", help="as of bench draft (%(default)s)")
-    add("--gamma", dest="drafted", type=sizes, metavar="LIST", help="tokens of a draft: 2,4 (as many as pay)")
+    add_drafts("batch", "tokens of a draft: 2,4 (as many as pay)")
 
-    add = sub("draft", "texts plainly and with drafts", f"model tg repeats {_RUNNING}", repeats=1, drafted=(2, 4))
-    add("drafter", metavar="NAME", help="smollm2-draft, a GGUF file or a drafter")
-    add("--gamma", dest="drafted", type=sizes, metavar="LIST", help="tokens of a draft (2,4)")
+    add = sub_with_model("draft", "texts plainly and with drafts", "tg repeats", repeats=1, drafted=(2, 4))
+    add("drafter", nargs="?", default=argparse.SUPPRESS, metavar="NAME", help="the same as --drafter")
+    add_drafts("draft", "tokens of a draft (2,4)")
 
     add = sub("ffn", "one FFN, sparse and dense", "types repeats threads kernels plot", types=("F16", "Q4_0"))
     add("shape", type=_shape, metavar="DxF", help="its width and its neurons: 4096x11008")
@@ -126,6 +146,7 @@ def main(args: argparse.Namespace) -> int:
     from specsparse.support import terminal
     from specsparse.tools.bench import vn_entries
 
+    settle(args)
     need_places([args.json, args.publish], [args.plot], args.model, args.drafter)
     if args.publish:
         vn_entries.check(Path(args.publish), args.ns)
@@ -176,15 +197,13 @@ _BENCHES = {
     "device": "device_stages:DeviceBench",
 }
 """Sub-command -> its `Benchmark`."""
-_RUNNING = "threads kv-dtype kernels peer"
+_SHORT = {"pp": ("-p",), "tg": ("-n",)}  # llama-bench's
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "model": {"default": MODEL, "help": f"{ANY_MODEL} (%(default)s)"},
     "pp": {"type": count, "default": 512, "metavar": "N", "help": "prompt tokens, 0 for no such test (%(default)s)"},
     "tg": {"type": positive, "default": 128, "metavar": "N", "help": "tokens of each text (%(default)s)"},
     "types": {"type": _types, "metavar": "LIST", "help": "types of weights: Q4_0 ..  (%(default)s)"},
     "repeats": {"type": positive, "default": 5, "metavar": "N", "help": "timings of each test (%(default)s)"},
     "threads": {"type": positive, "metavar": "N", "help": "threads of every engine (all cores)"},
-    "kv-dtype": {"metavar": "TYPE", "help": "f16 (default), bf16, f32 or q8_0 cache"},
     "kernels": {
         "dest": "backend", "metavar": "NAME", "help": "native, reference, xla, packed or bf16 (the best there is)",
     },
@@ -241,9 +260,9 @@ def _pairs(argv: Sequence[str]) -> Iterator[tuple[str | None, str | None]]:
     words = list(argv)
     while words:
         flag, equals, value = words.pop(0).partition("=")
-        if not flag.startswith("--"):
+        if not flag.startswith("-"):
             yield None, flag + equals + value
         elif equals:
             yield flag, value
         else:
-            yield flag, words.pop(0) if flag not in ("--all", "--tiny") and words and words[0][:2] != "--" else None
+            yield flag, words.pop(0) if flag not in ("--all", "--tiny") and words and words[0][:1] != "-" else None

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specsparse import kernels
+from specsparse.cli.arguments import load_options
 from specsparse.engine.cache import LayerWindows
 from specsparse.engine.config import PROJECTIONS
 from specsparse.engine.gguf.reader import FLOAT_TYPES, open_gguf
@@ -39,21 +40,33 @@ _MIB = 2**20
 _METHODS = {"prompt": "prompts", "decode": "decoding", "verify": "v(n)"}
 
 
-@dataclass(frozen=True)
-class SequenceBench:
-    """Prompts, decoding and v(n) of one sequence; 0 or () leaves a test out."""
+@dataclass(frozen=True, kw_only=True)
+class ModelBench:
+    """A bench of a model, which `cli.arguments.add_model_options` says how to load."""
 
     model: str  # a name or a file
-    pp: int = 512
-    tg: int = 128
-    ns: tuple[int, ...] = ()  # of v(n); 1, which it is relative to, is timed too
-    repeats: int = 5
-    depth: int = 0  # tokens in the cache before each test
-    rows: int | None = None  # of the program of v(n), n of them valid; None for one of n rows
+    tg: int = 128  # tokens of each text
+    repeats: int = 5  # timings of each test
+    context: int | None = None
     threads: int | None = None
     kv_dtype: str | None = None
     backend: str | None = None
+    mesh: int | None = None
     peers: tuple[str, ...] = ()  # names of other engines
+
+    def load(self, path: Path, out: Console) -> Model:
+        with terminal.busy(out, f"loading {self.model}"):
+            return load(path, **load_options(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceBench(ModelBench):
+    """Prompts, decoding and v(n) of one sequence; 0 or () leaves a test out."""
+
+    pp: int = 512
+    ns: tuple[int, ...] = ()  # of v(n); 1, which it is relative to, is timed too
+    depth: int = 0  # tokens in the cache before each test
+    rows: int | None = None  # of the program of v(n), n of them valid; None for one of n rows
     quantise: str | None = None  # a type that the model is re-quantised to before
 
     def plan(self) -> TrialPlan:
@@ -80,8 +93,7 @@ class SequenceBench:
                 notes.append(f"re-quantised to {name} from the file's own weights, for speed only; kept as {path}")
             reset_peak_memory()
             memory = {"before_load": peak_memory()}
-            with terminal.busy(out, f"loading {self.model}"):
-                model = load(path, kv_dtype=self.kv_dtype, threads=self.threads, backend=self.backend)
+            model = self.load(path, out)
             memory["load"] = peak_memory()
             trials.need_room(model, self.depth + room, "--pp, --tg, --widths or --depth")
             ours, tests = Ours(model, depth=self.depth, room=room, rows=self.rows), len(plan.tests())

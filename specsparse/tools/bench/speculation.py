@@ -30,8 +30,7 @@ from specsparse.measure.trials import paired_ratio
 from specsparse.models import catalogue
 from specsparse.report import plots
 from specsparse.report.plots import Figure, Row
-from specsparse.runtime.load import load
-from specsparse.runtime.method import Method, MethodSpec, resolve
+from specsparse.runtime.method import GREEDY, Method, MethodSpec, resolve
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.session import Request, Session, prompt_ids
 from specsparse.speculative.drafters import DRAFTERS
@@ -40,6 +39,7 @@ from specsparse.support import tables, terminal
 from specsparse.support.files import Json
 from specsparse.support.interleaved import interleaved
 from specsparse.support.registry import Choice
+from specsparse.tools.bench.one_sequence import ModelBench
 from specsparse.tools.peers import PEERS
 from specsparse.tools.peers.peer import Peer, TimedText, perplexities, wrong_logits
 
@@ -55,23 +55,26 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculationBench:
-    """Greedy decoding of built-in prompts, plainly and with drafts."""
+class SpeculationBench(ModelBench):
+    """Decoding of built-in prompts, plainly and with drafts; `tg` tokens of each, end or no end."""
 
-    model: str  # the target's name or file
     drafter: str  # a drafter's name, or the name or file of a draft model
     drafted: tuple[int, ...]  # tokens of a draft, each measured
-    tg: int = 128  # tokens of each text, end or no end
-    repeats: int  # timings of each side
-    threads: int | None = None
-    kv_dtype: str | None = None
-    backend: str | None = None
-    peers: tuple[str, ...] = ()  # names of other engines
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @property
+    def sampling(self) -> SamplingParams:
+        own = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
+        return SamplingParams.from_dict({**own, "max_tokens": self.tg, "ignore_eos": True})
 
     def check_peers(self, what: str, able: Sequence[str]) -> None:
         for name in self.peers:
             if name not in able:
                 raise UserError(f"--peer {name} has no {what} here: give {' or '.join(able)}")
+        if self.peers and not self.sampling.greedy:
+            raise UserError("--peer decodes greedily here: leave --temp out")
 
     @contextmanager
     def opened(self, out: Console) -> Iterator[tuple[Model, list[Peer], int]]:
@@ -79,9 +82,7 @@ class SpeculationBench:
         with ExitStack() as stack:
             peers = [stack.enter_context(Peer(name)) for name in self.peers]  # first: a missing package costs no time
             path = catalogue.resolve(self.model)
-            with terminal.busy(out, f"loading {self.model}"):
-                model = load(path, kv_dtype=self.kv_dtype, threads=self.threads, backend=self.backend)
-            yield model, peers, kernels.status()["threads"] or 1
+            yield self.load(path, out), peers, kernels.status()["threads"] or 1
 
 
 def draft_file(drafter: str) -> Path | None:
@@ -89,14 +90,17 @@ def draft_file(drafter: str) -> Path | None:
     return None if DRAFTERS.holds(drafter) else catalogue.resolve(drafter)
 
 
-def method_of(model: Model, drafter: str, drafted: int | None, *, batch: int = 1) -> Method:
-    """Greedy speculation with a drafter's name, or the name or file of a draft model.
+def method_of(
+    model: Model, drafter: str, drafted: int | None, *, batch: int = 1, sampling: SamplingParams = GREEDY
+) -> Method:
+    """Speculation with a drafter's name, or the name or file of a draft model.
 
     `drafted` tokens in each draft; None for the length that the drafter takes by itself in such a batch.
     """
     file = draft_file(drafter)
     choice = Choice("model", {"model": str(file)}) if file else Choice(drafter)
-    return resolve(MethodSpec(choice, policy=None if drafted is None else Fixed(drafted)), model, batch=batch)
+    policy = None if drafted is None else Fixed(drafted)
+    return resolve(MethodSpec(choice, policy=policy, sampling=sampling), model, batch=batch)
 
 
 def _chat(model: Model, text: str) -> str:
@@ -110,9 +114,9 @@ def _chat(model: Model, text: str) -> str:
 # Texts one by one.
 
 
-def ours(model: Model, method: Method, ids: Sequence[int], tokens: int) -> TimedText:
-    """Greedy tokens after a prompt and a first round, whose tokens are not timed; as if it had written one."""
-    params = SamplingParams(temperature=0.0, max_tokens=tokens + 1, ignore_eos=True)
+def ours(model: Model, method: Method, ids: Sequence[int], tokens: int, sampling: SamplingParams) -> TimedText:
+    """Tokens after a prompt and a first round, whose tokens are not timed; as if it had written one."""
+    params = sampling.merged(max_tokens=tokens + 1, ignore_eos=True)
     session = Session(model, [Request(np.asarray(ids, np.int32), params, seed=0)], method)
     session.advance(1)
     begun, done, rounds = session.times.total, len(session.tokens()[0]), session.counters()[0].num_rounds
@@ -123,11 +127,17 @@ def ours(model: Model, method: Method, ids: Sequence[int], tokens: int) -> Timed
 
 
 def writers_of(
-    model: Model, peer: Peer | None, drafter: str, *, drafted: Sequence[int] = (2, 4), tg: int = 128
+    model: Model,
+    peer: Peer | None,
+    drafter: str,
+    *,
+    drafted: Sequence[int] = (2, 4),
+    tg: int = 128,
+    sampling: SamplingParams = GREEDY,
 ) -> dict[str, Callable[[list[int]], TimedText]]:
     """Our sides and the peer's by name; each writes `tg` tokens after a prompt's ids and a first token."""
-    methods = {PLAIN: Method()} | {f"ours {k}": method_of(model, drafter, k) for k in drafted}
-    writers = {name: (lambda ids, method=method: ours(model, method, ids, tg)) for name, method in methods.items()}
+    methods = {PLAIN: Method()} | {f"ours {k}": method_of(model, drafter, k, sampling=sampling) for k in drafted}
+    writers = {name: (lambda ids, m=method: ours(model, m, ids, tg, sampling)) for name, method in methods.items()}
     if peer is not None:
         draft = draft_file(drafter)
         drafts = {PEER_PLAIN: (0, None)}
@@ -203,6 +213,8 @@ class DraftBench(SpeculationBench):
 
     def check(self) -> None:
         self.check_peers("speculative decoding", [name for name, kind in PEERS.items() if kind.drafts])
+        if self.drafter is None:
+            raise UserError("bench draft needs a drafter: its name, or -md with a model that drafts")
         draft_file(self.drafter)
 
     def run(self, out: Console) -> Json:
@@ -216,7 +228,8 @@ class DraftBench(SpeculationBench):
                     peer.open(model.path, model.config, threads=threads, room=longest + room, depth=0)
                     peer.choose_for_writing(jobs[0][1], self.tg)
             started = time.perf_counter()
-            writers = writers_of(model, peer, self.drafter, drafted=self.drafted, tg=self.tg)
+            how = {"drafted": self.drafted, "tg": self.tg, "sampling": self.sampling}
+            writers = writers_of(model, peer, self.drafter, **how)
             with terminal.counting(out, "timing texts", len(jobs) * len(writers) * (self.repeats + 1)) as bar:
                 found = measure(writers, jobs, repeats=self.repeats, done=partial(bar.advance, bar.task_ids[0]))
         return {
@@ -355,10 +368,13 @@ class BatchBench(SpeculationBench):
         cut = SamplingParams(temperature=0.0, truncate_prompt_tokens=room)
         given = [p for task in TASKS for p in prompts.load(tasks=[task], limit_per_task=1)]
         texts = [prompt_ids(model, _chat(model, p.text), cut) for p in given]
-        params = SamplingParams(temperature=0.0, max_tokens=self.tg, ignore_eos=True)
+        params = self.sampling
         batches = {size: batches_of(texts, size) for size in self.sizes}
         methods = {
-            size: {name: method_of(model, self.drafter, k, batch=size) for name, k in self.methods().items()}
+            size: {
+                name: method_of(model, self.drafter, k, batch=size, sampling=params)
+                for name, k in self.methods().items()
+            }
             for size in self.sizes
         }
         flash = {peer.name: peer.choose_for_batches({s: b[0] for s, b in batches.items()}, self.tg) for peer in peers}

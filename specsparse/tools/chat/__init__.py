@@ -11,27 +11,24 @@ from specsparse.cli import arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    arguments.add_model(parser)
+    arguments.add_model(parser, prompt=True)
+    arguments.add_draft(parser.add_argument_group("drafts").add_argument)
     add = parser.add_argument
-    add("--verifier", metavar="NAME", help="a verifier (the first lossless one that fits the draft)")
-    add("--gamma", type=arguments.positive, metavar="N", help="tokens drafted in a round (as many as pay, up to 4)")
     add("--system", metavar="TEXT", help="a system message")
-    add("--prompt", metavar="TEXT", help="answer this one message and end; - reads it from the standard input")
     add("--seed", type=int, default=0, help="seed of the noise; each answer adds one (%(default)s)")
     arguments.add_sampling(parser, temperature=0.0, max_tokens=256)
 
 
 def main(args: argparse.Namespace) -> int:
-    from specsparse import api
     from specsparse.support import terminal
     from specsparse.tools.chat.conversation import Chat, ChatMethod, Conversation
 
+    arguments.settle(args)
     sampling = arguments.sampling_params(args)
     method = ChatMethod(args.drafter, args.draft, args.verifier, args.gamma)
     method.spec(sampling).arguments()  # mistakes are said before the model is loaded
     out = terminal.console()
-    with terminal.loading(out, f"loading {args.model}") as progress:
-        model = api.load(args.model, progress=progress)
+    model = arguments.load(args, out)
     system = [{"role": "system", "content": args.system}] if args.system else []
     talk = Conversation(model, sampling, seed=args.seed, messages=system)
     chat = Chat(talk, method, out, typed=args.prompt is None and sys.stdin.isatty())

@@ -20,7 +20,7 @@ from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.runtime.method import MethodSpec, ready
-from specsparse.runtime.metrics import Counters
+from specsparse.runtime.metrics import Counters, figures
 from specsparse.runtime.results import Generation
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.token_sources import KINDS, PLAIN, TokenSource
@@ -180,7 +180,7 @@ class Chat:
         self._answers, self._seconds = self._answers + 1, self._seconds + seconds
         self._counters += counters
         self._context = len(answer.prompt_token_ids) + len(answer.token_ids)
-        self._note(_figures(counters, seconds))
+        self._note(figures(counters, seconds))
 
     def _typed_lines(self) -> Iterator[str]:
         """Lines typed after each prompt, until Ctrl-D or Ctrl-C."""
@@ -215,7 +215,7 @@ class Chat:
         elif name == "/reset":
             self._talk.messages, self._context = list(self._first), 0
         elif name == "/stats":
-            self._note(f"answers: {self._answers}; {_figures(self._counters, self._seconds)}")
+            self._note(f"answers: {self._answers}; {figures(self._counters, self._seconds)}")
             self._note(f"context: {self._context} of {self._talk.model.config.context_length} tokens")
         elif name == "/method":
             if words:
@@ -261,12 +261,3 @@ def _wait_for_a_line() -> None:
         signal.set_wakeup_fd(before)
         os.close(seen)
         os.close(woken)
-
-
-def _figures(counters: Counters, seconds: float) -> str:
-    tokens = counters.num_emitted_tokens
-    text = f"{tokens} tokens" + (f", {tokens / seconds:.0f} tok/s" if seconds else "")
-    if counters.num_draft_tokens:
-        share = counters.num_accepted_tokens / counters.num_draft_tokens
-        text += f", {tokens / counters.num_rounds:.2f} tokens a target pass, {share:.0%} of the drafted ones kept"
-    return text

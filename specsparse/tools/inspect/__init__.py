@@ -13,9 +13,8 @@ from specsparse.errors import UserError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="FILE", help=ANY_MODEL)
-    draft = parser.add_mutually_exclusive_group()
-    draft.add_argument("second", nargs="?", metavar="DRAFT", help="a draft model to judge beside it")
-    draft.add_argument("--draft", metavar="FILE", help="the same")
+    add("second", nargs="?", metavar="DRAFT", help="a draft model to judge beside it")
+    add("-md", "--model-draft", "--draft", dest="draft", metavar="FILE", help="the same")
     add("--tensors", action="store_true", help="a line for every tensor, not for every kind of tensor")
     add("--device", default="this", metavar="NAME", help="estimate for this machine (default), a100, h100, m1 ..")
     add("--json", action="store_true", help="one JSON object instead of tables")
@@ -27,6 +26,8 @@ def main(args: argparse.Namespace) -> int:
     from specsparse.support.files import to_json
     from specsparse.tools.inspect.inspection import pairs, parts, report
 
+    if args.second and args.draft:
+        raise UserError("--draft: not allowed with argument DRAFT")
     device, name = get_device(args.device), args.second or args.draft
     inspected = _look_at(args.model)
     if isinstance(inspected, dict):  # a head in a folder

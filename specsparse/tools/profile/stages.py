@@ -33,7 +33,7 @@ _LONG_ENOUGH = 0.03
 
 
 def profile(
-    model: Model, *, prompt: PromptLike, method: Mapping[str, object], rows: int, depth: int, max_tokens: int,
+    model: Model, *, prompt: PromptLike, method: Mapping[str, object], rows: int, depth: int, sampling: SamplingParams,
 ) -> tuple[Json, list[dict[str, float]]]:  # fmt: skip
     """Measures a dense model: the stages of decoding the prompt by `method` ({} leaves them out), and the kernels of a
     forward pass of `rows` rows after `depth` tokens.
@@ -50,7 +50,7 @@ def profile(
         raise UserError(f"{model.path}: runs with ffn={model.ffn}; only dense models can be taken apart")
     model.check_whole("a profile")
     need_room(model, depth + rows, "--depth or --gamma")
-    rounds = _rounds(model, prompt, method, max_tokens) if method else []
+    rounds = _rounds(model, prompt, method, sampling) if method else []
     side = Ours(model, depth=depth, room=rows)
     side.verify(rows)
     forward_s = min(side.verify(rows) for _ in range(3))
@@ -70,9 +70,10 @@ def profile(
     return report, rounds
 
 
-def _rounds(model: Model, prompt: PromptLike, method: Mapping[str, object], max_tokens: int) -> list[dict[str, float]]:
+def _rounds(
+    model: Model, prompt: PromptLike, method: Mapping[str, object], sampling: SamplingParams
+) -> list[dict[str, float]]:
     """Seconds of each stage of each round; once unobserved first, which compiles."""
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     before, found = dict.fromkeys(STAGES, 0.0), []
 
     def watch(view: RoundView) -> None:
@@ -80,8 +81,8 @@ def _rounds(model: Model, prompt: PromptLike, method: Mapping[str, object], max_
         found.append({name: now[name] - before[name] for name in STAGES})
         before.update(now)
 
-    api.generate(model, prompt, sampling=params, loop="host", **method)
-    api.generate(model, prompt, sampling=params, watch=watch, **method)
+    api.generate(model, prompt, sampling=sampling, seed=0, loop="host", **method)
+    api.generate(model, prompt, sampling=sampling, seed=0, watch=watch, **method)
     return found
 
 

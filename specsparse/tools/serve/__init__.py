@@ -28,9 +28,9 @@ _GRACE_S = 2  # for open answers, at the end
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("model", metavar="MODEL", help=arguments.ANY_MODEL)
+    arguments.add_model(parser)
     arguments.add_method(parser)
+    add = parser.add_argument
     add("--name", metavar="NAME", help="the model's name in requests (MODEL, of a file its name)")
     about = "the address to listen on; another machine's needs a key (%(default)s)"
     add("--host", default="127.0.0.1", metavar="ADDRESS", help=about)
@@ -44,15 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key", metavar="KEY", help=f"each request must give it; better in the environment, as {KEY}")
     add("--batch", type=positive, default=1, metavar="N", help="completions that may start together (%(default)s)")
     add("--queue", type=positive, default=32, metavar="N", help="requests that may wait; 503 beyond (%(default)s)")
-    add("--context", type=positive, metavar="N", help="tokens that the context holds (as the file says)")
     about = "before it listens, compile the programs of the first requests"
     about += ": prompt and text of up to TOKENS tokens (%(const)s), or of the context"
     add("--warm-up", nargs="?", type=positive, const=512, metavar="TOKENS", help=about)
     fields = [name for name in arguments.ONE_TEXT if name not in ("stop", "stop_token_ids", "bad_words")]
-    arguments.add_sampling(parser, fields)
+    arguments.add_sampling(parser, fields, tokens=False)
 
 
 def main(args: argparse.Namespace) -> int:
+    arguments.settle(args)
     key = args.api_key if args.api_key is not None else os.environ.get(KEY)
     if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
         raise UserError("the API key must be ASCII letters, digits and signs: a header of HTTP carries nothing else")
@@ -65,20 +65,17 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(f"{error.name} is not installed: {install}") from None
     arguments.method_of(args, arguments.sampling_params(args)).arguments()
     with _listen(args.host, args.port, key) as listening:
-        from specsparse import api
         from specsparse.tools.serve.app import uvicorn_config
 
-        with terminal.loading(terminal.console(), f"loading {args.model}") as progress:
-            context = {} if args.context is None else {"context_length": args.context}
-            model = api.load(args.model, progress=progress, **context)
-        service = _service(args, model)
+        service = _service(args, arguments.load(args, terminal.console()))
         if args.warm_up is not None:
             with terminal.busy(terminal.console(), "compiling what requests need"):
                 service.warm_up(args.warm_up)
         address, port = listening.getsockname()[:2]
         config = uvicorn_config(service.app(key=key, local=key is None), grace_s=_GRACE_S)
         shown = f"[{address}]" if ":" in address else address
-        method = "plain decoding" if args.drafter == "none" else f"drafter {args.drafter}"
+        drafter = arguments.drafter_of(args.drafter, args.draft).name
+        method = "plain decoding" if drafter == "none" else f"drafter {drafter}"
         print(f"{service.name} at http://{shown}:{port}/v1 ({method}); Ctrl-C ends", file=sys.stderr, flush=True)
         uvicorn.Server(config).run(sockets=[listening])
     return 0

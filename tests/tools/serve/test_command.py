@@ -32,7 +32,7 @@ pytest.importorskip("prometheus_client")
         (["--warm-up", "0"], "--warm-up"),
         (["--drafter", "sufix"], "did you mean suffix?"),
         (["--drafter", "suffix", "--verifier", "token"], "cannot verify"),
-        (["--verifier", "match"], "--verifier needs --drafter NAME"),
+        (["--verifier", "match", "--drafter", "none"], "--verifier needs --drafter NAME"),
         (["--temperature", "-1"], "temperature=-1"),
         (["--port", "0"], "no-such-model.gguf"),
     ],
@@ -62,7 +62,7 @@ def test_it_serves_until_ctrl_c(tmp_path):
     with subprocess.Popen([*command, "--max-tokens", "5"], stderr=subprocess.PIPE, text=True) as process:
         try:
             line = process.stderr.readline()
-            address = re.match(r"m at (http://127\.0\.0\.1:\d+/v1) \(plain decoding\); Ctrl-C ends$", line)[1]
+            address = re.match(r"m at (http://127\.0\.0\.1:\d+/v1) \(drafter prompt_lookup\); Ctrl-C ends$", line)[1]
             body = json.dumps({"prompt": "abc"}).encode()
             asked = urllib.request.Request(f"{address}/completions", body, {"Content-Type": "application/json"})
             with urllib.request.urlopen(asked, timeout=60) as answer:
