@@ -158,6 +158,15 @@ def test_readme_and_measured_quote_one_run_of_the_page_of_v_n():
     assert f"| {quoted} |" in measured
 
 
+def test_the_example_of_the_readme_prints_what_it_says(smollm2, monkeypatch, capsys):
+    monkeypatch.setattr("specsparse.load", lambda name: smollm2)
+    example, printed = re.search(
+        r"```python\n(.*?)```.*?```text\n(.*?)```", text(ROOT / "README.md"), re.DOTALL
+    ).groups()
+    exec(example, {})
+    assert capsys.readouterr().out == printed
+
+
 def test_the_site_begins_with_what_it_is_and_the_reference_with_the_four_calls():
     """A front page says what and why, with two commands and a picture; the reference does not begin with fields."""
     front = text(ROOT / "docs" / "index.md").split("## ")[0]
