@@ -120,14 +120,14 @@ print(pair, shared.text)
 
 # %%
 spans = []
-before = two.devices.crossed.counts()
+before = dict(two.devices.crossed)
 two.devices.watch = lambda *span: spans.append(span)
 specsparse.generate(two, ids, max_tokens=2, ignore_eos=True)
 two.devices.watch = None
 rows = sum(chunk_rows(len(ids) - 1)) + 2  # of the prompt, padded to a chunk, and of two tokens
 last = spans[-3 * config.n_layers :]  # the last token's
 for side, seconds in waiting(last).items():
-    kilobytes = (two.devices.crossed.counts()[side] - before[side]) / rows / 1e3
+    kilobytes = (two.devices.crossed[side] - before[side]) / rows / 1e3
     print(
         f"the {side} side waits {1e3 * seconds:.3f} ms for the other's part of a token; {kilobytes:.1f} KB a row come"
     )

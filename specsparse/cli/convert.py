@@ -86,7 +86,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arg("source", metavar="MODEL", help="a GGUF, or a folder of transformers; with --back a PowerInfer file")
     arg("predictors", type=Path, metavar="DIR", help="the folder of model_0.pt .. and config.json; --back writes it")
     arg("--out", type=Path, required=True, metavar="FILE", help="the file to write")
-    arg("--type", default="f16", help="f16 (default) or q4_0, the types that PowerInfer computes rightly")
+    arg(
+        "--type",
+        type=str.lower,
+        choices=("f16", "q4_0"),
+        default="f16",
+        help="f16 (default) or q4_0, the types that PowerInfer computes rightly",
+    )
     arg("--threshold", type=float, help="to write into the file (the one of DIR/config.json)")
     arg("--back", action="store_true", help="split a PowerInfer file into a dense GGUF and its predictors")
 
@@ -211,7 +217,7 @@ def _powerinfer(args: argparse.Namespace) -> str:
         if args.back:
             from_powerinfer(source, args.out, args.predictors)
             return f"wrote {args.out} and the predictors in {args.predictors}"
-        notes = to_powerinfer(source, args.predictors, args.out, out_type=args.type.lower(), threshold=args.threshold)
+        notes = to_powerinfer(source, args.predictors, args.out, out_type=args.type, threshold=args.threshold)
     return "\n".join([f"wrote {args.out}", *(f"note: {note}" for note in notes)])
 
 

@@ -97,13 +97,9 @@ def bytes_read(model: Model, predictor: Predictor) -> tuple[int, int]:
 
 
 def with_fewer_neurons(
-    model: Model,
-    *,
-    rule: str = "hot",
-    share: float = 0.5,
-    threshold: float | None = None,
+    model: Model, *, rule: str = "hot", share: float = 0.5, threshold: float | None = None,
     text: Sequence[int] | None = None,
-) -> Model:
+) -> Model:  # fmt: skip
     """A draft that shares `model`'s attention and embeddings and computes fewer neurons.
 
     Args:
@@ -117,43 +113,33 @@ def with_fewer_neurons(
         UserError: a rule that the model has no matrices or predictors for, or a text without ids or with ids that are
             none of its vocabulary.
     """
+    config, last = model.config, model.config.vocab_size - 1
     if rule == "own":
-        return _with_threshold(model, threshold)
+        layers = []
+        for layer in model.params.layers:
+            try:
+                own = layer.sparse.predictor._replace(threshold=jnp.float32(threshold))
+            except (AttributeError, TypeError, ValueError):
+                why = f"the target (ffn={model.ffn}) has no predictors with a threshold: give rule=hot"
+                raise UserError(why) from None
+            layers.append(layer._replace(sparse=layer.sparse._replace(predictor=own)))
+        params = model.params._replace(layers=tuple(layers))
+        return dataclasses.replace(model, params=params, rule=f"threshold={threshold:g}")
     if model.ffn != "dense":
         raise UserError(f"a draft by rule={rule} needs a dense target and this one runs ffn={model.ffn}: give rule=own")
     model.check_packed("a draft with fewer neurons")
-    rows_LND = collect(model, self_generated(model) if text is None else _cut(model, list(text)))
-    ffn = FFN.from_config(model.config, model.kernels)
-    if rule == "hot":
-        return _hot(model, ffn, share, rows_LND)
-    predictor = GateThreshold(ffn, share)
-    return gated(model, predictor, fit_layers(predictor, model.params.layers, rows_LND))
-
-
-def _cut(model: Model, text: list[int]) -> np.ndarray:
-    """int32[W, n]: the text in windows that the context holds."""
-    last = model.config.vocab_size - 1
-    outside = [i for i in text if not 0 <= i <= last]
-    if outside or not text:
-        raise UserError(f"drafter.text holds {outside[:1] or 'no ids'}; ids lie in 0..{last}")
-    return windows([text], min(_WINDOW, len(text), model.config.context_length))
-
-
-def _with_threshold(model: Model, threshold: float) -> Model:
-    def raised(layer: Layer) -> Layer:
-        own = layer.sparse.predictor._replace(threshold=jnp.float32(threshold))
-        return layer._replace(sparse=layer.sparse._replace(predictor=own))
-
-    try:
-        layers = tuple(map(raised, model.params.layers))
-    except (AttributeError, TypeError, ValueError):
-        raise UserError(f"the target (ffn={model.ffn}) has no predictors with a threshold: give rule=hot") from None
-    return dataclasses.replace(model, params=model.params._replace(layers=layers), rule=f"threshold={threshold:g}")
-
-
-def _hot(model: Model, ffn: FFN, share: float, rows_LND: np.ndarray) -> Model:
-    """A dense model of fewer neurons: gate and up keep their codes, down is packed again."""
-    count = min(max(BLOCK, round(share * model.config.d_ff / BLOCK) * BLOCK), model.config.d_ff)
+    if text is None:
+        read = self_generated(model)
+    elif len(text) and min(text) >= 0 and max(text) <= last:
+        read = windows([list(text)], min(_WINDOW, len(text), config.context_length))
+    else:
+        raise UserError(f"drafter.text must hold ids in 0..{last}, at least one")
+    rows_LND, ffn = collect(model, read), FFN.from_config(config, model.kernels)
+    if rule == "gate":
+        predictor = GateThreshold(ffn, share)
+        return gated(model, predictor, fit_layers(predictor, model.params.layers, rows_LND))
+    # A dense model of fewer neurons: gate and up keep their codes, down is packed again.
+    count = min(max(BLOCK, round(share * config.d_ff / BLOCK) * BLOCK), config.d_ff)
 
     @jax.jit
     def energy(layer: Layer, x_RD: jax.Array) -> jax.Array:
@@ -167,15 +153,9 @@ def _hot(model: Model, ffn: FFN, share: float, rows_LND: np.ndarray) -> Model:
         gate = None if layer.ffn_gate is None else take_rows(layer.ffn_gate, ids)
         up, down = take_rows(layer.ffn_up, ids), _columns(layer.ffn_down, ids)
         layers.append(layer._replace(ffn_gate=gate, ffn_up=up, ffn_down=down))
-    config = dataclasses.replace(model.config, d_ff=count)
-    return dataclasses.replace(
-        model,
-        config=config,
-        params=model.params._replace(layers=tuple(layers)),
-        forward=make_forward(config, model.kernels),
-        ffn="hot",
-        rule=f"neurons={count}",
-    )
+    config, params = dataclasses.replace(config, d_ff=count), model.params._replace(layers=tuple(layers))
+    forward = make_forward(config, model.kernels)
+    return dataclasses.replace(model, config=config, params=params, forward=forward, ffn="hot", rule=f"neurons={count}")
 
 
 def _columns(w: QTensor, ids: np.ndarray) -> QTensor:
@@ -234,14 +214,9 @@ def kept_masks(
 
 
 def union_of_text(masks_WLnF: np.ndarray, *, tokens: int, batch: int = 1) -> UnionPoint:
-    """Passes of `tokens` consecutive tokens of each of `batch` windows: the reads of drafts that are all right.
-
-    Raises:
-        ValueError: fewer windows than `batch`, or shorter ones than `tokens`.
-    """
+    """Passes of `tokens` consecutive tokens of each of `batch` windows: the reads of drafts that are all right."""
     windows, layers, length, width = masks_WLnF.shape
-    if windows < batch or length < tokens:
-        raise ValueError(f"{windows} windows of {length} tokens hold no {batch} sequences of {tokens}")
+    assert windows >= batch and length >= tokens
     cut = masks_WLnF[: windows // batch * batch, :, : length // tokens * tokens]
     together = cut.reshape(windows // batch, batch, layers, length // tokens, tokens, width).any(axis=(1, 4))
     passes = together.shape[0] * together.shape[2]

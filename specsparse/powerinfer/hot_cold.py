@@ -18,7 +18,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -68,12 +67,9 @@ class Part(NamedTuple):
 
 
 class Predictors(NamedTuple):
-    """PowerInfer's predictor of one layer with its outputs apart; fc2 is None for a part that is not predicted.
+    """PowerInfer's predictor of one layer with its outputs apart: fc1 [rank, D], fc2 [neurons, rank], threshold f32[].
 
-    Attributes:
-        fc1: QTensor [rank, D].
-        fc2_hot, fc2_cold: QTensor [neurons, rank].
-        threshold: f32[].
+    fc2 is None for a part that is not predicted.
     """
 
     fc1: QTensor
@@ -85,10 +81,7 @@ class Predictors(NamedTuple):
 class HotCold(NamedTuple):
     """The sparse weights of one layer; a part is None if it has no neuron.
 
-    Attributes:
-        predictor: of both parts.
-        hot, cold: the parts.
-        cold_norm: f32[D], the layer's `ffn_norm` again, if the cold part lies on a device of its own.
+    `cold_norm` f32[D] is the layer's `ffn_norm` again, if the cold part lies on a device of its own.
     """
 
     predictor: Predictors
@@ -143,25 +136,18 @@ def packer(hot: Sequence[np.ndarray], threshold: float, *, floats: bool, dense_h
     return pack
 
 
-class Masks(NamedTuple):
-    """uint8[R, neurons] of each part, None if all are kept; the kernels mask the rows that do not count."""
+def predict(kernels: Kernels, w: Predictors, x_RD, n_valid_B) -> tuple[jax.Array | None, jax.Array | None]:
+    """PowerInfer's rule, (fc2 relu(fc1 x))_j >= threshold, on the residual x before ffn_norm.
 
-    hot: jax.Array | None
-    cold: jax.Array | None
-
-
-def predict(kernels: Kernels, w: Predictors, x_RD, n_valid_B) -> Masks:
-    """PowerInfer's rule for each part, (fc2 relu(fc1 x))_j >= threshold, on the residual x before ffn_norm."""
+    Returns uint8[R, neurons] of the hot and of the cold part, None if all are kept; the kernels mask the rows that do
+    not count.
+    """
     (h_RK,) = kernels.linear(x_RD, (w.fc1,), n_valid=n_valid_B)
-    h_RK = activate(h_RK, "relu")
-
-    def keep(fc2: QTensor | None):
-        if fc2 is None:
-            return None
-        (scores_RF,) = kernels.linear(h_RK, (fc2,), n_valid=n_valid_B)
-        return (scores_RF >= w.threshold).astype(jnp.uint8)
-
-    return Masks(keep(w.fc2_hot), keep(w.fc2_cold))
+    h_RK, keep = activate(h_RK, "relu"), []
+    for fc2 in (w.fc2_hot, w.fc2_cold):
+        scores = None if fc2 is None else kernels.linear(h_RK, (fc2,), n_valid=n_valid_B)[0]
+        keep.append(None if scores is None else (scores >= w.threshold).astype(jnp.uint8))
+    return keep[0], keep[1]
 
 
 PartFn = Callable[..., tuple[jax.Array, SparseStats]]
@@ -208,18 +194,16 @@ def hot_cold_ffn(config: ModelConfig, kernels: Kernels) -> Callable:
     def ffn(layer: Layer, x_RD, n_valid_B):
         w: HotCold = layer.sparse
         keep = predict(kernels, w.predictor, x_RD, n_valid_B)
-        outs = [
+        (hot_RD, hot), (cold_RD, cold) = (
             (None, None) if rows is None else part(rows, layer.ffn_norm, x_RD, mask, n_valid_B)
-            for rows, mask in ((w.cold, keep.cold), (w.hot, keep.hot))
-        ]
-        (cold_RD, cold), (hot_RD, hot) = outs
+            for rows, mask in zip((w.hot, w.cold), keep)
+        )
         return combine(x_RD, cold_RD, hot_RD), stats_of(cold, hot)
 
     return ffn
 
 
-@dataclass(frozen=True)
-class DevicePair:
+class DevicePair(NamedTuple):
     """The devices of hot and of cold neurons; both may be the same one."""
 
     hot: jax.Device
@@ -227,35 +211,20 @@ class DevicePair:
 
 
 def two_devices(given: GivenDevices = 2) -> DevicePair:
-    """The two of these names, or the accelerator and the host's CPU, or two CPU devices.
-
-    Raises:
-        UserError: there is one device only, or none of that name.
-    """
-    if not isinstance(given, int):
-        return DevicePair(*map(_named_device, given))
-    first, cpus = jax.devices()[0], jax.devices("cpu")
-    if first.platform != "cpu":
-        return DevicePair(first, cpus[0])
-    if len(cpus) < 2:
-        raise UserError(
-            'one device only: set JAX_NUM_CPU_DEVICES=2, or jax.config.update("jax_num_cpu_devices", 2) first'
-        )
-    return DevicePair(cpus[0], cpus[1])
-
-
-def _named_device(name: str) -> jax.Device:
-    """The device of a name, as "cuda:0", or "cpu" for the first of its kind."""
-    kind, _, number = str(name).partition(":")
-    try:
-        found = jax.devices(kind)
-    except RuntimeError:
-        found = []
-    index = int(number) if number.isdecimal() else 0 if not number else -1
-    if not 0 <= index < len(found):
-        there = ", ".join(f"{d.platform}:{d.id}" for d in {*jax.devices(), *jax.devices("cpu")})
-        raise UserError(f"device {name!r} is not here: there are {there}; more CPU devices with JAX_NUM_CPU_DEVICES=2")
-    return found[index]
+    """The two of these names, or the accelerator and the host's CPU, or two CPU devices; UserError without them."""
+    if isinstance(given, int):
+        first = jax.default_backend()
+        given = ("cpu:0", "cpu:1") if first == "cpu" else (first, "cpu")
+    found = []
+    for name in given:  # such as "cuda:0"; "cpu" is the first of its kind
+        kind, _, number = str(name).partition(":")
+        try:
+            found.append(jax.devices(kind)[int(number or "0")])
+        except (RuntimeError, ValueError, IndexError):
+            here = ", ".join(f"{d.platform}:{d.id}" for d in {*jax.devices(), *jax.devices("cpu")})
+            more = "more CPU devices with JAX_NUM_CPU_DEVICES=2"
+            raise UserError(f"device {name!r} is not here: there are {here}; {more}") from None
+    return DevicePair(*found)
 
 
 def host_kernels() -> Kernels:
@@ -279,22 +248,6 @@ def waiting(spans: Sequence[Span]) -> dict[str, float]:
         ends[part, layer].append(end)
     late = [c - h for layer in {layer for _, layer in ends} for h, c in zip(ends["hot", layer], ends["cold", layer])]
     return {"hot": sum(max(s, 0.0) for s in late), "cold": sum(max(-s, 0.0) for s in late)}
-
-
-class Crossed:
-    """Bytes that went from one device to the other, by the one that they went to. Two threads add to it."""
-
-    def __init__(self) -> None:
-        self._bytes = {"hot": 0, "cold": 0}
-        self._lock = threading.Lock()
-
-    def add(self, side: str, nbytes: int) -> None:
-        with self._lock:
-            self._bytes[side] += nbytes
-
-    def counts(self) -> dict[str, int]:
-        with self._lock:
-            return dict(self._bytes)
 
 
 class _Residual(NamedTuple):
@@ -332,29 +285,22 @@ class TwoDevices(Devices):
         devices: the two.
         overlap: whether both parts of an FFN run at the same time; the bits are the same.
         watch: called with each `Span`, from two threads, or None. Watching waits for each piece.
-        crossed: bytes that went over so far, without weights.
+        crossed: bytes that went over so far, without weights, by the device that they went to.
     """
 
+    one_program = False
+
     def __init__(
-        self,
-        config: ModelConfig,
-        kernels: Kernels,
-        devices: DevicePair,
-        *,
-        host_layers: frozenset[int] = frozenset(),
+        self, config: ModelConfig, kernels: Kernels, devices: DevicePair, *, host_layers: frozenset[int] = frozenset(),
         output_on_host: bool = False,
-    ):
-        self.config, self.devices = config, devices
-        self.overlap, self.watch, self.crossed = True, None, Crossed()
+    ):  # fmt: skip
+        self.config, self.devices, self.overlap, self.watch = config, devices, True, None
+        self.crossed, self._lock = {"hot": 0, "cold": 0}, threading.Lock()  # two threads count
         self._home = [devices.cold if i in host_layers else devices.hot for i in range(config.n_layers)]
         self._last = devices.cold if output_on_host else devices.hot
         self._programs = {devices.cold: _DevicePrograms(config, kernels_beside(devices.hot, kernels))}
         self._programs[devices.hot] = _DevicePrograms(config, kernels)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cold")
-
-    @property
-    def one_program(self) -> bool:
-        return False
 
     def make_forward(self, config: ModelConfig, kernels: Kernels, ffn: Callable | None) -> ForwardFn:
         """`forward`; config and kernels are those it was made with, and the FFN is that of hot and cold neurons."""
@@ -409,7 +355,10 @@ class TwoDevices(Devices):
             rows, valid = self.moved(self.devices.hot, ([kept[place] for place in features], n_valid_B))
             width = len(rows) * self.config.d_model
             out = out._replace(hidden=_side_by_side(rows, valid).reshape(len(valid), -1, width))
-        return out._replace(stats=self._stats(stats)), KVCache(tuple(keys), tuple(values), cache.length)
+        if stats:  # (cold, hot) of every layer, stacked over the layers
+            parts = [_stacked(part) if any(s is not None for s in part) else None for part in zip(*stats)]
+            out = out._replace(stats=_both(*self.moved(self.devices.hot, parts)))
+        return out, KVCache(tuple(keys), tuple(values), cache.length)
 
     def _layer(
         self, i: int, layer: Layer, residual: _Residual, k, v, tables: Params, length_B, parents_Bn, n_valid: dict
@@ -421,13 +370,13 @@ class TwoDevices(Devices):
             "attention", i, self._programs[home].attend, layer._replace(sparse=None), w.predictor, tables, residual,
             k, v, length_B, n_valid[home], parents_Bn, self.config.kind(i),
         )  # fmt: skip
-        cold_job = partial(self._part, "cold", i, w.cold, w.cold_norm, self.devices.cold, x_RD, keep.cold, n_valid)
+        cold_job = partial(self._part, "cold", i, w.cold, w.cold_norm, self.devices.cold, x_RD, keep[1], n_valid)
         if self.overlap and w.cold is not None and w.hot is not None:
             pending = self._worker.submit(cold_job)
         else:
             pending = Future()
             pending.set_result(cold_job())
-        hot_RD, hot = self._part("hot", i, w.hot, layer.ffn_norm, self.devices.hot, x_RD, keep.hot, n_valid)
+        hot_RD, hot = self._part("hot", i, w.hot, layer.ffn_norm, self.devices.hot, x_RD, keep[0], n_valid)
         cold_RD, cold = pending.result()
         return _Residual(x_RD, cold_RD, hot_RD), k, v, (cold, hot)
 
@@ -447,13 +396,6 @@ class TwoDevices(Devices):
         self.watch(name, i, begin, time.perf_counter())
         return out
 
-    def _stats(self, stats: list[tuple[SparseStats | None, SparseStats | None]]) -> HotColdStats | None:
-        """Statistics of (cold, hot) parts of every layer, stacked over the layers."""
-        if not stats:
-            return None
-        stacked = [_stacked(part) if any(s is not None for s in part) else None for part in zip(*stats)]
-        return _both(*self.moved(self.devices.hot, stacked))
-
     def moved(self, device: jax.Device, tree: Pytree) -> Pytree:
         """`tree` as arguments of a program of a device; bytes from the other one are counted in `crossed`.
 
@@ -463,7 +405,8 @@ class TwoDevices(Devices):
         other = self.devices.cold if device == self.devices.hot else self.devices.hot
         if other != device:
             nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if _is_on(other, leaf))
-            self.crossed.add("hot" if device == self.devices.hot else "cold", nbytes)
+            with self._lock:
+                self.crossed["hot" if device == self.devices.hot else "cold"] += nbytes
         return jax.tree.map(lambda leaf: leaf if _is_on(device, leaf) else np.asarray(leaf), tree)
 
 

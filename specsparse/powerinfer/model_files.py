@@ -5,16 +5,17 @@ A directory of predictors is as PowerInfer's converter reads it: `model_{i}.pt` 
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as GGML
 
 from specsparse.engine.config import ACTIVATION_KEY, ModelConfig
-from specsparse.engine.gguf.reader import MAGIC, POWERINFER_MAGIC, GGUFFile, TensorInfo, open_gguf
+from specsparse.engine.gguf.reader import MAGIC, POWERINFER_MAGIC, TensorInfo, open_gguf
 from specsparse.engine.gguf.writer import NewTensor, encode, write_gguf
 from specsparse.errors import UserError
 from specsparse.powerinfer.modes import THRESHOLD_KEY, number, threshold_of
@@ -29,8 +30,7 @@ _SMALLEST_FFN = 1000
 _CARRIED = ("attn_norm", "ffn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up")
 
 
-@dataclass(frozen=True, eq=False)
-class PredictorFile:
+class PredictorFile(NamedTuple):
     """One layer's predictor: fc1, float [rank, D], and fc2, float [F, rank]."""
 
     fc1: np.ndarray
@@ -88,14 +88,22 @@ def write_predictors(
     return directory
 
 
+def unreadable(config: ModelConfig) -> dict[str, object]:
+    """What PowerInfer's loader does not know: other tensors and another head size; true if the model has it."""
+    arch = config.architecture
+    return {
+        f"PowerInfer's sparse loader knows llama and bamboo, not {arch}": arch not in ("llama", "bamboo"),
+        "has biases or no gate, which PowerInfer's llama cannot hold": not config.gated or config.biases,
+        f"head dimension {config.head_dim} is not width / heads, which PowerInfer needs":
+            config.head_dim * config.n_heads != config.d_model,
+        "has rope_freqs.weight, which PowerInfer does not read: the result would differ": config.rope.freq_factors,
+    }  # fmt: skip
+
+
 def to_powerinfer(
-    source: str | os.PathLike[str],
-    predictors: str | os.PathLike[str],
-    path: str | os.PathLike[str],
-    *,
-    out_type: str = "f16",
-    threshold: float | None = None,
-) -> list[str]:
+    source: str | os.PathLike[str], predictors: str | os.PathLike[str], path: str | os.PathLike[str], *,
+    out_type: str = "f16", threshold: float | None = None,
+) -> list[str]:  # fmt: skip
     """Joins a dense GGUF with a directory of predictors.
 
     Args:
@@ -111,24 +119,39 @@ def to_powerinfer(
     Raises:
         UserError: anything PowerInfer could not load, or that does not fit.
     """
-    f, config = _opened(source, MAGIC, "is a PowerInfer file already; --back makes a dense one of it")
-    _check_representable(f, config)
-    if out_type not in OUT_TYPES:
-        raise UserError(f"type {out_type!r}: PowerInfer computes {' and '.join(OUT_TYPES)} only")
-    kind = OUT_TYPES[out_type]
-    threshold = read_threshold(predictors) if threshold is None else number(threshold, "threshold")
+    f = open_gguf(source)
+    config, kind = ModelConfig.from_gguf(f), OUT_TYPES[out_type]
     block = GGML_QUANT_SIZES[kind][0]
+    threshold = read_threshold(predictors) if threshold is None else number(threshold, "threshold")
 
     def load(i: int) -> PredictorFile:
         return read_predictor(predictors, i, d_model=config.d_model, d_ff=config.d_ff)
 
-    for i in range(config.n_layers):  # all of them before the first byte is written
-        if (rank := load(i).fc1.shape[0]) % block:
-            raise UserError(f"layer {i}: rank {rank} is no multiple of {kind.name}'s block of {block}; use f16")
+    wrong = {"is a PowerInfer file already; --back makes a dense one of it": f.magic != MAGIC, **unreadable(config)}
+    if not any(wrong.values()):  # all predictors are read before the first byte is written
+        ranks = [load(i).fc1.shape[0] for i in range(config.n_layers)]
+        wrong[f"ranks {ranks} must be multiples of {kind.name}'s block of {block}; use f16"] = any(
+            rank % block for rank in ranks
+        )
+    for why, holds in wrong.items():
+        if holds:
+            raise UserError(f"{f.path}: {why}")
     keys = {**f.metadata, "general.file_type": _FILE_TYPES[kind]}
     if threshold is not None:
         keys[THRESHOLD_KEY] = threshold
-    write_gguf(path, keys, list(_sparse_tensors(f, config, kind, load)), magic=POWERINFER_MAGIC)
+    tensors = [_recoded(f.tensors["token_embd.weight"], kind)]
+    for i, rank in enumerate(ranks):
+        tensors += [_recoded(f.tensors[f"blk.{i}.{name}.weight"], kind) for name in _CARRIED]
+        tensors.append(_transposed(f.tensors[f"blk.{i}.ffn_down.weight"], f"blk.{i}.ffn_down_t.weight", kind))
+        for name, shape in (("fc1", (rank, config.d_model)), ("fc2", (config.d_ff, rank))):
+            values = partial(lambda i, name: encode(getattr(load(i), name), kind), i, name)
+            tensors.append(NewTensor(f"blk.{i}.{name}.weight", kind, shape, values))
+    tensors.append(_recoded(f.tensors["output_norm.weight"], kind))
+    output, output_kind = f.tensors["token_embd.weight" if config.tied_output else "output.weight"], kind
+    if kind == GGML.Q4_0:  # as PowerInfer's quantiser chooses it
+        output_kind = GGML.Q8_0 if config.d_model % GGML_QUANT_SIZES[GGML.Q6_K][0] else GGML.Q6_K
+    tensors.append(_recoded(output, output_kind, name="output.weight"))
+    write_gguf(path, keys, tensors, magic=POWERINFER_MAGIC)
     notes = []
     if config.d_ff <= _SMALLEST_FFN:
         notes.append(f"feed_forward_length is {config.d_ff}: up to {_SMALLEST_FFN} PowerInfer applies another rule")
@@ -136,47 +159,6 @@ def to_powerinfer(
     if config.activation != wanted:
         notes.append(f"the activation is {config.activation}: PowerInfer computes {wanted}")
     return notes
-
-
-def _opened(source: str | os.PathLike[str], magic: bytes, otherwise: str) -> tuple[GGUFFile, ModelConfig]:
-    """A file of that kind and its model."""
-    f = open_gguf(source)
-    if f.magic != magic:
-        raise UserError(f"{f.path}: {otherwise}")
-    return f, ModelConfig.from_gguf(f)
-
-
-def _check_representable(f: GGUFFile, config: ModelConfig) -> None:
-    """PowerInfer's loader knows no other tensors and no other head size."""
-    arch, lacks = config.architecture, "biases" if config.biases else "no gate"
-    refused = {
-        f"PowerInfer's sparse loader knows llama and bamboo, not {arch}": arch not in ("llama", "bamboo"),
-        f"has {lacks}, which PowerInfer's llama cannot hold": not config.gated or config.biases,
-        f"head dimension {config.head_dim} is not width / heads, which PowerInfer needs":
-            config.head_dim * config.n_heads != config.d_model,
-        "has rope_freqs.weight, which PowerInfer does not read: the result would differ": config.rope.freq_factors,
-    }  # fmt: skip
-    for why, true in refused.items():
-        if true:
-            raise UserError(f"{f.path}: {why}")
-
-
-def _sparse_tensors(f: GGUFFile, config: ModelConfig, kind: GGML, load: Callable) -> Iterator[NewTensor]:
-    yield _recoded(f.tensors["token_embd.weight"], kind)
-    for i in range(config.n_layers):
-        for name in _CARRIED:
-            yield _recoded(f.tensors[f"blk.{i}.{name}.weight"], kind)
-        yield _transposed(f.tensors[f"blk.{i}.ffn_down.weight"], f"blk.{i}.ffn_down_t.weight", kind)
-        rank = load(i).fc1.shape[0]
-        for name, shape in (("fc1", (rank, config.d_model)), ("fc2", (config.d_ff, rank))):
-            yield NewTensor(
-                f"blk.{i}.{name}.weight", kind, shape, lambda i=i, name=name: encode(getattr(load(i), name), kind)
-            )
-    yield _recoded(f.tensors["output_norm.weight"], kind)
-    output, output_kind = f.tensors["token_embd.weight" if config.tied_output else "output.weight"], kind
-    if kind == GGML.Q4_0:  # as PowerInfer's quantiser chooses it
-        output_kind = GGML.Q8_0 if config.d_model % GGML_QUANT_SIZES[GGML.Q6_K][0] else GGML.Q6_K
-    yield _recoded(output, output_kind, name="output.weight")
 
 
 def _recoded(t: TensorInfo, kind: GGML, *, name: str | None = None) -> NewTensor:
@@ -203,8 +185,10 @@ def from_powerinfer(
     Raises:
         UserError: it is no PowerInfer file, or something cannot be written.
     """
-    f, config = _opened(source, POWERINFER_MAGIC, "is no PowerInfer file (magic PWRI)")
-    tensors = []
+    f, tensors = open_gguf(source), []
+    if f.magic != POWERINFER_MAGIC:
+        raise UserError(f"{f.path}: is no PowerInfer file (magic PWRI)")
+    config = ModelConfig.from_gguf(f)
     for t in f.tensors.values():
         short = t.name.split(".")[-2]
         if short == "ffn_down_t":

@@ -39,12 +39,9 @@ class LoadPlan:
     Attributes:
         mode: of `MODES`.
         rule: the threshold in force, and PowerInfer's roundings.
-        kernels: of the whole model.
         ffn: for `make_forward`; None is the dense one.
         pack: for `load_params`; None packs a dense file.
-        floats: whether the weights are kept as float32.
-        float_types: GGUF types that are so in any case.
-        devices: of the model.
+        floats: the weights are kept as float32; those of the GGUF types `float_types` are so in any case.
     """
 
     mode: str
@@ -58,17 +55,10 @@ class LoadPlan:
 
 
 def plan(
-    f: GGUFFile,
-    config: ModelConfig,
-    kernels: Kernels,
-    *,
-    ffn: str | None = None,
-    threshold: float | None = None,
-    faithful_f16: bool = False,
-    placement: "GivenPlacement | None" = None,
-    hot: str = "masked",
+    f: GGUFFile, config: ModelConfig, kernels: Kernels, *, ffn: str | None = None, threshold: float | None = None,
+    faithful_f16: bool = False, placement: "GivenPlacement | None" = None, hot: str = "masked",
     devices: GivenDevices = 1,
-) -> LoadPlan:
+) -> LoadPlan:  # fmt: skip
     """The plan for an open file; by default PowerInfer's for its files and dense for others.
 
     Raises:
@@ -79,27 +69,52 @@ def plan(
     sparse = bool(config.predictor_ranks)
     placed = placement is not None or hot != "masked" or devices != 1
     mode = ffn or ("powerinfer" if sparse or placed else "dense")
-    for option, value, choices in (("hot", hot, HOT), ("ffn", mode, MODES)):
-        if value not in choices:
-            raise UserError(f"{option}={value!r} does not exist; choose one of {', '.join(choices)}")
     pair = isinstance(devices, Sequence) and not isinstance(devices, str) and len(devices) == 2
     named = pair and all(isinstance(device, str) for device in devices)
-    if not named and not (type(devices) is int and devices in (1, 2)):
-        raise UserError(f"devices={devices!r}: must be 1 or 2, or two names such as [cuda:0, cpu]")
-    if mode == "powerinfer" and not sparse:
-        raise UserError(
-            f"{f.path}: has no predictors, so ffn='powerinfer' cannot run; use 'dense' or 'oracle', or join it with "
-            "some by `python -m specsparse convert powerinfer`"
-        )
-    if threshold is not None and mode != "powerinfer":
-        raise UserError(f"threshold={threshold} does nothing with ffn={mode!r}; it belongs to ffn='powerinfer'")
+    rounding = "faithful_f16" if faithful_f16 else f"ffn={ffn!r}"
+    wrong = {
+        **{
+            f"{option}={value!r} does not exist; choose one of {', '.join(choices)}": value not in choices
+            for option, value, choices in (("hot", hot, HOT), ("ffn", mode, MODES))
+        },
+        f"devices={devices!r}: must be 1 or 2, or two names such as [cuda:0, cpu]": not named
+        and not (type(devices) is int and devices in (1, 2)),
+        f"{f.path}: has no predictors, so ffn='powerinfer' cannot run; use 'dense' or 'oracle', or join it with some "
+        "by `python -m specsparse convert powerinfer`": mode == "powerinfer" and not sparse,
+        f"threshold={threshold} does nothing with ffn={mode!r}; it belongs to ffn='powerinfer'": threshold is not None
+        and mode != "powerinfer",
+        f"{rounding} does not go with a placement, which runs ffn='powerinfer'": placed
+        and (mode != "powerinfer" or faithful_f16),
+        f"hot={hot} on {devices} device(s) needs a placement: give placement=FILE.gpuidx": placed and placement is None,
+    }
+    for text, holds in wrong.items():
+        if holds:
+            raise UserError(text)
     limit = threshold_of(f, threshold) if sparse else 0.0
-    if placed:
-        if mode != "powerinfer" or faithful_f16:
-            given = "faithful_f16" if faithful_f16 else f"ffn={ffn!r}"
-            raise UserError(f"{given} does not go with a placement, which runs ffn='powerinfer'")
-        return _placed(config, kernels, limit, placement=placement, hot=hot, devices=devices)
     floats = kernels.name != "native"
+    if placed:
+        from specsparse.powerinfer import hot_cold
+        from specsparse.powerinfer.placement import GpuIndex, Placement, read_gpuidx
+
+        source = "placement"
+        if isinstance(placement, str | os.PathLike):
+            source, placement = str(placement), read_gpuidx(placement)
+        if not isinstance(placement, GpuIndex | Placement):
+            raise UserError(f"a placement is a gpuidx file, a GpuIndex or a Placement, not {type(placement).__name__}")
+        GpuIndex(tuple(placement.hot), 0).check(layers=config.n_layers, d_ff=config.d_ff, where=source)
+        whole = isinstance(placement, Placement)  # layers or the output may lie on the host
+        host = {"host_layers": placement.host_layers, "output_on_host": placement.output_on_host} if whole else {}
+        return LoadPlan(
+            mode="powerinfer" if hot == "masked" else "powerinfer, hot=dense (lossy)",
+            rule=f"threshold={limit:g}, {'one device' if devices == 1 else 'two devices'}",
+            kernels=kernels,
+            ffn=hot_cold.hot_cold_ffn(config, kernels),
+            pack=hot_cold.packer(placement.hot, limit, floats=floats, dense_hot=hot == "dense"),
+            floats=floats,
+            devices=OneDevice()
+            if devices == 1
+            else hot_cold.TwoDevices(config, kernels, hot_cold.two_devices(devices), **host),
+        )
     if faithful_f16:
         faithful.check_types(f)
         kernels = faithful.faithful(kernels)
@@ -133,61 +148,21 @@ def plan(
     )
 
 
-def _placed(
-    config: ModelConfig, kernels: Kernels, limit: float, *,
-    placement: "GivenPlacement | None", hot: str, devices: GivenDevices,
-) -> LoadPlan:  # fmt: skip
-    """A PowerInfer model with hot and cold neurons apart, on one device or two."""
-    if placement is None:
-        raise UserError(f"hot={hot} on {devices} device(s) needs a placement: give placement=FILE.gpuidx")
-    from specsparse.powerinfer import hot_cold
-    from specsparse.powerinfer.placement import GpuIndex, Placement, read_gpuidx
-
-    source = "placement"
-    if isinstance(placement, str | os.PathLike):
-        source, placement = str(placement), read_gpuidx(placement)
-    if not isinstance(placement, GpuIndex | Placement):
-        raise UserError(f"a placement is a gpuidx file, a GpuIndex or a Placement, not {type(placement).__name__}")
-    GpuIndex(tuple(placement.hot), 0).check(layers=config.n_layers, d_ff=config.d_ff, where=source)
-    whole, lies = isinstance(placement, Placement), OneDevice()
-    if devices != 1:
-        lies = hot_cold.TwoDevices(
-            config, kernels, hot_cold.two_devices(devices),
-            host_layers=placement.host_layers if whole else frozenset(),
-            output_on_host=whole and placement.output_on_host,
-        )  # fmt: skip
-    floats = kernels.name != "native"
-    return LoadPlan(
-        mode="powerinfer" if hot == "masked" else "powerinfer, hot=dense (lossy)",
-        rule=f"threshold={limit:g}, {'one device' if devices == 1 else 'two devices'}",
-        kernels=kernels,
-        ffn=hot_cold.hot_cold_ffn(config, kernels),
-        pack=hot_cold.packer(placement.hot, limit, floats=floats, dense_hot=hot == "dense"),
-        floats=floats,
-        devices=lies,
-    )
-
-
 def threshold_of(f: GGUFFile, given: float | None = None) -> float:
     """The threshold in force: `given`, else the environment's, else the file's, else 0, as in PowerInfer.
 
     Raises:
         UserError: one that is no number, or NaN; infinities are fine (all neurons, or none).
     """
-    text = os.environ.get(THRESHOLD_ENV)
     if given is not None:
         return number(given, "threshold")
-    if text is not None:
+    if (text := os.environ.get(THRESHOLD_ENV)) is not None:
         return number(text, THRESHOLD_ENV)
     return number(f.get(THRESHOLD_KEY, "float", 0.0), f"{f.path}: metadata key '{THRESHOLD_KEY}'")
 
 
 def number(value: object, what: str) -> float:
-    """A threshold as a float; `what` begins the line of the error.
-
-    Raises:
-        UserError: it is no number, or NaN.
-    """
+    """A threshold as a float, or a UserError that begins with `what` if it is no number or NaN."""
     try:
         found = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):

@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from gguf.constants import GGMLQuantizationType
@@ -49,14 +50,12 @@ _KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 34 / 32}
 
 @dataclass(frozen=True)
 class Hardware:
-    """Two devices and what lies between them. All rates above 0.
+    """Two devices and their link. Bandwidths are bytes per second, above 0.
 
     Attributes:
-        hot_bandwidth, cold_bandwidth: bytes per second that each reads from its own memory.
-        link_bandwidth: bytes per second between the two.
         latency_s: seconds of a transfer of nothing.
         call_s: seconds that starting one device's part of an FFN takes.
-        overlap: whether both parts of an FFN run at the same time.
+        overlap: both parts of an FFN run at the same time.
     """
 
     hot_bandwidth: float
@@ -81,7 +80,6 @@ class Problem:
         border_bytes: sent if a layer runs on another device than the one before it.
         width: D.
         budget: bytes of the accelerator for all of this.
-        hardware: the devices.
         matrices: of the FFN: 3, or 2 without a gate.
         granularity: hot neurons of a layer are a multiple of this, or all.
         dense_hot: hot neurons are all computed (hot=dense), not the predicted ones alone.
@@ -109,6 +107,12 @@ class Problem:
         return len(self.read)
 
     @property
+    def layer_bytes(self) -> list[int]:
+        """L, bytes of a whole layer with its cache."""
+        sizes = zip(self.dense_bytes, self.neuron_bytes, self.read, strict=True)
+        return [dense + neuron * len(read) + self.cache_bytes for dense, neuron, read in sizes]
+
+    @property
     def reserved_bytes(self) -> int:
         """Bytes on the accelerator before any neuron: dense parts, output and cache."""
         return sum(self.dense_bytes) + self.layers * self.cache_bytes + self.output_bytes
@@ -118,18 +122,12 @@ class Problem:
         """Bytes left for hot neurons; 0 if not even the reserved ones fit, as in PowerInfer."""
         return max(self.budget - self.reserved_bytes, 0)
 
-    def order(self, layer: int) -> np.ndarray:
-        """Neurons int64[F], the hottest first, equal ones by index."""
-        return np.argsort(-self.read[layer], kind="stable")
-
-    def counts(self, layer: int) -> np.ndarray:
-        """int64[], the allowed numbers of hot neurons: multiples of the granularity, and all."""
-        d_ff = len(self.read[layer])
-        return np.append(np.arange(0, d_ff, self.granularity), d_ff)
-
-    def layer_bytes(self, layer: int) -> int:
-        """Bytes of a whole layer with its cache."""
-        return self.dense_bytes[layer] + self.neuron_bytes[layer] * len(self.read[layer]) + self.cache_bytes
+    def ranked(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Neurons int64[F], the hottest first, equal ones by index; and the allowed numbers of hot neurons int64[],
+        multiples of the granularity, and all."""
+        read = self.read[layer]
+        counts = np.append(np.arange(0, len(read), self.granularity), len(read))
+        return np.argsort(-read, kind="stable"), counts
 
     def ffn_seconds(self, layer: int, count, mass):
         """Seconds of a layer's FFN with `count` hot neurons of that mass; numbers or arrays."""
@@ -277,7 +275,7 @@ def layers_placed(problem: Problem, count: int, *, output: bool) -> Placement:
         read = problem.dense_bytes[i] + problem.neuron_bytes[i] * float(problem.read[i].sum())
         seconds += read / (h.cold_bandwidth if i < first else h.hot_bandwidth)
         if i >= first:
-            size += problem.layer_bytes(i)
+            size += problem.layer_bytes[i]
     if 0 < count < problem.layers or (count and not output):
         seconds += h.latency_s + problem.border_bytes / h.link_bandwidth
     hot = tuple(np.full(len(p), i >= first) for i, p in enumerate(problem.read))
@@ -306,9 +304,9 @@ def powerinfer(problem: Problem) -> Placement:
     capacity = min(capacity, problem.neuron_budget // size)
     buckets = []
     for i in range(problem.layers):
-        ranked, counts = problem.read[i][problem.order(i)], problem.counts(i)
+        order, counts = problem.ranked(i)
         for first, last in pairwise(counts):
-            buckets.append((-float(ranked[first:last].sum()), i, int(last - first)))
+            buckets.append((-float(problem.read[i][order[first:last]].sum()), i, int(last - first)))
     taken = [0] * problem.layers
     for _, i, count in sorted(buckets)[: capacity // problem.granularity]:
         taken[i] += count
@@ -322,7 +320,7 @@ def layers(problem: Problem, *, n_gpu_layers: int | None = None) -> Placement:
         UserError: more layers than the budget holds.
     """
     most, left = 0, problem.budget
-    for size in (*map(problem.layer_bytes, reversed(range(problem.layers))), problem.output_bytes):
+    for size in (*reversed(problem.layer_bytes), problem.output_bytes):
         left -= size
         if left < 0:
             break
@@ -343,7 +341,7 @@ RULES: dict[str, Callable[..., Placement]] = {rule.__name__: rule for rule in (o
 
 def _hottest(problem: Problem, layer: int, count: int) -> np.ndarray:
     mask = np.zeros(len(problem.read[layer]), bool)
-    mask[problem.order(layer)[:count]] = True
+    mask[problem.ranked(layer)[0][:count]] = True
     return mask
 
 
@@ -353,8 +351,8 @@ def _menu(problem: Problem, layer: int, *, relaxed: bool = False) -> tuple[np.nd
     If `relaxed`, the seconds are those at the best mass up to that of the hottest: at the ends, or where both devices
     take equally long.
     """
-    counts = problem.counts(layer)
-    mass = np.concatenate([[0.0], np.cumsum(problem.read[layer][problem.order(layer)])])[counts]
+    order, counts = problem.ranked(layer)
+    mass = np.concatenate([[0.0], np.cumsum(problem.read[layer][order])])[counts]
     sizes, at_all = counts * problem.neuron_bytes[layer], problem.ffn_seconds(layer, counts, mass)
     if not relaxed or problem.dense_hot:
         return counts, sizes, at_all
@@ -396,23 +394,23 @@ def _knapsack(menus, budget: int) -> list[int]:
 
 def _relaxation(menus, budget: int) -> float:
     """The least time if fractions of items may be mixed: along each menu's lower hull, the steepest edge first."""
+
+    def slope(a: tuple[int, float], b: tuple[int, float]) -> float:
+        return (b[1] - a[1]) / (b[0] - a[0])
+
     total, edges = 0.0, []
     for _, sizes, seconds in menus:
         hull = [(int(sizes[0]), float(seconds[0]))]
         for point in zip(sizes[1:].tolist(), seconds[1:].tolist()):
-            while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
+            while len(hull) > 1 and slope(hull[-2], hull[-1]) >= slope(hull[-1], point):
                 hull.pop()
             hull.append(point)
         total += hull[0][1]
-        edges += [(_slope(a, b), b[0] - a[0]) for a, b in pairwise(hull) if b[1] < a[1]]
-    for slope, size in sorted(edges):
+        edges += [(slope(a, b), b[0] - a[0]) for a, b in pairwise(hull) if b[1] < a[1]]
+    for steepness, size in sorted(edges):
         part = min(size, budget)
-        total, budget = total + slope * part, budget - part
+        total, budget = total + steepness * part, budget - part
     return total
-
-
-def _slope(a: tuple[int, float], b: tuple[int, float]) -> float:
-    return (b[1] - a[1]) / (b[0] - a[0])
 
 
 # -- PowerInfer's file of a placement --
@@ -436,17 +434,13 @@ class GpuIndex:
     Attributes:
         hot: L masks bool[F], true on the GPU.
         vram_capacity: bytes it was made for; PowerInfer reads the file only with at least that budget.
-        model, problem: digests of the model file and of the placement problem it answers; None in PowerInfer's own.
+        model, problem: digests of both; None in PowerInfer's own.
     """
 
     hot: tuple[np.ndarray, ...]
     vram_capacity: int
     model: str | None = None
     problem: str | None = None
-
-    def bucket(self, layer: int) -> np.ndarray:
-        """Ids of the layer's hot neurons, ascending, int32[k]."""
-        return np.flatnonzero(self.hot[layer]).astype(np.int32)
 
     def check(self, *, layers: int, d_ff: int, where: str) -> None:
         """Refuses, with a UserError that begins with `where`, a placement of other layers or neurons."""
@@ -487,7 +481,8 @@ def write_gpuidx(path: str | os.PathLike[str], index: GpuIndex) -> Path:
     """Writes a file that PowerInfer reads; its CUDA kernels want a multiple of 256 hot neurons a layer."""
     tensors = []
     for i, hot in enumerate(index.hot):
-        for name, values in (("gpu_idx", np.asarray(hot).astype("<i4")), ("gpu_bucket", index.bucket(i))):
+        index_and_ids = np.asarray(hot).astype("<i4"), np.flatnonzero(hot).astype("<i4")
+        for name, values in zip(("gpu_idx", "gpu_bucket"), index_and_ids):
             tensors.append(
                 NewTensor(f"blk.{i}.{name}", GGMLQuantizationType.I32, values.shape, lambda values=values: values)
             )
@@ -496,15 +491,8 @@ def write_gpuidx(path: str | os.PathLike[str], index: GpuIndex) -> Path:
     return write_gguf(path, keys, tensors, magic=POWERINFER_MAGIC)
 
 
-@dataclass(frozen=True, eq=False)
-class RunPlacement:
-    """The placement of a run.
-
-    Attributes:
-        index: hot neurons.
-        fresh: whether it was solved now.
-        note: one line on its source, and why.
-    """
+class RunPlacement(NamedTuple):
+    """The placement of a run, whether it was solved now, and one line on its source."""
 
     index: GpuIndex
     fresh: bool
@@ -512,23 +500,15 @@ class RunPlacement:
 
 
 def kept_or_solved(
-    f: GGUFFile,
-    problem: Problem,
-    solve: Callable[[Problem], Placement],
-    *,
-    rule: str,
-    path: str | os.PathLike[str] | None = None,
-    reset: bool = False,
-    disable: bool = False,
-) -> RunPlacement:
+    f: GGUFFile, problem: Problem, solve: Callable[[Problem], Placement], *, rule: str,
+    path: str | os.PathLike[str] | None = None, reset: bool = False, disable: bool = False,
+) -> RunPlacement:  # fmt: skip
     """The placement to run with: the one of `MODEL.generated.gpuidx` if it fits, else a fresh one.
 
     PowerInfer ends a run with "failed to apply previously generated gpu split" if its file does not fit. Here such a
     file is replaced, and one line says why.
 
     Args:
-        f: the model's file.
-        problem: of this run.
         solve: called if a fresh placement is needed; the result is written to `path`.
         rule: the name of `solve`.
         path: of the gpuidx file; None is PowerInfer's place for it.
@@ -539,11 +519,26 @@ def kept_or_solved(
         UserError: `path` is a model: it would be overwritten.
     """
     path = Path(path or path_for(f.path))
-    _refuse_model(path, f)
+    if path.is_file():  # garbage and stale placements may be written over; a model may not, nor a torn one
+        try:
+            with path.open("rb") as file:
+                model = file.read(len(MAGIC)) == MAGIC or path.samefile(f.path)  # a placement begins with PWRI
+        except OSError:
+            model = True  # for all that can be known
+        with suppress(UserError):
+            model = model or open_gguf(path).metadata.get("general.architecture") != ARCHITECTURE
+        if model:
+            raise UserError(f"{path}: is a model, or unreadable; no placement is written over it: name another file")
     if disable:
-        nothing = tuple(np.zeros(len(p), bool) for p in problem.read)
-        return RunPlacement(GpuIndex(nothing, problem.neuron_budget), False, "no hot neurons: disable_gpu_index")
-    digest, asked = model_digest(f), _problem_digest(problem, rule)
+        return RunPlacement(
+            GpuIndex(none(problem).hot, problem.neuron_budget), False, "no hot neurons: disable_gpu_index"
+        )
+    # The digest tells placement problems apart, activations and the rule included.
+    rest, seen = asdict(problem), hashlib.sha256(rule.encode())
+    for p in rest.pop("read"):
+        seen.update(p.astype("<f8").tobytes())
+    seen.update(repr(sorted(rest.items())).encode())
+    digest, asked = model_digest(f), seen.hexdigest()[:32]
     if reset:
         why = "solved: reset_gpu_index"
     elif not path.exists():
@@ -560,31 +555,6 @@ def kept_or_solved(
     except UserError as error:
         why += f"; not kept ({error})"
     return RunPlacement(index, True, f"placement {why}")
-
-
-def _problem_digest(problem: Problem, rule: str) -> str:
-    """Tells placement problems apart, activations and the rule included."""
-    rest = asdict(problem)
-    seen = hashlib.sha256(rule.encode())
-    for p in rest.pop("read"):
-        seen.update(p.astype("<f8").tobytes())
-    seen.update(repr(sorted(rest.items())).encode())
-    return seen.hexdigest()[:32]
-
-
-def _refuse_model(path: Path, f: GGUFFile) -> None:
-    """Garbage and stale placements may be written over; a model may not, nor a torn one."""
-    if not path.is_file():
-        return
-    try:
-        with path.open("rb") as file:
-            model = file.read(len(MAGIC)) == MAGIC or path.samefile(f.path)  # a placement begins with PWRI
-    except OSError:
-        model = True  # for all that can be known
-    with suppress(UserError):
-        model = model or open_gguf(path).metadata.get("general.architecture") != ARCHITECTURE
-    if model:
-        raise UserError(f"{path}: is a model, or cannot be read; no placement is written over it: name another file")
 
 
 def _fitting(path: Path, problem: Problem, model: str, asked: str) -> GpuIndex | str:

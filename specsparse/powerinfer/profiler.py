@@ -5,8 +5,8 @@ PowerInfer's own profiler is not released; its counts are `activation_{i}.pt`, o
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,39 +27,42 @@ from specsparse.predictors.scored import Factors, Mlp
 from specsparse.support.files import atomically
 
 
-@dataclass(frozen=True, eq=False)
-class ActivationStats:
-    """Counts or frequencies; larger is hotter. Invariants: finite, not negative, one length for all layers.
+class ActivationStats(NamedTuple):
+    """Counts or frequencies, larger is hotter: L arrays [F], finite, not negative.
 
-    Attributes:
-        counts: L arrays [F].
-        tokens: tokens counted over, or None if a file does not say.
+    `tokens` is how many were counted over, or None if a file does not say.
     """
 
     counts: tuple[np.ndarray, ...]
     tokens: int | None = None
 
-    def validate(self, *, layers: int, d_ff: int, where: str) -> "ActivationStats":
-        """Itself, or a UserError that begins with `where` if layers, neurons or numbers are not the model's."""
-        if len(self.counts) != layers:
-            raise UserError(f"{where}: has activation counts of {len(self.counts)} layers, the model has {layers}")
-        for i, c in enumerate(self.counts):
-            numbers = isinstance(c, np.ndarray) and c.shape == (d_ff,) and c.dtype.kind in "iufV"
-            if not numbers or not (np.isfinite(c.astype(np.float64)) & (c.astype(np.float64) >= 0)).all():
-                shape = getattr(c, "shape", type(c).__name__)
-                needed = f"({d_ff},) finite numbers of at least 0 are needed"
-                raise UserError(f"{where}: layer {i} has counts of shape {shape}, and {needed}")
-        return self
 
+def read_activations(path: str | os.PathLike[str], *, layers: int, d_ff: int) -> ActivationStats:
+    """Reads a file of `save_stats`, or a folder of `activation_0.pt` ..
 
-def read_activations(directory: str | os.PathLike[str], *, layers: int, d_ff: int) -> ActivationStats:
-    """Reads `activation_0.pt` .. by number (PowerInfer's own exporter takes them in the order of their names as text).
+    A folder's files are taken by number; PowerInfer's own exporter takes them in the order of their names as text.
 
     Raises:
-        UserError: one is missing, damaged or of another length.
+        UserError: a file is missing, damaged, or of another model.
     """
-    counts = tuple(read_torch(Path(directory) / f"activation_{i}.pt") for i in range(layers))
-    return ActivationStats(counts).validate(layers=layers, d_ff=d_ff, where=str(directory))
+    tokens = None
+    if Path(path).is_dir():
+        counts = tuple(read_torch(Path(path) / f"activation_{i}.pt") for i in range(layers))
+    else:
+        try:
+            with safe_open(path, framework="numpy") as file:
+                names, about = set(file.keys()), file.metadata() or {}
+                counts = tuple(file.get_tensor(f"activation_{i}") for i in range(len(names)))
+            tokens = int(about["tokens"]) if "tokens" in about else None
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}: is no readable file of activation counts: {error!s:.80}") from None
+    numbers = all(isinstance(c, np.ndarray) and c.shape == (d_ff,) and c.dtype.kind in "iufV" for c in counts)
+    if numbers and len(counts) == layers:
+        each = [c.astype(np.float64) for c in counts]
+        if all((np.isfinite(c) & (c >= 0)).all() for c in each):
+            return ActivationStats(counts, tokens)
+    found = f"{len(counts)} layers of {getattr(counts[0], 'shape', '?') if counts else 'nothing'}"
+    raise UserError(f"{path}: holds counts of {found}; {layers} of ({d_ff},) finite numbers of at least 0 are needed")
 
 
 def write_activations(directory: str | os.PathLike[str], stats: ActivationStats) -> Path:
@@ -75,22 +78,6 @@ def save_stats(path: str | os.PathLike[str], stats: ActivationStats) -> Path:
     with atomically(path) as file:
         file.write(save({f"activation_{i}": np.ascontiguousarray(c) for i, c in enumerate(stats.counts)}, about))
     return Path(path)
-
-
-def load_stats(path: str | os.PathLike[str], *, layers: int, d_ff: int) -> ActivationStats:
-    """Reads what `save_stats` wrote.
-
-    Raises:
-        UserError: the file is missing, damaged, or of another model.
-    """
-    try:
-        with safe_open(path, framework="numpy") as file:
-            names, about = set(file.keys()), file.metadata() or {}
-            counts = tuple(file.get_tensor(f"activation_{i}") for i in range(len(names)))
-        tokens = int(about["tokens"]) if "tokens" in about else None
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: is no readable file of activation counts: {error!s:.80}") from None
-    return ActivationStats(counts, tokens).validate(layers=layers, d_ff=d_ff, where=str(path))
 
 
 Active = Callable[[Layer, jax.Array, jax.Array], jax.Array]
@@ -139,12 +126,7 @@ def of_file(f: GGUFFile, model: Model, *, threshold: float | None = None) -> tup
 
 
 def profile(
-    model: Model,
-    windows_Wn: np.ndarray,
-    active: Active,
-    *,
-    params=None,
-    progress: Callable[[int], None] | None = None,
+    model: Model, windows_Wn: np.ndarray, active: Active, *, params=None, progress: Callable[[int], None] | None = None
 ) -> ActivationStats:
     """Counts of the neurons that `active` says are read, on the residuals of a model with its dense matrices.
 

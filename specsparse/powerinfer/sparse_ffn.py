@@ -32,12 +32,9 @@ from specsparse.predictors.scored import Factors
 
 
 class SparseWeights(NamedTuple):
-    """One layer's sparse FFN.
+    """One layer's sparse FFN: rows [F, D] of neurons; row j of down_t is column j of the down projection.
 
-    Attributes:
-        gate: NeuronRows [F, D], or None for an FFN without gate.
-        up, down_t: NeuronRows [F, D]; row j of down_t is column j of the down projection.
-        predictor: the predictor's weights for this layer.
+    `gate` is None for an FFN without one; `predictor` has the predictor's weights for this layer.
     """
 
     gate: NeuronRows | None
@@ -60,8 +57,7 @@ def make_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor) -> Cal
     others), and TEAL, which leaves out inputs and not neurons, cannot run.
     """
     assert not isinstance(predictor, Teal)
-    kind = _InOneCall if isinstance(predictor, InOneCall) else _OneByOne
-    return kind(config, kernels, predictor)
+    return (_InOneCall if isinstance(predictor, InOneCall) else _OneByOne)(config, kernels, predictor)
 
 
 class _OneByOne:
@@ -108,18 +104,11 @@ def masked_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor | Non
     act, up_act = parse_activation(config.activation)
     names = ("ffn_gate", "ffn_up") if config.gated else ("ffn_up",)
 
-    def in_any_row(mask_RF):
-        return jnp.sum(jnp.any(mask_RF, axis=0), dtype=jnp.int32)
-
     def ffn(layer: Layer, x_RD, n_valid_B):
         outs = kernels.linear(
-            x_RD,
-            tuple(getattr(layer, name) for name in names),
-            norm=layer.ffn_norm,
-            eps=config.norm_eps,
-            biases=layer.bias(*names),
-            n_valid=n_valid_B,
-        )
+            x_RD, tuple(getattr(layer, name) for name in names), norm=layer.ffn_norm, eps=config.norm_eps,
+            biases=layer.bias(*names), n_valid=n_valid_B,
+        )  # fmt: skip
         a_RF = activate(outs[0], act)
         a_RF = a_RF * activate(outs[1], up_act) if config.gated else a_RF
         if predictor is None:
@@ -132,12 +121,11 @@ def masked_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor | Non
             a_RF, (layer.ffn_down,), biases=layer.bias("ffn_down"), residual=x_RD, n_valid=n_valid_B
         )
         live_RF = a_RF != jnp.float32(0)
-        return y_RD, SparseStats(
-            kept=jnp.sum(keep_RF, axis=1, dtype=jnp.int32),
-            union=in_any_row(keep_RF),
-            nonzero=jnp.sum(live_RF, axis=1, dtype=jnp.int32),
-            active=in_any_row(live_RF),
+        (kept, union), (nonzero, active) = (
+            (jnp.sum(mask, axis=1, dtype=jnp.int32), jnp.sum(jnp.any(mask, axis=0), dtype=jnp.int32))
+            for mask in (keep_RF, live_RF)
         )
+        return y_RD, SparseStats(kept=kept, union=union, nonzero=nonzero, active=active)
 
     return ffn
 

@@ -92,21 +92,14 @@ class Text:
     hidden: np.ndarray | None = None
 
 
-class TaskPrompt(NamedTuple):
-    """A prompt and its task, one of the built-in prompts' tasks."""
-
-    task: str
-    text: str
-
-
 @functools.cache
 def grammar() -> Mapping[str, Sequence[str]]:
     """Rules by name; `tasks` maps each task to how often it comes. None of the built-in prompts is in them."""
     return json.loads(_GRAMMAR_FILE.read_text(encoding="utf-8"))
 
 
-def prompt(index: int, *, seed: int = 0, rules: Mapping[str, Sequence[str]] | None = None) -> TaskPrompt:
-    """Prompt number `index` of the endless list that belongs to `seed`.
+def prompt(index: int, *, seed: int = 0, rules: Mapping[str, Sequence[str]] | None = None) -> tuple[str, str]:
+    """(task, text) of prompt number `index` of the endless list that belongs to `seed`.
 
     A rule's text holds slots: `{name}` is a text of that rule, `{2..9}` a whole number in that range. A rule that the
     rule `once` names gives one text throughout a prompt.
@@ -115,8 +108,7 @@ def prompt(index: int, *, seed: int = 0, rules: Mapping[str, Sequence[str]] | No
     rng, fixed = np.random.default_rng([seed, index]), {}
 
     def expand(text: str, depth: int) -> str:
-        if depth > _DEEPEST:
-            raise ValueError(f"the grammar does not end: {text[:40]!r}")
+        assert depth <= _DEEPEST, f"the grammar does not end: {text[:40]!r}"
 
         def fill(match: re.Match) -> str:
             slot = match[1]
@@ -136,7 +128,7 @@ def prompt(index: int, *, seed: int = 0, rules: Mapping[str, Sequence[str]] | No
     tasks = rules["tasks"]
     share = np.array([tasks[name] for name in tasks], np.float64)
     task = str(rng.choice(list(tasks), p=share / share.sum()))
-    return TaskPrompt(task, expand("{" + task + "}", 0))
+    return task, expand("{" + task + "}", 0)
 
 
 def answer(
@@ -150,14 +142,12 @@ def answer(
     session = Session(model, sequences, Method())
     while sum(f is Finish.RUNNING for f in session.finish) > least * len(sequences):
         session.advance(_ROUNDS)
-    return [
-        Text(np.concatenate([ids, out]).astype(np.int32), len(ids))
-        for ids, out in zip(prompts, session.tokens(), strict=True)
-    ]
+    answered = zip(prompts, session.tokens(), strict=True)
+    return [Text(np.concatenate([ids, out]).astype(np.int32), len(ids)) for ids, out in answered]
 
 
 def encode(model: Model, text: str, *, chat: bool) -> np.ndarray:
-    """Ids int32[n] of a prompt's text."""
+    """int32[n]: a prompt's text, as a user's turn in the model's template if `chat`."""
     tokenizer = model.tokenizer
     if chat:
         turn = tokenizer.apply_chat_template([{"role": "user", "content": text}])
@@ -170,15 +160,11 @@ def make_shard(model: Model, options: DataOptions, index: int) -> list[Text]:
     prompt is short enough."""
     count = options.batch * options.batches
     limit = min(options.prompt_tokens, model.config.context_length - 2)
-    numbers, prompts = iter(range(1000 * count)), []
-    while len(prompts) < count:
-        number = next(numbers, None)
-        if number is None:
-            raise UserError(f"no generated prompt has at most {limit} tokens: raise train.prompt_tokens")
-        source = prompt(index * 1000 * count + number, seed=options.seed)
-        ids = encode(model, source.text, chat=options.chat)
-        if 0 < len(ids) <= limit:
-            prompts.append(ids)
+    numbers = range(index * 1000 * count, (index + 1) * 1000 * count)
+    each = (encode(model, prompt(number, seed=options.seed)[1], chat=options.chat) for number in numbers)
+    prompts = list(itertools.islice((ids for ids in each if 0 < len(ids) <= limit), count))
+    if len(prompts) < count:
+        raise UserError(f"no generated prompt has at most {limit} tokens: raise train.prompt_tokens")
     params = itertools.cycle([SamplingParams(temperature=t, max_tokens=options.answer) for t in options.temperatures])
     both = sorted(zip(prompts, params), key=lambda pair: len(pair[0]))  # a batch computes rows up to its longest prompt
     texts = []
@@ -224,13 +210,9 @@ class TextWritten:
 
 
 def generate(
-    model: Model,
-    options: DataOptions,
-    folder: Path,
-    *,
-    tokens: int,
+    model: Model, options: DataOptions, folder: Path, *, tokens: int,
     progress: Callable[[TextWritten], None] | None = None,
-) -> list[Path]:
+) -> list[Path]:  # fmt: skip
     """Shards in `folder`, in order, whose answers hold at least `tokens` tokens; those that are there are not made
     again. `progress` is called after each."""
     paths, done, made, spent = [], 0, 0, 0.0
@@ -250,12 +232,7 @@ def generate(
 
 
 class Document(NamedTuple):
-    """A text, or a question and its answer.
-
-    Attributes:
-        text: running text, or the answer.
-        prompt: the user's turn before an answer; None for running text.
-    """
+    """Running text; or an answer, with the user's turn before it."""
 
     text: str
     prompt: str | None = None
@@ -263,11 +240,7 @@ class Document(NamedTuple):
 
 def read_documents(path: Path) -> list[Document]:
     """The documents of a file: one text; or, if its name ends in .jsonl, on each line an object with "text", or with
-    "prompt" and "answer".
-
-    Raises:
-        UserError: no such file, no UTF-8, a malformed line, or nothing to read.
-    """
+    "prompt" and "answer". A UserError if it cannot be read."""
     where, documents = path, []
     try:
         text = path.expanduser().read_text(encoding="utf-8")
@@ -430,8 +403,8 @@ def fill_up(texts: Sequence[Text], order: Sequence[int], *, rows: int, least: in
 def cut(text: Text, *, rows: int, drafting: int) -> Text:
     """The text's end in at most that many rows, and drafting rows."""
     n, m = spans(text)
-    end = len(text.tokens) - max(m - drafting, 0)
-    drop = max(n - max(m - drafting, 0) - rows, 0)
+    over = max(m - drafting, 0)
+    end, drop = len(text.tokens) - over, max(n - over - rows, 0)
     hidden = None if text.hidden is None else text.hidden[drop:end]
     return Text(text.tokens[drop:end], text.prompt - drop, hidden)
 

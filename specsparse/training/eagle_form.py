@@ -104,22 +104,18 @@ class HeadWeights(NamedTuple):
     @staticmethod
     def from_params(params: HeadParams) -> "HeadWeights":
         """The weights of a file, as float32 arrays."""
-
-        def matrix(w: QTensor) -> jax.Array:
-            return jnp.array(dequantize(w), jnp.float32)
-
-        layer = {name: matrix(getattr(params.layer, name)) for name in LAYER_MATRICES}
+        layer = {name: dequantize(getattr(params.layer, name)) for name in LAYER_MATRICES}
         norms = {name: getattr(params.layer, name) for name in ("attn_norm", "ffn_norm")}
         weights = HeadWeights(
-            params.hidden_norm, matrix(params.fc_hidden), params.token_norm, matrix(params.fc_token),
+            params.hidden_norm, dequantize(params.fc_hidden), params.token_norm, dequantize(params.fc_token),
             LayerWeights(**layer, **norms), params.output_norm,
         )  # fmt: skip
         if params.own is not None:
             weights = weights._replace(
                 below_norm=jnp.stack([x.norm for x in params.below]),
-                fc_below=jnp.concatenate([matrix(x.matrix) for x in params.below], axis=1),
+                fc_below=jnp.concatenate([dequantize(x.matrix) for x in params.below], axis=1),
                 own_norm=params.own.norm,
-                fc_own=matrix(params.own.matrix),
+                fc_own=dequantize(params.own.matrix),
             )
         return form.owned(weights)
 
@@ -155,15 +151,14 @@ class HeadForm(Form):
     below: tuple[int, ...] = ()
     begin: HeadFile | None = None
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        return (*self.below, self.model.config.n_layers)
-
-    def check(self) -> None:
-        """Refuses, with a UserError, a file to begin with that reads other layers."""
+    def __post_init__(self):
         if self.begin is not None and self.begin.below not in ((), self.below):
             found = list(self.begin.below)
             raise UserError(f"{self.begin.path}: reads layers {found} beside the last rows; give train.below={found}")
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return (*self.below, self.model.config.n_layers)
 
     def size(self, wanted: int) -> int:
         """That of the file it begins with, if any."""
@@ -173,54 +168,45 @@ class HeadForm(Form):
         """Those of the file it begins with, if any."""
         return super().ids(texts, wanted) if self.begin is None else self.begin.ids
 
-    def first(self, texts: Sequence[Text]) -> HeadWeights:
-        """The file's, or the best linear guess; the rows below add nothing yet."""
-        weights = self._guess(texts) if self.begin is None else HeadWeights.from_params(self.begin.params)
-        if not self.below or weights.fc_below is not None:
-            return weights
-        D, b = self.model.config.d_model, len(self.below)
-        return weights._replace(
-            below_norm=jnp.ones((b, D), jnp.float32), fc_below=jnp.zeros((D, b * D), jnp.float32),
-            own_norm=jnp.array(weights.hidden_norm), fc_own=jnp.array(weights.fc_hidden),
-        )  # fmt: skip
-
-    def _guess(self, texts: Sequence[Text], *, rows: int = 60_000) -> HeadWeights:
-        """The best linear guess, in a layer that passes it on.
+    def first(self, texts: Sequence[Text], *, rows: int = 60_000) -> HeadWeights:
+        """The file's, or the best linear guess in a layer that passes it on; the rows below add nothing yet.
 
         `fc_hidden` and `fc_token` are the ridge regression of the target's next row on both inputs. Queries, keys,
         values, gate and up are `form.last_inputs`; the two output matrices are 0, so that the layer adds nothing yet.
         """
         model, params = self.model, self.model.params
-        before, after, tokens = [], [], []
-        for text in Features(model, (model.config.n_layers,)).of(form.beginning_with(texts, rows)):
-            start = max(text.prompt - 2, 0)
-            before.append(text.hidden[start:-1])
-            after.append(text.hidden[start + 1 :])
-            tokens.append(text.tokens[start + 1 :])
-        embedded = np.asarray(embed_rows(params.embedding, jnp.asarray(np.concatenate(tokens))))
-        h, h_next, e = (unit(x) for x in (np.concatenate(before), np.concatenate(after), embedded))
-        x = np.concatenate([h * np.asarray(params.output_norm), e], axis=1)
-        last = params.layers[-1]
-        fc_hidden, fc_token = np.split(ridge(x.T @ x, x.T @ h_next).T, 2, axis=1)
-        layer = LayerWeights(
-            attn_norm=last.attn_norm,
-            attn_output=jnp.zeros(last.attn_output.shape, jnp.float32),
-            ffn_norm=last.ffn_norm,
-            ffn_down=jnp.zeros(last.ffn_down.shape, jnp.float32),
-            **form.last_inputs(model),
-        )
-        ones = jnp.ones((model.config.d_model,), jnp.float32)
-        return form.owned(HeadWeights(params.output_norm, fc_hidden, ones, fc_token, layer, params.output_norm))
+        if self.begin is not None:
+            weights = HeadWeights.from_params(self.begin.params)
+        else:
+            before, after, tokens = [], [], []
+            for text in Features(model, (model.config.n_layers,)).of(form.beginning_with(texts, rows)):
+                start = max(text.prompt - 2, 0)
+                before.append(text.hidden[start:-1])
+                after.append(text.hidden[start + 1 :])
+                tokens.append(text.tokens[start + 1 :])
+            embedded = np.asarray(embed_rows(params.embedding, jnp.asarray(np.concatenate(tokens))))
+            h, h_next, e = (unit(x) for x in (np.concatenate(before), np.concatenate(after), embedded))
+            x, last = np.concatenate([h * np.asarray(params.output_norm), e], axis=1), params.layers[-1]
+            fc_hidden, fc_token = np.split(ridge(x.T @ x, x.T @ h_next).T, 2, axis=1)
+            none = {n: jnp.zeros(getattr(last, n).shape, jnp.float32) for n in ("attn_output", "ffn_down")}
+            layer = LayerWeights(attn_norm=last.attn_norm, ffn_norm=last.ffn_norm, **none, **form.last_inputs(model))
+            ones = jnp.ones((model.config.d_model,), jnp.float32)
+            weights = form.owned(HeadWeights(params.output_norm, fc_hidden, ones, fc_token, layer, params.output_norm))
+        if not self.below or weights.fc_below is not None:
+            return weights
+        D, b = model.config.d_model, len(self.below)
+        return weights._replace(
+            below_norm=jnp.ones((b, D), jnp.float32), fc_below=jnp.zeros((D, b * D), jnp.float32),
+            own_norm=jnp.array(weights.hidden_norm), fc_own=jnp.array(weights.fc_hidden),
+        )  # fmt: skip
 
     def zeros(self) -> HeadWeights:
         D, b = self.model.config.d_model, len(self.below)
-        layer = {name: jnp.zeros(shape, jnp.float32) for name, shape in layer_shapes(self.model.config).items()}
-        norm, square = jnp.zeros((D,), jnp.float32), jnp.zeros((D, D), jnp.float32)
-        alone = HeadWeights(norm, square, norm, square, LayerWeights(**layer), norm)
-        if not b:
-            return alone
-        below = jnp.zeros((b, D), jnp.float32), jnp.zeros((D, b * D), jnp.float32)
-        return alone._replace(below_norm=below[0], fc_below=below[1], own_norm=norm, fc_own=square)
+        layer = LayerWeights(**{name: jnp.zeros(shape) for name, shape in layer_shapes(self.model.config).items()})
+        norm, square = jnp.zeros((D,)), jnp.zeros((D, D))
+        alone = HeadWeights(norm, square, norm, square, layer, norm)
+        below = {"below_norm": jnp.zeros((b, D)), "fc_below": jnp.zeros((D, b * D)), "own_norm": norm, "fc_own": square}
+        return alone._replace(**below) if b else alone
 
     def logits(
         self, weights: HeadWeights, frozen: Frozen, embedding: QTensor, window: Window, count: int
@@ -260,10 +246,7 @@ EAGLE3_NAMES = {
     "hidden_norm": "blk.0.attn_norm_2.weight",
     "fc": "fc.weight",
     "output_norm": "output_norm.weight",
-    **{
-        name: f"blk.0.{name}.weight"
-        for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
-    },
+    **{name: f"blk.0.{name}.weight" for name in LayerWeights._fields[1:]},
 }
 """Fields of `Eagle3Weights` that are trained, and their tensors in the file."""
 

@@ -20,7 +20,7 @@ from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.kernels.qtensor import take_rows
-from specsparse.models.convert.write import out_type, write_model
+from specsparse.models.convert.write import out_type, size_keys, write_model
 from specsparse.speculative.drafters.heads.eagle3 import default_layers
 from specsparse.support.options import Count
 from specsparse.training.corpus import Features, Text, Window
@@ -31,7 +31,6 @@ class Frozen(NamedTuple):
     """The target's part, which stays as it is.
 
     Attributes:
-        output_norm: float32[D].
         head: float32[N, D], the output rows of the draft vocabulary.
         ids: int32[N], which ids those are.
         cos, sin: float32[positions, d / 2].
@@ -90,21 +89,12 @@ class Form(abc.ABC):
     ) -> list[jax.Array]:
         """float32[m, N] for the s-th token of a draft, s up to `count`, at every drafting row of a window.
 
-        Args:
-            weights: differentiated.
-            frozen: the target's part, of N ids.
-            embedding: the target's, as the model keeps it.
-            window: texts with float32 rows.
-            count: streams.
+        `weights` are differentiated; `embedding` is the target's, as the model keeps it.
         """
 
     @abc.abstractmethod
     def write(self, path: Path, weights: Pytree, ids: np.ndarray, *, quant: str) -> Path:
-        """Writes the file; `ids` int32[N] is the draft vocabulary, `quant` the type of the matrices.
-
-        Raises:
-            UserError: a type that cannot be written.
-        """
+        """Writes the file; `ids` int32[N] is the draft vocabulary, `quant` the type of the matrices."""
 
 
 @dataclass(frozen=True)
@@ -181,20 +171,15 @@ def id_counts(texts: Sequence[Text], vocab_size: int) -> np.ndarray:
     return np.bincount(np.concatenate([t.tokens[t.prompt :] for t in texts]), minlength=vocab_size)
 
 
-def beginning_with(texts: Sequence[Text], rows: int) -> list[Text]:
+def beginning_with(texts: Sequence[Text], rows: int) -> Sequence[Text]:
     """The first texts whose answers hold so many tokens; all if they do not."""
-    few, count = [], 0
-    for text in texts:
-        few.append(text)
-        count += len(text.tokens) - text.prompt
-        if count >= rows:
-            break
-    return few
+    held = np.cumsum([len(text.tokens) - text.prompt for text in texts])
+    return texts[: int(np.searchsorted(held, rows)) + 1]
 
 
-def tokenizer_keys(model: Model) -> dict[str, object]:
+def tokenizer_keys(model: Model, prefix: str = "tokenizer.ggml.") -> dict[str, object]:
     """The keys of a model's file that hold its tokenizer, which llama.cpp reads from a drafter's file too."""
-    return {key: value for key, value in open_gguf(model.path).metadata.items() if key.startswith("tokenizer.ggml.")}
+    return {key: value for key, value in open_gguf(model.path).metadata.items() if key.startswith(prefix)}
 
 
 @dataclass(frozen=True)
@@ -248,25 +233,15 @@ class SmallForm(Form):
     def config(self) -> ModelConfig:
         """A Llama of that shape with the target's vocabulary, context and base of rotation."""
         o, target = self.options, self.model.config
-        dim = o.width // o.heads
+        dim, context = o.width // o.heads, target.context_length
         return ModelConfig(
-            architecture="llama",
-            n_layers=o.layers,
-            d_model=o.width,
-            n_heads=o.heads,
-            n_kv_heads=o.heads,
-            head_dim=dim,
-            d_ff=o.ffn,
-            vocab_size=target.vocab_size,
-            context_length=target.context_length,
-            norm_eps=target.norm_eps,
-            rope=RopeConfig(target.rope.base, dim, "norm", original_context=target.context_length),
-            tied_output=True,
-        )
+            architecture="llama", n_layers=o.layers, d_model=o.width, n_heads=o.heads, n_kv_heads=o.heads,
+            head_dim=dim, d_ff=o.ffn, vocab_size=target.vocab_size, context_length=context, norm_eps=target.norm_eps,
+            rope=RopeConfig(target.rope.base, dim, "norm", original_context=context), tied_output=True,
+        )  # fmt: skip
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The last rows, for the target's distribution."""
         return (self.model.config.n_layers,)
 
     def first(self, texts: Sequence[Text]) -> SmallWeights:
@@ -317,21 +292,10 @@ class SmallForm(Form):
     def write(self, path: Path, weights: SmallWeights, ids: np.ndarray, *, quant: str) -> Path:
         """A GGUF file of the Llama architecture with the target's tokenizer; it scores all ids."""
         kind, c = out_type(quant), self.config
-        keys = {
-            "general.architecture": "llama",
-            "general.name": path.stem,
-            "llama.vocab_size": c.vocab_size,
-            "llama.context_length": c.context_length,
-            "llama.embedding_length": c.d_model,
-            "llama.block_count": c.n_layers,
-            "llama.feed_forward_length": c.d_ff,
-            "llama.attention.head_count": c.n_heads,
-            "llama.attention.head_count_kv": c.n_kv_heads,
-            "llama.attention.layer_norm_rms_epsilon": c.norm_eps,
-            "llama.rope.freq_base": c.rope.base,
-            "llama.rope.dimension_count": c.rope.dim,
-        }
-        keys |= {k: v for k, v in open_gguf(self.model.path).metadata.items() if k.startswith("tokenizer.")}
+        keys = size_keys(
+            "llama", path.stem, vocab=c.vocab_size, context=c.context_length, width=c.d_model, layers=c.n_layers,
+            ffn=c.d_ff, heads=c.n_heads, kv_heads=c.n_kv_heads, eps=c.norm_eps, base=c.rope.base, dim=c.rope.dim,
+        ) | tokenizer_keys(self.model, "tokenizer.")  # fmt: skip
         arrays = {"token_embd": weights.embedding, "output_norm": weights.output_norm}
         for i, layer in enumerate(weights.layers):
             arrays |= {f"blk.{i}.{name}": array for name, array in layer._asdict().items()}

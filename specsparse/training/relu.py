@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 
 from specsparse.engine.architectures import LayerKind
 from specsparse.engine.config import ACTIVATION_KEY, ModelConfig
-from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
+from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
@@ -65,11 +65,11 @@ class FfnMatrices(NamedTuple):
 
 
 class FrozenLayers(NamedTuple):
-    """The norms and the attention.
+    """Norms and attention, each with a leading axis L.
 
     Attributes:
-        layers: with a leading axis L; their FFNs are left out.
-        norms: of heads of queries and of keys, with a leading axis L, or (None, None).
+        layers: without their FFNs.
+        norms: of heads of queries and of keys, or (None, None).
         kinds: int32[L] each, `ModelConfig.kind` of every layer.
         cos, sin: float32[T, positions, d / 2], the tables that layers choose from.
     """
@@ -103,8 +103,7 @@ def check(config: ModelConfig) -> None:
     """Refuses, with a UserError, a model whose FFN has no gate or no SiLU or is normalised, or that has biases."""
     config.check_sums("turning FFNs to ReLU")
     if config.activation != "silu" or not config.gated or config.biases:
-        found = f"biases ({config.biases[0]})" if config.biases else f"activation={config.activation}"
-        found = found if config.gated else "no gate"
+        found = f"activation={config.activation}, gate: {config.gated}, biases: {', '.join(config.biases) or 'none'}"
         raise UserError(f"only a gated FFN of SiLU without biases is turned to ReLU here; this model has {found}")
 
 
@@ -161,15 +160,13 @@ def forward(
     act: Callable[[jax.Array], jax.Array], watch: Callable[[jax.Array, jax.Array], Pytree], *,
     precision: Precision = "float32",
 ) -> tuple[jax.Array, Pytree]:  # fmt: skip
-    """All layers on embedded rows [n, D].
+    """All layers on embedded tokens [n, D].
 
     Args:
-        config, frozen, ffn: the model, its norms and attention, and its FFNs with the leading axis L.
-        x_nD: embedded tokens.
-        texts: which rows see which.
+        ffn: with a leading axis L.
+        texts: say which rows see which.
         act: of the gate.
-        watch: called with the FFN's normalised inputs z [n, D] and act(gate z) [n, F]; what it returns is stacked.
-        precision: of the products, see `training.layer`.
+        watch: called with the FFN's normalised inputs z [n, D] and act(gate z) [n, F]; its results are stacked.
 
     Returns:
         Rows before the output norm [n, D], and the stacked results of `watch`, with a leading axis L.
@@ -316,13 +313,17 @@ def constant_direction(z_nD: jax.Array) -> jax.Array:
     return jnp.linalg.solve(gram + ridge * jnp.eye(len(gram)), z_nD.sum(axis=0))
 
 
-def _fit_down(h_nF: jax.Array, y_nD: jax.Array, weight_n: jax.Array, towards: jax.Array) -> jax.Array:
-    """[D, F]: the weighted ridge regression of y on the neurons h, drawn to `towards` instead of to 0."""
-    scaled = h_nF * weight_n[:, None]
+@jax.jit
+def _fitted(ffn: FfnMatrices, z_nD: jax.Array, y_nD: jax.Array) -> FfnMatrices:
+    """The layer with `down` fitted anew to all tokens at once: the weighted ridge regression of y on the neurons, drawn
+    to the present `down` instead of to 0."""
+    h_nF = jax.nn.relu(z_nD @ ffn.gate.T) * (z_nD @ ffn.up.T)
+    scaled = h_nF * _token_weights(y_nD)[:, None]
     gram = h_nF.T @ scaled
     ridge = 1e-3 * jnp.trace(gram) / len(gram)
-    rest = y_nD - h_nF @ towards.T
-    return towards + jax.scipy.linalg.solve(gram + ridge * jnp.eye(len(gram)), scaled.T @ rest, assume_a="pos").T
+    rest = scaled.T @ (y_nD - h_nF @ ffn.down.T)
+    more = jax.scipy.linalg.solve(gram + ridge * jnp.eye(len(gram)), rest, assume_a="pos").T
+    return ffn._replace(down=ffn.down + more)
 
 
 @partial(jax.jit, static_argnums=3)
@@ -344,21 +345,15 @@ def _begin(ffn: FfnMatrices, z_nD: jax.Array, y_nD: jax.Array, options: LayerOpt
         h_nF = jax.nn.relu(z_nD @ gate.T) * (z_nD @ up.T)
         value = (weight @ (h_nF * h_nF)) * jnp.sum(down * down, axis=0)
         least = jnp.argsort(value)[:count]
-        inwards, outwards = _linear_map(z_nD, y_nD - h_nF @ down.T, weight, count)
+        # The map z -> rest of that rank with the least weighted squared error.
+        scaled = z_nD * weight[:, None]
+        gram = z_nD.T @ scaled
+        ridge = 1e-3 * jnp.trace(gram) / len(gram)
+        full = jnp.linalg.solve(gram + ridge * jnp.eye(len(gram)), scaled.T @ (y_nD - h_nF @ down.T))
+        basis = jnp.linalg.eigh(full.T @ gram @ full)[1][:, ::-1][:, :count]
         gate = gate.at[least].set(constant[None])
-        up, down = up.at[least].set(inwards), down.at[:, least].set(outwards)
-    h_nF = jax.nn.relu(z_nD @ gate.T) * (z_nD @ up.T)
-    return FfnMatrices(gate, up, _fit_down(h_nF, y_nD, weight, down))
-
-
-def _linear_map(z_nD: jax.Array, y_nD: jax.Array, weight_n: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
-    """(inwards [rank, D], outwards [D, rank]): the map z -> y of that rank with the least weighted squared error."""
-    scaled = z_nD * weight_n[:, None]
-    gram = z_nD.T @ scaled
-    ridge = 1e-3 * jnp.trace(gram) / len(gram)
-    full = jnp.linalg.solve(gram + ridge * jnp.eye(len(gram)), scaled.T @ y_nD)
-    basis = jnp.linalg.eigh(full.T @ gram @ full)[1][:, ::-1][:, :rank]
-    return (full @ basis).T, basis
+        up, down = up.at[least].set((full @ basis).T), down.at[:, least].set(basis)
+    return _fitted(FfnMatrices(gate, up, down), z_nD, y_nD)
 
 
 def _error(found, y_nD, weight_n) -> jax.Array:
@@ -417,13 +412,6 @@ class Rebuilder:
         return ReluState(ffn, optimiser, pressure, state.step + 1), share
 
 
-@jax.jit
-def _fitted(ffn: FfnMatrices, z_nD: jax.Array, y_nD: jax.Array) -> FfnMatrices:
-    """The layer with `down` fitted anew to all tokens at once."""
-    h_nF = jax.nn.relu(z_nD @ ffn.gate.T) * (z_nD @ ffn.up.T)
-    return ffn._replace(down=_fit_down(h_nF, y_nD, _token_weights(y_nD), ffn.down))
-
-
 # Distilled, as a whole.
 
 
@@ -475,14 +463,14 @@ class DistillOptions:
 
 
 class DistillBatch(NamedTuple):
-    """A step's texts, and int32[c], different ids that its softmax runs over."""
+    """A step's texts, and the different ids int32[c] that its softmax runs over."""
 
     texts: PackedTexts
     ids: np.ndarray
 
 
 class DistillLosses(NamedTuple):
-    """Of a step: KL in nats, squared distance of the last rows, share of active neurons."""
+    """A step's KL in nats, squared distance of the last rows, and share of active neurons."""
 
     divergence: jax.Array
     feature: jax.Array
@@ -540,8 +528,7 @@ class Distiller:
 
     def start(self, ffn: FfnMatrices) -> ReluState:
         """The state before the first step; `ffn` has the leading axis L."""
-        pressure = jnp.float32(self._weights[1] / 10)
-        return ReluState(ffn, self._optimiser.init(ffn), pressure, jnp.zeros((), jnp.int32))
+        return ReluState(ffn, self._optimiser.init(ffn), jnp.float32(self._weights[1] / 10), jnp.int32(0))
 
     def like(self) -> ReluState:
         """A state of the right shapes, to read a checkpoint by."""
@@ -556,18 +543,15 @@ class Distiller:
         plan = partial(fill_up, texts, rows=rows)
         for step, group in endless(plan, len(texts), seed=self.options.seed, start=start):
             packed = pack_texts(self._features.of([texts[i] for i in group]), rows)
-            yield DistillBatch(packed, self._candidates(packed.tokens, counts, step))
-
-    def _candidates(self, tokens: np.ndarray, counts: np.ndarray, step: int) -> np.ndarray:
-        wanted = np.unique(tokens)
-        share = counts.copy()
-        share[wanted] = 0
-        rng = np.random.default_rng([self.options.seed, 1 << 20, step])
-        more = max(min(self.options.candidates, len(counts)) - len(wanted), 0)
-        # Gumbel's top k: a draw without replacement, in one pass over the vocabulary
-        with np.errstate(divide="ignore"):
-            score = np.log(share) + rng.gumbel(size=len(share))
-        return np.concatenate([wanted, np.argpartition(-score, more)[:more]]).astype(np.int32)
+            wanted, share = np.unique(packed.tokens), counts.copy()
+            share[wanted] = 0
+            rng = np.random.default_rng([self.options.seed, 1 << 20, step])
+            more = max(min(self.options.candidates, len(counts)) - len(wanted), 0)
+            # Gumbel's top k: a draw without replacement, in one pass over the vocabulary
+            with np.errstate(divide="ignore"):
+                score = np.log(share) + rng.gumbel(size=len(share))
+            ids = np.concatenate([wanted, np.argpartition(-score, more)[:more]]).astype(np.int32)
+            yield DistillBatch(packed, ids)
 
     def run(self, state: ReluState, texts: Sequence[Text], *, on_step: OnStep | None = None) -> ReluState:
         """The state after the last step; see `training_loop.train`."""
@@ -580,10 +564,8 @@ class Distiller:
 
     def judge(self, ffn: FfnMatrices, texts: Sequence[Text]) -> Fidelity:
         """Compares the model with the original on answers that it has not seen."""
-        rows = self.options.rows
-        groups = pack(texts, range(len(texts)), rows=rows, drafting=rows)
-        total = None
-        for group in groups:
+        rows, total = self.options.rows, []
+        for group in pack(texts, range(len(texts)), rows=rows, drafting=rows):
             chosen = [texts[i] for i in group]
             packed, counts = pack_texts(self._features.of(chosen), rows), np.zeros(rows, np.float32)
             at = 0
@@ -591,9 +573,8 @@ class Distiller:
                 counts[at + text.prompt - 1 : min(at + len(text.tokens), rows) - 1] = 1
                 at += len(text.tokens)
             found = self._judge(ffn, jax.tree.map(jnp.asarray, packed), jnp.asarray(counts))
-            found = jax.tree.map(np.asarray, found)
-            total = found if total is None else jax.tree.map(np.add, total, found)
-        kl, ours, theirs, same, active_L, count, seen = total
+            total.append(jax.tree.map(np.asarray, found))
+        kl, ours, theirs, same, active_L, count, seen = (sum(each[1:], each[0]) for each in zip(*total))
         return Fidelity(
             float(kl / count), float(np.exp(ours / count)), float(np.exp(theirs / count)), float(same / count),
             tuple(float(x) for x in active_L / seen), int(count),
@@ -611,9 +592,8 @@ class Distiller:
         if self.options.rounded:
             ffn = FfnMatrices(*map(straight_through, ffn))
         x_nD = embed_rows(self.model.params.embedding, texts.tokens)
-        y_nD, (dense_L, share_L) = forward(
-            self.config, self._frozen, ffn, x_nD, texts, self._act, watch, precision=precision
-        )
+        how = {"act": self._act, "watch": watch, "precision": precision}
+        y_nD, (dense_L, share_L) = forward(self.config, self._frozen, ffn, x_nD, texts, **how)
         return self._normed(y_nD), dense_L, share_L
 
     def _normed(self, y_nD: jax.Array) -> jax.Array:
@@ -657,11 +637,10 @@ class Distiller:
 def write_relu(f: GGUFFile, ffn: FfnMatrices, path: str | os.PathLike[str], kind: GGML) -> Path:
     """Writes `f` with the FFNs of `ffn` (leading axis L) in `kind` and ReLU at the gate, as a plain GGUF that says its
     activation; all else keeps its bytes."""
-    named = [(name, i, layer) for name in FfnMatrices._fields for i, layer in enumerate(getattr(ffn, name))]
-    new = {f"blk.{i}.ffn_{name}.weight": layer for name, i, layer in named}
-
-    def made(t: TensorInfo) -> NewTensor:
-        return NewTensor.from_values(t.name, np.asarray(new[t.name]), kind) if t.name in new else NewTensor.from_file(t)
-
+    tensors = {t.name: NewTensor.from_file(t) for t in f.tensors.values()}
+    for name, layers in ffn._asdict().items():
+        for i, layer in enumerate(layers):
+            full = f"blk.{i}.ffn_{name}.weight"
+            tensors[full] = NewTensor.from_values(full, np.asarray(layer), kind)
     keys = {**f.metadata, ACTIVATION_KEY: "relu", "general.name": f"{f.get('general.name', 'str', f.path.stem)} ReLU"}
-    return write_gguf(path, keys, [made(t) for t in f.tensors.values()])
+    return write_gguf(path, keys, list(tensors.values()))

@@ -64,13 +64,7 @@ class TrainOptions:
 
 
 class TrainState(NamedTuple):
-    """All that a restart needs: a pytree of arrays.
-
-    Attributes:
-        weights, optimiser: as they are.
-        ids: int32[N], the draft vocabulary, ascending.
-        step: int32[], steps done.
-    """
+    """All that a restart needs; `ids` int32[N], ascending, is the draft vocabulary, `step` int32[] the steps done."""
 
     weights: Pytree
     optimiser: optax.OptState
@@ -79,27 +73,21 @@ class TrainState(NamedTuple):
 
 
 class HeadBatch(NamedTuple):
-    """Windows [W, ...], and int32[c], ascending, the columns of the draft vocabulary that the softmax runs over."""
+    """Windows [W, ...], and the columns int32[c], ascending, of the draft vocabulary that the softmax runs over."""
 
     windows: Window
     columns: np.ndarray
 
 
 class HeadLosses(NamedTuple):
-    """Of a batch, by stream: KL(target, head) in nats, and the share of rows whose argmax is the target's."""
+    """KL(target, head) in nats and the share of rows whose argmax is the target's, by stream."""
 
     loss: jax.Array
     agreement: jax.Array
 
 
 class Trainer:
-    """Trains a drafter of one target; a step depends on state and data alone, so a restart changes nothing.
-
-    Attributes:
-        options: how.
-        form: what the drafter is.
-        config: the target's.
-    """
+    """Trains a drafter of one target; a step depends on state and data alone, so a restart changes nothing."""
 
     def __init__(self, model: Model, options: TrainOptions, form: Form):
         model.check_packed("training")
@@ -113,15 +101,13 @@ class Trainer:
         self._step = jax.jit(self._one_step, donate_argnums=(0, 1))
         self._features = Features(model, form.layers)
 
-    def start(self, texts: Sequence[Text]) -> TrainState:
-        return self._state(self.form.first(texts), self.form.ids(texts, self.options.draft_vocab))
-
-    def like(self) -> TrainState:
-        """A state of the right shapes, to read a checkpoint by."""
-        return self._state(self.form.zeros(), np.zeros(self.form.size(self.options.draft_vocab), np.int32))
-
-    def _state(self, weights: Pytree, ids: np.ndarray) -> TrainState:
-        return TrainState(weights, self._optimiser.init(weights), jnp.asarray(ids), jnp.zeros((), jnp.int32))
+    def start(self, texts: Sequence[Text] | None) -> TrainState:
+        """The state before the first step; without texts only its shapes are right, to read a checkpoint by."""
+        if texts is None:
+            weights, ids = self.form.zeros(), np.zeros(self.form.size(self.options.draft_vocab), np.int32)
+        else:
+            weights, ids = self.form.first(texts), self.form.ids(texts, self.options.draft_vocab)
+        return TrainState(weights, self._optimiser.init(weights), jnp.asarray(ids), jnp.int32(0))
 
     def frozen(self, ids: np.ndarray) -> Frozen:
         """The target's part for that draft vocabulary."""
@@ -137,6 +123,7 @@ class Trainer:
             raise UserError("no text to train on has an answer: raise train.tokens")
         share = id_counts(texts, self.config.vocab_size)[ids] + 1.0  # one more than the count, so that each may come
         share /= share.sum()
+        count = min(o.candidates or len(ids), len(ids))
 
         def plan(order: np.ndarray) -> list[list[list[int]]]:
             windows = pack(texts, order, rows=o.rows, drafting=o.drafting)
@@ -149,28 +136,23 @@ class Trainer:
             size = {"rows": o.rows, "drafting": o.drafting, "width": self.config.d_model}
             filled = [fill([next(read) for _ in group], **size) for group in groups]
             windows = jax.tree.map(lambda *each: np.stack(each), *filled)
-            yield HeadBatch(windows, self._columns(windows, ids, share, step))
-
-    def _columns(self, windows: Window, ids: np.ndarray, share: np.ndarray, step: int) -> np.ndarray:
-        """The candidates of a step, the others drawn by `share` float64[N]."""
-        count = min(self.options.candidates or len(ids), len(ids))
-        if count == len(ids):
-            return np.arange(count, dtype=np.int32)
-        column = np.minimum(np.searchsorted(ids, windows.tokens), len(ids) - 1)
-        wanted = np.unique(column[ids[column] == windows.tokens])[:count]
-        rest = np.where(np.isin(np.arange(len(ids)), wanted), 0.0, share)
-        rng = np.random.default_rng([self.options.seed, 1 << 20, step])
-        more = rng.choice(len(ids), count - len(wanted), replace=False, p=rest / rest.sum())
-        return np.sort(np.concatenate([wanted, more])).astype(np.int32)
+            columns = np.arange(len(ids), dtype=np.int32)
+            if count < len(ids):
+                column = np.minimum(np.searchsorted(ids, windows.tokens), len(ids) - 1)
+                wanted = np.unique(column[ids[column] == windows.tokens])[:count]
+                rest = np.where(np.isin(columns, wanted), 0.0, share)
+                rng = np.random.default_rng([o.seed, 1 << 20, step])
+                more = rng.choice(len(ids), count - len(wanted), replace=False, p=rest / rest.sum())
+                columns = np.sort(np.concatenate([wanted, more])).astype(np.int32)
+            yield HeadBatch(windows, columns)
 
     def run(self, state: TrainState, texts: Sequence[Text], *, on_step: OnStep | None = None) -> TrainState:
         """The state after the last step; see `training_loop.train`."""
         ids = np.asarray(state.ids)
-        batches, frozen = self.batches(texts, ids, int(state.step)), self.frozen(ids)
-        step = lambda state, batch: self.step(state, frozen, batch)  # noqa: E731
+        batches, step = self.batches(texts, ids, int(state.step)), partial(self.step, self.frozen(ids))
         return train(state, batches, step, steps=self.options.steps, on_step=on_step)
 
-    def step(self, state: TrainState, frozen: Frozen, batch: HeadBatch) -> tuple[TrainState, HeadLosses]:
+    def step(self, frozen: Frozen, state: TrainState, batch: HeadBatch) -> tuple[TrainState, HeadLosses]:
         """One step of the optimiser, and the losses before it."""
         weights, opt, losses = self._step(
             state.weights, state.optimiser, frozen, self.model.params.embedding, jax.tree.map(jnp.asarray, batch)
@@ -255,25 +237,20 @@ def evaluate(
     for group in pack(texts, range(len(texts)), rows=rows, drafting=drafting):
         filled = fill([texts[i] for i in group], rows=rows, drafting=drafting, width=model.config.d_model)
         right_sm = right(weights, frozen, model.params.embedding, jax.tree.map(jnp.asarray, filled))
-        reach += _reach(np.asarray(right_sm), filled.depth)
+        reach += reached(np.asarray(right_sm), filled.depth)
     if not reach[0]:
         raise UserError(f"no held-out answer is longer than gamma={gamma} tokens: raise train.answer")
     agreement = tuple(float(b / a) if a else 0.0 for a, b in itertools.pairwise(reach))
     return DraftQuality(int(reach[0]), agreement, float(1 + reach[1:].sum() / reach[0]))
 
 
-def _reach(right_sm: np.ndarray, depth_m: np.ndarray) -> np.ndarray:
+def reached(right_sm: np.ndarray, depth_m: np.ndarray) -> np.ndarray:
     """float[gamma + 1]: drafts begun, and those of them whose first s tokens are right.
 
     The draft that begins at row r has its token s in stream s at row r + s - 1. Drafts that the text's end cuts off do
     not count, nor does the last row of a text, whose next token is not kept.
     """
     gamma, m = right_sm.shape
-    out = np.zeros(gamma + 1)
-    for r in range(m - gamma):
-        if depth_m[r] < 0 or depth_m[r + gamma] != depth_m[r] + gamma:
-            continue
-        right = [right_sm[s, r + s] for s in range(gamma)]
-        out[0] += 1
-        out[1:] += np.cumprod(right)
-    return out
+    begun = [r for r in range(m - gamma) if depth_m[r] >= 0 and depth_m[r + gamma] == depth_m[r] + gamma]
+    right = [np.cumprod(right_sm[np.arange(gamma), r + np.arange(gamma)]) for r in begun]
+    return np.concatenate([[float(len(begun))], np.sum(right, axis=0) if begun else np.zeros(gamma)])

@@ -18,7 +18,7 @@ from specsparse.experiments.kinds.neuron_placement import PlacementSpec
 from specsparse.measure import machine
 from specsparse.measure.costs import roofline
 from specsparse.powerinfer.placement import GpuIndex, path_for, read_gpuidx, write_gpuidx
-from specsparse.powerinfer.profiler import ActivationStats, load_stats, read_activations, save_stats
+from specsparse.powerinfer.profiler import ActivationStats, read_activations, save_stats
 from specsparse.support.registry import Choice
 from tests.experiments.playing import changed, play, random_texts, replaced, run_config, settings
 from tests.powerinfer.tiny import write_tiny_powerinfer
@@ -59,7 +59,7 @@ def test_a_run_places_by_every_rule_and_keeps_its_choice(cfg, path, tmp_path):
     index = read_gpuidx(path_for(path))
     assert [int(h.sum()) for h in index.hot] == chosen["hot_neurons"]
     assert index.vram_capacity == summary["neuron_budget_bytes"]
-    stats = load_stats(tmp_path / "a" / "activations.safetensors", layers=2, d_ff=1024)
+    stats = read_activations(tmp_path / "a" / "activations.safetensors", layers=2, d_ff=1024)
     exported = read_activations(tmp_path / "a" / "activation", layers=2, d_ff=1024)
     assert stats.tokens == 64 and all(map(np.array_equal, stats.counts, exported.counts))
     assert (tmp_path / "a" / "placement.png").is_file()
@@ -134,7 +134,7 @@ def test_layers_and_predictors(cfg, tmp_path):
     assert found.result.gpu_index is None and found.result.found["layers"].host_layers == {0}
     by_mask = replaced(cfg, predictor=Choice("gate_threshold", {"share": 0.25}))
     found, _, _ = play(by_mask, tmp_path / "b")
-    stats = load_stats(tmp_path / "b" / "activations.safetensors", layers=2, d_ff=1024)
+    stats = read_activations(tmp_path / "b" / "activations.safetensors", layers=2, d_ff=1024)
     assert 0.2 < sum(c.sum() for c in stats.counts) / (64 * 2048) < 0.3
 
 

@@ -13,7 +13,7 @@ from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import random_head
 from specsparse.training import corpus, trainer, training_loop
 from specsparse.training.eagle_form import HeadForm
-from specsparse.training.trainer import _reach
+from specsparse.training.trainer import reached
 from tests.experiments import playing
 from tests.experiments.playing import changed, quiet_context, random_texts, run_config, settings, stop_at
 
@@ -154,9 +154,9 @@ def test_reach_counts_drafts_by_the_place_of_their_first_error():
     right = np.array([[1, 1, 0, 1, 1, 0, 1], [0, 1, 1, 0, 1, 1, 0]], bool)
     depth = np.array([0, 1, 2, 3, 0, 1, -1])
     # Begun at rows 0 and 1 (row 2 ends with its text): right at 0 then 1; right at 1 then 2.
-    np.testing.assert_array_equal(_reach(right, depth), [2, 2, 2])
+    np.testing.assert_array_equal(reached(right, depth), [2, 2, 2])
     right[1, 1] = False
-    np.testing.assert_array_equal(_reach(right, depth), [2, 2, 1])
+    np.testing.assert_array_equal(reached(right, depth), [2, 2, 1])
 
 
 @pytest.mark.parametrize(

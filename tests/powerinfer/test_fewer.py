@@ -10,7 +10,7 @@ from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.powerinfer import fewer
 from specsparse.powerinfer.fewer import with_fewer_neurons
-from specsparse.predictors.collect import self_generated
+from specsparse.predictors.collect import collect, self_generated
 from specsparse.speculative.drafters import get_drafter
 from specsparse.testing import write_tiny_gguf
 from tests.powerinfer.tiny import write_tiny_powerinfer
@@ -55,10 +55,13 @@ def test_one_with_the_targets_own_threshold_is_accepted_whole(sparse):
         assert refused == 0 if threshold == 0 else refused > 0
 
 
-def test_a_text_is_cut_to_the_context(dense):
+def test_a_text_is_cut_to_the_context(dense, monkeypatch):
     short = dataclasses.replace(dense, config=dataclasses.replace(dense.config, context_length=5))
-    cut = fewer._cut(short, IDS)
-    assert cut.tolist() == [IDS[:5]] and fewer._cut(dense, IDS).tolist() == [IDS]
+    read = []
+    monkeypatch.setattr(fewer, "collect", lambda model, text: read.append(text.tolist()) or collect(model, text))
+    for model in (short, dense):
+        with_fewer_neurons(model, text=IDS)
+    assert read == [[IDS[:5]], [IDS]]
 
 
 def test_text_that_the_model_writes(dense):
@@ -74,9 +77,9 @@ MISTAKES = {
         "dense",
         "no predictors with a threshold: give rule=hot",
     ),
-    "no text": ({"text": []}, "dense", r"drafter\.text holds no ids; ids lie in 0\.\.299"),
-    "another vocabulary": ({"text": [1, 300]}, "dense", r"drafter\.text holds \[300\]; ids lie in 0\.\.299"),
-    "a negative id": ({"rule": "gate", "text": [-1]}, "dense", r"drafter\.text holds \[-1\]"),
+    "no text": ({"text": []}, "dense", r"drafter\.text must hold ids in 0\.\.299"),
+    "another vocabulary": ({"text": [1, 300]}, "dense", r"drafter\.text must hold ids in 0\.\.299"),
+    "a negative id": ({"rule": "gate", "text": [-1]}, "dense", r"drafter\.text must hold ids"),
     "hot on a sparse target": ({"rule": "hot"}, "sparse", "ffn=powerinfer: give rule=own"),
 }
 

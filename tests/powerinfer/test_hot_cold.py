@@ -76,9 +76,9 @@ def test_the_sum_is_x_plus_cold_plus_hot_in_this_order(tmp_path, out_type):
     y, _ = hot_cold_ffn(model.config, model.kernels)(layer, x, n)
     keep = predict(model.kernels, layer.sparse.predictor, x, n)
     part = part_ffn(model.config, model.kernels)
-    cold, _ = part(layer.sparse.cold, layer.ffn_norm, x, keep.cold, n)
-    hot, _ = part(layer.sparse.hot, layer.ffn_norm, x, keep.hot, n)
-    reference, _ = part_ffn(model.config, kernels.get("reference"))(layer.sparse.hot, layer.ffn_norm, x, keep.hot, n)
+    cold, _ = part(layer.sparse.cold, layer.ffn_norm, x, keep[1], n)
+    hot, _ = part(layer.sparse.hot, layer.ffn_norm, x, keep[0], n)
+    reference, _ = part_ffn(model.config, kernels.get("reference"))(layer.sparse.hot, layer.ffn_norm, x, keep[0], n)
     assert nmse(hot, reference) < 1e-3
     x, cold, hot = map(np.asarray, (x, cold, hot))
     assert np.array_equal(y, x + (cold + hot))
@@ -113,7 +113,7 @@ BAD = {
     "no placement": ({"hot": "dense"}, "needs a placement"),
     "a rule": ({"placement": index(), "hot": "warm"}, "hot='warm' does not exist"),
     "three": ({"placement": index(), "devices": 3}, "devices=3: must be 1 or 2"),
-    "one device": ({"placement": index(), "devices": 2}, "set JAX_NUM_CPU_DEVICES=2"),
+    "one device": ({"placement": index(), "devices": 2}, "JAX_NUM_CPU_DEVICES=2"),
     "a list": ({"placement": [1]}, "is a gpuidx file, a GpuIndex or a Placement, not list"),
     "layers": ({"placement": GpuIndex(index().hot[:2], 0)}, "places 2 layers"),
     "a mode": ({"placement": index(), "ffn": "oracle"}, "ffn='oracle' does not go with a placement"),

@@ -42,7 +42,7 @@ def brute_force(p: Problem) -> float:
     menus = []
     for i in range(p.layers):
         d_ff = len(p.read[i])
-        sets = [s for k in p.counts(i) for s in itertools.combinations(range(d_ff), int(k))]
+        sets = [s for k in p.ranked(i)[1] for s in itertools.combinations(range(d_ff), int(k))]
         menus.append([np.isin(np.arange(d_ff), s) for s in sets])
     found = []
     for hot in itertools.product(*menus):

@@ -37,7 +37,7 @@ from specsparse.models import catalogue
 from specsparse.powerinfer import placement, profiler
 from specsparse.powerinfer.hot_cold import Span, host_kernels, waiting
 from specsparse.powerinfer.placement import RULES, Hardware, ModelParts, Placement, Problem
-from specsparse.powerinfer.profiler import ActivationStats, load_stats, probabilities, read_activations
+from specsparse.powerinfer.profiler import ActivationStats, probabilities, read_activations
 from specsparse.predictors import FFN, Needs, get_predictor
 from specsparse.predictors.collect import windows
 from specsparse.predictors.evaluate import ModelQuality, fit_layers, model_sums, with_weights
@@ -277,8 +277,7 @@ def activations_of_run(cfg: PlacementSettings, f: GGUFFile, config: ModelConfig,
         if given is not None:
             ctx.console.print(Text(f"activation counts: {given}", style="dim"))
     if given is not None:
-        read = read_activations if Path(given).is_dir() else load_stats
-        return read(given, layers=config.n_layers, d_ff=config.d_ff)
+        return read_activations(given, layers=config.n_layers, d_ff=config.d_ff)
     model = ctx.load(cfg.model, ffn="dense")
     length = min(cfg.placement.window, model.config.context_length)
     text = windows(shuffled_text(cfg, model.tokenizer), length)[: max(cfg.placement.tokens // length, 1)]
@@ -384,8 +383,8 @@ def _two_device_seconds(model: Model, ids: np.ndarray, count: int, directory: Pa
     out["waits"] = {side: seconds / count for side, seconds in waiting(spans).items()}
     files.write_atomically(directory / TRACE_FILE, files.to_json(chrome_trace(spans)))
     two.watch = None
-    out["overlapped"] = _step_seconds(model, ids, count, watched=lambda: before.update(two.crossed.counts()))
-    out["crossed"] = {side: (nbytes - before[side]) / count for side, nbytes in two.crossed.counts().items()}
+    out["overlapped"] = _step_seconds(model, ids, count, watched=lambda: before.update(two.crossed))
+    out["crossed"] = {side: (nbytes - before[side]) / count for side, nbytes in two.crossed.items()}
     return out
 
 

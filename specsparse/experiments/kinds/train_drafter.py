@@ -103,9 +103,7 @@ class TrainDrafter(Training):
             folder / STATE, train.steps, own.save_every, "rows",
             count=lambda batch: int((batch.windows.depth >= 0).sum()), point=_point,
         )  # fmt: skip
-        state = log.resume(trainer.like())
-        if state is None:
-            state = trainer.start(found)
+        state = log.resume(trainer.start(None)) or trainer.start(found)
         with log.shown(ctx.console, "training", state) as on_step:
             state = trainer.run(state, found, on_step=on_step)
         ids, form = np.asarray(state.ids), trainer.form
@@ -183,9 +181,7 @@ def form_of(cfg: TrainSettings, model: Model) -> Form:
         return SmallForm(model, small, cfg.seed)
     if own.form == "head":
         file = None if own.begin is None else find(own.begin, model.params.output_norm)
-        form = HeadForm(model, own.below, file and read_head(file, model.config, floats=True))
-        form.check()
-        return form
+        return HeadForm(model, own.below, file and read_head(file, model.config, floats=True))
     return Eagle3Form(model, own.below) if own.form == "eagle3" else DFlashForm(model, own.below, block)
 
 

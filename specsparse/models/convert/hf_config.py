@@ -13,6 +13,7 @@ from specsparse.engine.architectures import ARCHITECTURES, Architecture
 from specsparse.engine.config import ACTIVATION_KEY, MAX_CONTEXT
 from specsparse.engine.rope import RopeConfig, angles
 from specsparse.errors import UserError
+from specsparse.models.convert.write import size_keys
 from specsparse.support.files import Json
 
 
@@ -418,21 +419,11 @@ def metadata(config: HfConfig, *, name: str) -> Json:
     """
     a, family, head_dim, rope = config.architecture, config.hf_class.family, config.head_dim, config.rope
     width, n_layers = config.get("hidden_size", int), config.size("num_hidden_layers", most=1 << 14)
-    keys: Json = {
-        "general.architecture": a,
-        "general.type": "model",
-        "general.name": name,
-        f"{a}.vocab_size": config.get("vocab_size", int),
-        f"{a}.context_length": rope.context,
-        f"{a}.embedding_length": width,
-        f"{a}.block_count": n_layers,
-        f"{a}.feed_forward_length": config.get("intermediate_size", int),
-        f"{a}.attention.head_count": config.n_heads,
-        f"{a}.attention.head_count_kv": config.n_kv_heads,
-        f"{a}.attention.layer_norm_rms_epsilon": config.eps(),
-        f"{a}.rope.freq_base": rope.base,
-        f"{a}.rope.dimension_count": head_dim,
-    }
+    keys = {"general.type": "model"} | size_keys(
+        a, name, vocab=config.get("vocab_size", int), context=rope.context, width=width, layers=n_layers,
+        ffn=config.get("intermediate_size", int), heads=config.n_heads, kv_heads=config.n_kv_heads, eps=config.eps(),
+        base=rope.base, dim=head_dim,
+    )  # fmt: skip
     if every := family.unrotated_every:
         usual = [int((i + 1) % every != 0) for i in range(n_layers)]
         interval = config.get("no_rope_layer_interval", int, every)

@@ -15,7 +15,7 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.text.spm import SPACE
 from specsparse.engine.text.vocabulary import TokenType
 from specsparse.errors import UserError
-from specsparse.models.convert.write import Progress, Source, out_type, write_model
+from specsparse.models.convert.write import Progress, Source, out_type, size_keys, write_model
 from specsparse.support.files import Json
 
 _HEADER = struct.Struct("<7i")
@@ -23,18 +23,12 @@ _NEW_MAGIC = 0x616B3432
 
 
 def convert_llama2c(
-    model: str | os.PathLike[str],
-    tokenizer: str | os.PathLike[str],
-    path: str | os.PathLike[str],
-    *,
-    type_name: str = "f32",
-    progress: Progress = lambda done, total: None,
-) -> ModelConfig:
-    """Converts.
+    model: str | os.PathLike[str], tokenizer: str | os.PathLike[str], path: str | os.PathLike[str], *,
+    type_name: str = "f32", progress: Progress = lambda done, total: None,
+) -> ModelConfig:  # fmt: skip
+    """Converts model.bin (the first version of the format, float32) and tokenizer.bin.
 
     Args:
-        model: model.bin in the first version of the format, float32.
-        tokenizer: tokenizer.bin.
         path: of the new file.
         type_name: of `write.OUT_TYPES`.
         progress: called with (bytes written, bytes in all).
@@ -80,20 +74,10 @@ def convert_llama2c(
                 tensors.append(
                     (full, shape, lambda start=start, shape=shape: np.memmap(source, "<f4", "r", start, shape))
                 )
-    keys = {
-        "general.architecture": "llama",
-        "general.name": source.stem,
-        "llama.vocab_size": vocab,
-        "llama.context_length": context,
-        "llama.embedding_length": d,
-        "llama.block_count": layers,
-        "llama.feed_forward_length": f,
-        "llama.attention.head_count": heads,
-        "llama.attention.head_count_kv": kv_heads,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        "llama.rope.freq_base": 10000.0,
-        "llama.rope.dimension_count": d // heads,
-    }
+    keys = size_keys(
+        "llama", source.stem, vocab=vocab, context=context, width=d, layers=layers, ffn=f, heads=heads,
+        kv_heads=kv_heads, eps=1e-5, base=10000.0, dim=d // heads,
+    )  # fmt: skip
     return write_model(path, keys | _tokenizer(Path(tokenizer), vocab), tensors, kind, progress=progress)
 
 

@@ -31,21 +31,29 @@ def out_type(name: str) -> GGML:
     return OUT_TYPES[name.lower()]
 
 
+def size_keys(
+    architecture: str, name: str, *, vocab: int, context: int, width: int, layers: int, ffn: int, heads: int,
+    kv_heads: int, eps: float, base: float, dim: int,
+) -> Json:  # fmt: skip
+    """The keys of a model's name and sizes."""
+    own = {
+        "vocab_size": vocab, "context_length": context, "embedding_length": width, "block_count": layers,
+        "feed_forward_length": ffn, "attention.head_count": heads, "attention.head_count_kv": kv_heads,
+        "attention.layer_norm_rms_epsilon": eps, "rope.freq_base": base, "rope.dimension_count": dim,
+    }  # fmt: skip
+    about = {"general.architecture": architecture, "general.name": name}
+    return about | {f"{architecture}.{key}": value for key, value in own.items()}
+
+
 def write_model(
-    path: str | os.PathLike[str],
-    metadata: Json,
-    sources: Iterable[Source],
-    kind: GGML,
-    *,
-    output: GGML | None = None,
+    path: str | os.PathLike[str], metadata: Json, sources: Iterable[Source], kind: GGML, *, output: GGML | None = None,
     progress: Progress = lambda done, total: None,
-) -> ModelConfig:
+) -> ModelConfig:  # fmt: skip
     """Writes a model and returns its config; one tensor at a time is in memory, and the file appears when it is whole.
 
     Args:
         path: of the new file; replaced if it is there.
         metadata: keys of the model and its tokenizer.
-        sources: the tensors.
         kind: of the matrices, by the rules of `engine.gguf.requantise.type_for`; vectors are float32.
         output: of the output matrix, if it is not to go by those rules.
         progress: called with (bytes written, bytes in all).
