@@ -21,13 +21,12 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from specsparse.engine.gguf.shards import shard_names
 from specsparse.errors import UserError
 from specsparse.models import hub
-from specsparse.models.hub import RepoFile, Repository
+from specsparse.models.hub import RepoFile
 from specsparse.support.files import cache_dir, kept, need_memory, size_text, to_json, write_atomically
 from specsparse.support.options import Count, Internal, Size, read
 
@@ -167,7 +166,8 @@ def own_folder() -> Path:
 
 def entries() -> Mapping[str, Entry]:
     """All entries by name, in the order of their names; the user's own replace ours of the same name."""
-    return _entries(own_folder())
+    files = {path.stem: path for folder in (_SHIPPED, own_folder()) for path in sorted(folder.glob("*.yaml"))}
+    return {name: _entry(files[name]) for name in sorted(files)}
 
 
 def find(name: str) -> Entry | None:
@@ -181,18 +181,6 @@ def find(name: str) -> Entry | None:
 
 def names() -> list[str]:
     return [name for entry in entries().values() for name in (entry.name, *entry.aliases)]
-
-
-def forget() -> None:
-    """Lets the files be read again, after an entry was written."""
-    _entries.cache_clear()
-    _entry.cache_clear()
-
-
-@functools.cache
-def _entries(own: Path) -> Mapping[str, Entry]:
-    files = {path.stem: path for folder in (_SHIPPED, own) for path in sorted(folder.glob("*.yaml"))}
-    return MappingProxyType({name: _entry(files[name]) for name in sorted(files)})
 
 
 @functools.cache
@@ -269,13 +257,8 @@ def resolve(spec: str | Path) -> Path:
             return path
     if "/" in text or "\\" in text or text.lower().endswith(".gguf"):
         raise UserError(f"{text}: no such file")
-    packaged, match = [entry.name for entry in entries().values() if entry.package], difflib.SequenceMatcher()
-    match.set_seq2(text.lower())
-    like = {}
-    for name in names():
-        match.set_seq1(name)
-        like[name] = match.ratio()
-    near = sorted((n for n in like if like[n] >= 0.5), key=lambda n: (-like[n], n not in packaged))[:3] or packaged
+    near = difflib.get_close_matches(text.lower(), names(), cutoff=0.5)
+    near = near or [entry.name for entry in entries().values() if entry.package]
     raise UserError(f"unknown model {text!r}: did you mean {' or '.join(near)}? The path of a GGUF file is fine too")
 
 
@@ -286,8 +269,19 @@ def locate(entry: Entry, *, make: bool = False) -> Path | None:
     Raises:
         UserError: its package is not installed.
     """
-    if entry.repo:
-        return next(_places_of(entry), None)
+    if entry.repo:  # in the folders of models, then in the Hub's cache
+        given, cache = os.environ.get("SPECSPARSE_MODELS"), Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+        folders = [*([Path(given)] if given else []), model_folder(), Path("models"), cache / "specsparse" / "models"]
+        for name in entry.files:
+            there = [path for folder in folders for path in sorted(folder.expanduser().glob(name))]
+            for path in [*there, *hub.cached(name)]:
+                if all((path.parent / part).is_file() for part in shard_names(path.name) or [path.name]):
+                    return path
+        if not entry.convert and not entry.file:
+            for path in hub.cached("config.json", repo=entry.repo):
+                if any(path.parent.glob("*.safetensors")) or any(path.parent.glob("*.bin")):
+                    return path.parent
+        return None
     path = _in_package(entry.package or COMPANION, (entry.delta if entry.base else entry.file) or "")
     if path is None:
         install = entry.install or "pip install ./specsparse-models (in a checkout of specsparse)"
@@ -311,24 +305,6 @@ def companion(name: str, what: str) -> Path | None:
     return _in_package(COMPANION, f"{name}.{what}.safetensors") if entry is not None and entry.base else None
 
 
-def _places_of(entry: Entry) -> Iterator[Path]:
-    """Files of a model of the Hub on this machine: in the folders of models, then in the Hub's cache."""
-    given, cache = os.environ.get("SPECSPARSE_MODELS"), Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    folders = [*([Path(given)] if given else []), model_folder(), Path("models"), cache / "specsparse" / "models"]
-    for name in entry.files:
-        for folder in folders:
-            yield from filter(_whole, sorted(folder.expanduser().glob(name)))
-        yield from filter(_whole, hub.cached(name))
-    if not entry.convert and not entry.file:
-        folders = (path.parent for path in hub.cached("config.json", repo=entry.repo))
-        yield from (folder for folder in folders if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")))
-
-
-def _whole(path: Path) -> bool:
-    """True if the file is there, of a split model all parts."""
-    return all((path.parent / name).is_file() for name in shard_names(path.name) or [path.name])
-
-
 def _in_package(package: str, file: str) -> Path | None:
     """A file of a package that is installed, without importing it."""
     found = importlib.util.find_spec(package)
@@ -336,34 +312,22 @@ def _in_package(package: str, file: str) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-@dataclass(frozen=True)
-class DownloadPlan:
-    """An entry of the catalogue, its repository as the Hub has it, and the files to download."""
+class DownloadPlan(NamedTuple):
+    """A model to download.
+
+    Attributes:
+        entry, files: of the catalogue, and in its repository.
+        bytes, missing: of the files, and of them not here yet.
+        loaded: bytes of the file that loads; of one that is to be made, at most.
+        text: one line for people.
+    """
 
     entry: Entry
-    repository: Repository
     files: tuple[RepoFile, ...]
-
-    @property
-    def bytes(self) -> int:
-        return sum(file.size or 0 for file in self.files)
-
-    @property
-    def missing(self) -> int:
-        return self.bytes - sum(hub.at_hand(self.repository.repo, file) for file in self.files)
-
-    @property
-    def loaded(self) -> int:
-        """Bytes of the file that loads; of one that is to be made, at most."""
-        return self.entry.size if self.entry.convert and self.entry.size else self.bytes
-
-    def __str__(self) -> str:
-        at_hand = self.bytes - self.missing
-        several = f"{len(self.files)} files, " if len(self.files) > 1 else ""
-        here = f" ({size_text(at_hand)} of it here)" if at_hand else ""
-        made = f", converted to {self.entry.convert.upper()}" if self.entry.convert else ""
-        size, licence = f"{several}{size_text(self.bytes)}{here}", self.repository.licence or "not given"
-        return f"{self.entry.name}: {size} from {self.entry.url}{made}, licence {licence}"
+    bytes: int
+    missing: int
+    loaded: int
+    text: str
 
 
 def path_of(spec: str | os.PathLike[str], download: Download = "ask") -> Path:
@@ -421,13 +385,30 @@ def obtain(wanted: Mapping[str, Entry], download: Download) -> None:
         each = ", ".join(f"{one.entry.name} {size_text(one.missing)}" for one in plans)
         raise NotHere(wanted, f"download=yes fetches {total} ({each}); or ")
     for one in plans:
-        _say(str(one))
+        _say(one.text)
     if download == "ask":
         print(f"Download {total}? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise NotHere(wanted, "not downloaded; ")
     for one in plans:
-        _fetch(one)
+        entry = one.entry
+        reference = str(hub.Reference(str(entry.repo), one.files[0].name if entry.file else None, entry.revision))
+        found = hub.download(reference) if entry.file else hub.download_checkpoint(reference)
+        if entry.convert is None:
+            _say(f"{entry.name}: {found}")
+            continue
+        from rich.console import Console  # a model that is here needs not wait for these
+
+        from specsparse.models.convert.hf import convert_hf
+        from specsparse.support import terminal
+
+        path = model_folder() / entry.files[0]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with terminal.loading(Console(stderr=True), f"converting {entry.name}") as progress:
+            convert_hf(found, path, type_name=entry.convert, progress=progress)
+        size = path.stat().st_size
+        _keep(entry, size=size)
+        _say(f"{entry.name}: converted, {size_text(size)}: {path}")
 
 
 def _say(line: str) -> None:
@@ -454,16 +435,19 @@ def plan(entry: Entry) -> DownloadPlan:
         names = ", ".join(file.name for file in found.files if file.name.endswith(".gguf")) or "no GGUF file"
         wrong = f"{entry.url} has no {entry.file or 'checkpoint'}; it has {names}"
     elif entry.sha256 and files[0].sha256 and entry.sha256 != files[0].sha256:
-        wrong = (
-            f"{files[0].name} on the Hub has another sha256 ({files[0].sha256[:12]}..) than the catalogue "
-            f"({entry.sha256[:12]}..): it is not the file that was meant"
-        )
+        both = f"{files[0].sha256[:12]}.., the catalogue says {entry.sha256[:12]}.."
+        wrong = f"{files[0].name} on the Hub has another sha256 ({both}): it is not the file that was meant"
     if wrong:
         raise UserError(f"{entry.name}: {wrong}")
-    one = DownloadPlan(entry, found, tuple(files))
+    size, at_hand = sum(file.size or 0 for file in files), sum(hub.at_hand(entry.repo, file) for file in files)
     _keep(entry, revision=found.commit, licence=found.licence, sha256=files[0].sha256 if len(files) == 1 else None,
-          size=None if entry.convert else one.bytes)  # fmt: skip
-    return one
+          size=None if entry.convert else size)  # fmt: skip
+    several = f"{len(files)} files, " if len(files) > 1 else ""
+    here = f" ({size_text(at_hand)} of it here)" if at_hand else ""
+    made = f", converted to {entry.convert.upper()}" if entry.convert else ""
+    text = f"{several}{size_text(size)}{here} from {entry.url}{made}, licence {found.licence or 'not given'}"
+    loaded = entry.size if entry.convert and entry.size else size
+    return DownloadPlan(entry, tuple(files), size, size - at_hand, loaded, f"{entry.name}: {text}")
 
 
 def known(entry: Entry) -> Entry:
@@ -485,25 +469,3 @@ def _keep(entry: Entry, **facts: str | int | None) -> None:
 
 def _facts_file(entry: Entry) -> Path:
     return model_folder() / f"{entry.name}.hub.json"
-
-
-def _fetch(one: DownloadPlan) -> None:
-    """Downloads the files of a plan and converts a checkpoint."""
-    entry = one.entry
-    file = one.files[0].name if entry.file else None
-    reference = hub.Reference(str(entry.repo), file, entry.revision)
-    folder = hub.download(str(reference)) if file else hub.download_checkpoint(str(reference))
-    if entry.convert is None:
-        _say(f"{entry.name}: {folder}")
-        return
-    from rich.console import Console  # a model that is here needs not wait for these
-
-    from specsparse.models.convert.hf import convert_hf
-    from specsparse.support import terminal
-
-    path = model_folder() / entry.files[0]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with terminal.loading(Console(stderr=True), f"converting {entry.name}") as progress:
-        convert_hf(folder, path, type_name=entry.convert, progress=progress)
-    _keep(entry, size=path.stat().st_size)
-    _say(f"{entry.name}: converted, {size_text(path.stat().st_size)}: {path}")

@@ -19,11 +19,11 @@ def own(tmp_path, monkeypatch):
 
     def write(name, text):
         (folder / f"{name}.yaml").write_text(text)
-        catalogue.forget()
+        catalogue._entry.cache_clear()
 
-    catalogue.forget()
+    catalogue._entry.cache_clear()
     yield write
-    catalogue.forget()
+    catalogue._entry.cache_clear()
 
 
 @pytest.fixture

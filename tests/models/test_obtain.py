@@ -89,7 +89,7 @@ def test_one_that_was_stopped_goes_on(server):
     assert "the download failed" in refusal(["llama-2-7b"])
     server.requests.clear()
     one = catalogue.plan(catalogue.find("llama-2-7b"))
-    assert one.bytes - one.missing == 5000 and "5 kB of it here" in str(one)
+    assert one.bytes - one.missing == 5000 and "5 kB of it here" in one.text
     catalogue.obtain(wanted("llama-2-7b"), "yes")
     assert server.sent(FILE) == ["bytes=5000-"]
     assert catalogue.resolve("llama-2-7b").read_bytes() == (server.folder / TARGET / FILE).read_bytes()

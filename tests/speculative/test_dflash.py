@@ -370,7 +370,7 @@ WINDOWED = {"transformer_layer_config__use_sliding_window": True}
         ({"transformer_layer_config__num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000, 1 to 1024"),
         ({"transformer_layer_config__rms_norm_eps": -1.0}, "rms_norm_eps is -1, a number above 0"),
         ({"transformer_layer_config__head_dim": 10**15}, "head_dim is 1000000000000000, 1 to"),
-        ({"transformer_layer_config__partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+        ({"transformer_layer_config__partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
         ({"transformer_layer_config__rope_parameters": {"rope_theta": 0.5}}, "rope_theta is 0.5, a number above 1"),
         (WINDOWED | {"transformer_layer_config__sliding_window": 0}, "sliding_window is 0, 1 to"),
         (WINDOWED | {"transformer_layer_config__sliding_window": 1 << 40}, "sliding_window is 1099511627776, 1 to"),

@@ -118,7 +118,7 @@ def read_eagle3(path: str | Path) -> Eagle3File:
     else:
         _refuse_unknown(where, config, _WITHOUT_EFFECT | _EAGLE3_OPTIONS | _LIBRARY)
         _refuse_unknown(where, hf.values, _WITHOUT_EFFECT | _EAGLE3_LAYER)
-    _need(hf, hidden_act="silu")
+    hf.need(hidden_act="silu")
     slides = "sliding_attention" in hf.get("layer_types", list, [])
     if slides or (hf.get("use_sliding_window", bool, False) and hf.values.get("sliding_window") is not None):
         raise UserError(f"{where}: sliding_window is not supported in an EAGLE-3 head")
@@ -128,7 +128,7 @@ def read_eagle3(path: str | Path) -> Eagle3File:
     key = "eagle_aux_hidden_state_layer_ids"
     inside = HfConfig(where, options.get("eagle_config", dict, {}))
     _refuse_unknown(where, inside.values, {*_EAGLE_CONFIG, key})
-    _need(inside, **_EAGLE_CONFIG)
+    inside.need(**_EAGLE_CONFIG)
     own = _layer_ids(options, key)
     layers = own or _layer_ids(inside, key)
     if not own and layers[:1] == (1,):
@@ -144,7 +144,7 @@ def read_eagle3(path: str | Path) -> Eagle3File:
         kv_heads=hf.size("num_key_value_heads", H),
         head_dim=head_dim,
         d_ff=hf.size("intermediate_size"),
-        eps=hf.eps(1e-6),
+        eps=hf.get("rms_norm_eps", float, 1e-6, low=0.0, most=1.0),
         features=(fields["tensors"].get("fc.weight") or (0,))[-1] // target_width,
         qk_norm="blk.0.attn_q_norm.weight" in names,
         biases=tuple(name for name in PROJECTIONS if f"blk.0.{name}.bias" in names),
@@ -170,7 +170,7 @@ def read_dflash(path: str | Path) -> DFlashFile:
     hf = _layer_config_of(where, config)
     if hf.values is not config:
         given = HfConfig(where, config)
-        _need(given, speculators_model_type="dflash", projector_type="dflash", shift_label=False)
+        given.need(speculators_model_type="dflash", projector_type="dflash", shift_label=False)
         features = _layer_ids(given, "aux_hidden_state_layer_ids", least=1)
         causal = False if given.get("sliding_window_non_causal", bool, False) else None
         options = {"block_size": given.get("block_size", int), "mask_token": given.get("mask_token_id", int),
@@ -195,7 +195,7 @@ def read_dflash(path: str | Path) -> DFlashFile:
             "logit_scale": given.get("output_multiplier", float, 1.0),
             "softcap": max(given.get("final_logit_softcapping", float, 0.0), 0.0),
         }
-    _need(hf, model_type="qwen3", attention_bias=False, hidden_act="silu")
+    hf.need(model_type="qwen3", attention_bias=False, hidden_act="silu")
 
     n_layers = hf.size("num_hidden_layers", most=1 << 10)
     windowed = hf.values.get("sliding_window") is not None and hf.get("use_sliding_window", bool, False)
@@ -218,7 +218,7 @@ def read_dflash(path: str | Path) -> DFlashFile:
         kv_heads=hf.size("num_key_value_heads"),
         head_dim=head_dim,
         d_ff=hf.size("intermediate_size"),
-        eps=hf.eps(1e-6),
+        eps=hf.get("rms_norm_eps", float, 1e-6, low=0.0, most=1.0),
         features=features,
         feature_width=(fc[-1] if fc else 0) // len(features),
         windows=tuple(window if slide else None for slide in slides),
@@ -240,14 +240,6 @@ def _refuse_unknown(where: Path, values: Json, known: set[str]) -> None:
     unknown = sorted(key for key, value in values.items() if key not in known and value is not None)
     if unknown:
         raise UserError(f"{where}: the option {unknown[0]}={values[unknown[0]]!r:.40} is not supported")
-
-
-def _need(config: HfConfig, **only: str | bool) -> None:
-    """UserError if a key is there and has another value than the one that is supported."""
-    for key, value in only.items():
-        found = config.get(key, type(value), value)
-        if found != value and not (key == "hidden_act" and found == "swish"):
-            raise UserError(f"{config.where}: {key}={found} is not supported in a draft head: only {value} is")
 
 
 def _layer_ids(config: HfConfig, key: str, *, least: int = 0) -> tuple[int, ...]:

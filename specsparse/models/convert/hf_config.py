@@ -58,8 +58,7 @@ CLASSES: Mapping[str, HfClass] = {
 """Classes of transformers by name."""
 
 
-@dataclass(frozen=True)
-class TextPart:
+class TextPart(NamedTuple):
     """The text model in a checkpoint of a model that sees images too.
 
     Attributes:
@@ -142,49 +141,45 @@ class HfConfig:
     where: Path
     values: Json
 
-    def get(self, key: str, kind: type, default: Any = _MISSING) -> Any:
-        """A value of that type (an int counts as a float); null counts as missing.
+    def get(
+        self, key: str, kind: type, default: Any = _MISSING, *, low: float = -math.inf, most: float = math.inf
+    ) -> Any:
+        """A value of that type (an int counts as a float), of numbers one above `low` and up to `most`.
 
-        Raises:
-            UserError: it is missing and has no default, is of another type, or is a number that is not finite.
+        Null counts as missing. A UserError if it is missing and has no default, of another type, not finite or out of
+        range.
         """
         value = self.values.get(key)
-        if value is None and default is not _MISSING:
-            return default
+        if value is None and default is None:
+            return None
+        value = default if value is None and default is not _MISSING else value
         if kind is float and type(value) is int and abs(value) < _MAX:
             value = float(value)
-        if type(value) is kind and not (kind is float and not math.isfinite(value)):
+        if type(value) is kind and (kind not in (int, float) or (low < value <= most and math.isfinite(value))):
             return value
-        wrong = f"{key} is {value!r:.60}, not of type {kind.__name__}"
-        if value is None:
-            wrong = f"has no {key}"
-        elif type(value) is kind:
-            wrong = f"{key} is {value}, a finite number is needed"
+        wrong = f"has no {key}" if value is None else f"{key} is {value!r:.60}, not of type {kind.__name__}"
+        if type(value) is kind:
+            wrong = f"{key} is {value:g}, a number above {low:.12g} and up to {most:.12g} is needed"
         raise UserError(f"{self.where}: {wrong}")
 
     def size(self, key: str, default: Any = _MISSING, most: int = 1 << 24) -> int:
-        """A whole number in 1..most; UserError as in `get`, or if it is out of range."""
-        value = self.get(key, int, default)
-        if not 1 <= value <= most:
-            raise UserError(f"{self.where}: {key} is {value!r:.60}, 1 to {most} is allowed")
-        return value
+        """A whole number in 1..most; UserError as in `get`."""
+        return self.get(key, int, default, low=0, most=most)
 
-    def number(self, key: str, default: Any = _MISSING, *, low: float, most: float) -> float:
-        """A number above `low` and up to `most`; UserError as in `get`, or if it is out of range."""
-        value = self.get(key, float, default)
-        if not low < value <= most:
-            raise UserError(f"{self.where}: {key} is {value:g}, a number above {low:g} and up to {most:g} is needed")
-        return value
-
-    def eps(self, default: Any = _MISSING) -> float:
-        """The epsilon of RMS norms; UserError as in `number`."""
-        return self.number("rms_norm_eps", default, low=0.0, most=1.0)
+    def need(self, **only: object) -> None:
+        """UserError if a key is there with another value than the one that is supported; None: with any."""
+        for key, value in only.items():
+            found = self.values.get(key)
+            found = ACTIVATIONS.get(found, found) if key == "hidden_act" and isinstance(found, str) else found
+            if found is not None and (value is None or found != value):
+                needed = "" if value is None else f": only {value} is"
+                raise UserError(f"{self.where}: {key}={found!s:.40} is not supported{needed}")
 
     def theta(self, table: Json, key: str, default: float) -> float:
         """The base of a rotary embedding: `rope_theta` of its table, else `key` beside it; UserError as in `number`."""
         if table.get("rope_theta") is not None:
-            return HfConfig(self.where, table).number("rope_theta", low=1.0, most=_MAX)
-        return self.number(key, default, low=1.0, most=_MAX)
+            return HfConfig(self.where, table).get("rope_theta", float, low=1.0, most=_MAX)
+        return self.get(key, float, default, low=1.0, most=_MAX)
 
     def rotation(self, table: Json, architecture: str, *, base: float, dim: int, context: int) -> "HfRope":
         """The rotary embedding of a table of this config; `base` is theta if neither says it.
@@ -272,16 +267,14 @@ class HfRope:
 
     def number(self, key: str, default: Any = _MISSING, *, low: float = 1e-6) -> float:
         """A number of the table; no real one comes near the bounds."""
-        return self.table.number(key, default, low=low, most=1e9)
+        return self.table.get(key, float, default, low=low, most=1e9)
 
     @property
     def original(self) -> int:
         """Trained positions; UserError if there are none, or more than any model has."""
         key = "original_max_position_embeddings"
         positions = self.pretrained or int(self.number(key, float(self.context)))
-        if not 1 <= positions <= MAX_CONTEXT:
-            raise UserError(f"{self.table.where}: {key} is {positions!r:.40}, 1 to {MAX_CONTEXT} is allowed")
-        return positions
+        return HfConfig(self.table.where, {key: positions}).size(key, most=MAX_CONTEXT)
 
     @property
     def plain(self) -> np.ndarray:
@@ -317,7 +310,7 @@ def gguf_rope(rope: HfRope) -> GgufRope:
         raise UserError(
             f"{rope.table.where}: rope scaling {kind!r}{what} is not supported; there are {', '.join(ROPES)}"
         )
-    _need_values(rope.table, partial_rotary_factor=1.0)
+    rope.table.need(partial_rotary_factor=1.0)
     match kind:
         case "linear":
             return GgufRope({"rope.scaling.type": "linear", "rope.scaling.factor": rope.number("factor")})
@@ -401,15 +394,6 @@ def _yarn(rope: HfRope) -> GgufRope:
     )
 
 
-def _need_values(config: HfConfig, **only: object) -> None:
-    """UserError if a key is there with another value than the one that is supported; None: with any."""
-    for key, value in only.items():
-        found = config.values.get(key)
-        if found is not None and (value is None or found != value):
-            needed = "" if value is None else f": {value} is needed"
-            raise UserError(f"{config.where}: {key} is not supported{needed}")
-
-
 def metadata(config: HfConfig, *, name: str) -> Json:
     """GGUF keys of the model, without those of its tokenizer.
 
@@ -421,8 +405,8 @@ def metadata(config: HfConfig, *, name: str) -> Json:
     width, n_layers = config.get("hidden_size", int), config.size("num_hidden_layers", most=1 << 14)
     keys = {"general.type": "model"} | size_keys(
         a, name, vocab=config.get("vocab_size", int), context=rope.context, width=width, layers=n_layers,
-        ffn=config.get("intermediate_size", int), heads=config.n_heads, kv_heads=config.n_kv_heads, eps=config.eps(),
-        base=rope.base, dim=head_dim,
+        ffn=config.get("intermediate_size", int), heads=config.n_heads, kv_heads=config.n_kv_heads,
+        eps=config.get("rms_norm_eps", float, low=0.0, most=1.0), base=rope.base, dim=head_dim,
     )  # fmt: skip
     if every := family.unrotated_every:
         usual = [int((i + 1) % every != 0) for i in range(n_layers)]
@@ -431,8 +415,8 @@ def metadata(config: HfConfig, *, name: str) -> Json:
             raise UserError(f"{config.where}: only every {every}th layer without RoPE is supported (no_rope_layers)")
     by_width = n_layers == family.width_scaled_layers
     scalar = width / max(config.n_heads, 1) if by_width else head_dim
-    _need_values(
-        config, attn_logit_softcapping=None, final_logit_softcapping=None, use_bidirectional_attention=False,
+    config.need(
+        attn_logit_softcapping=None, final_logit_softcapping=None, use_bidirectional_attention=False,
         query_pre_attn_scalar=scalar,
     )  # fmt: skip
     if head_dim * config.n_heads != width:

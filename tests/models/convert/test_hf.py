@@ -339,12 +339,12 @@ CHANGES = {
         "vision_config": {},
     },
     "only every 4th layer without RoPE": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [0, 1]},
-    "final_logit_softcapping is not supported": {
+    "final_logit_softcapping=30.0 is not supported": {
         "architectures": ["Gemma3ForCausalLM"],
         "sliding_window": 8,
         "final_logit_softcapping": 30.0,
     },
-    "query_pre_attn_scalar is not supported: 16 is needed": {
+    "query_pre_attn_scalar=": {
         "architectures": ["Gemma3ForCausalLM"],
         "sliding_window": 8,
         "query_pre_attn_scalar": 8,

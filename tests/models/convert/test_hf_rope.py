@@ -77,7 +77,7 @@ def test_trained_positions_beside_the_scaling_come_first(tmp_path):
     ("more", "says"),
     [
         ({"mrope_section": [1, 2]}, "'yarn' with mrope_section is not supported"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
         ({"truncate": "no"}, "truncate"),
         ({"beta_fast": -1}, "beta_fast is -1"),
         ({"attention_factor": "x"}, "attention_factor"),
