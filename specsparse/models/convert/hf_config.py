@@ -159,7 +159,8 @@ class HfConfig:
             return value
         wrong = f"has no {key}" if value is None else f"{key} is {value!r:.60}, not of type {kind.__name__}"
         if type(value) is kind:
-            wrong = f"{key} is {value:g}, a number above {low:.12g} and up to {most:.12g} is needed"
+            shown = f"{value:g}" if kind is float else f"{value!r:.60}"
+            wrong = f"{key} is {shown}, a number above {low:.12g} and up to {most:.12g} is needed"
         raise UserError(f"{self.where}: {wrong}")
 
     def size(self, key: str, default: Any = _MISSING, most: int = 1 << 24) -> int:

@@ -542,9 +542,9 @@ class _Tokens:
 
     def sides(self) -> Json:
         """Share of the neurons that is computed, bytes that cross and seconds that each side waits, for a step."""
-        before, spans = self.two.crossed.counts(), list[Span]()
+        before, spans = dict(self.two.crossed), list[Span]()
         stats = self.run(Want()).stats
-        crossed = {side: nbytes - before[side] for side, nbytes in self.two.crossed.counts().items()}
+        crossed = {side: nbytes - before[side] for side, nbytes in self.two.crossed.items()}
         self.two.watch = lambda *span: spans.append(span)
         self.run(Want())
         self.two.watch = None

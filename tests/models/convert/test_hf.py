@@ -358,7 +358,7 @@ CHANGES = {
     "num_hidden_layers is 1099511627776": {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 1 << 40},
     "num_hidden_layers is 0": {"num_hidden_layers": 0},
     "hidden_size is 1000": {"hidden_size": 10**400},
-    "head_dim is 0, 1 to": {"head_dim": 0},
+    "head_dim is 0, a number above": {"head_dim": 0},
     "rms_norm_eps is nan": {"rms_norm_eps": float("nan")},
     "RoPE of the layers with a window is 5": {
         "architectures": ["Gemma3ForCausalLM"],
