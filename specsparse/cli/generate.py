@@ -12,6 +12,7 @@ from typing import Any
 
 from specsparse.cli import arguments
 from specsparse.errors import UserError
+from specsparse.support.options import shown
 from specsparse.support.terminal import decoding_input
 
 
@@ -80,7 +81,8 @@ def _prompt(args: argparse.Namespace) -> str | list[dict[str, str]]:
         with decoding_input():
             text = "" if sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")
     if not text:
-        raise UserError(f"there is no prompt: write -p with {example}, name --file, or pipe it in")
+        first = f"; {shown(args.model)} is the model" if " " in args.model else ""
+        raise UserError(f"there is no prompt: write -p with {example}, name --file, or pipe it in{first}")
     if not args.chat:
         return text
     first = [] if args.system is None else [{"role": "system", "content": args.system}]

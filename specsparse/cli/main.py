@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import importlib
+import itertools
 import re
 import sys
 from collections.abc import Sequence
@@ -44,11 +45,21 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
-            word = unknown.split()[0]
-            near = difflib.get_close_matches(word.split("=")[0], list(self._option_string_actions), n=1)
+            word, known = unknown.split()[0], list(self._option_string_actions)
+            cutoff = 0.6 if word.startswith("--") else 0.75  # two of three letters are not near
+            near = difflib.get_close_matches(word.split("=")[0], known, n=1, cutoff=cutoff)
             message = f"unknown argument {word}" + (f"; did you mean {near[0]}?" if near else "")
         message = re.sub(r"\S{61,}", lambda word: shown(word[0]), message)
         raise UserError(f"{message} ({self.prog} --help shows all)")
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As argparse's, but -ngl is an unknown flag and not -n with the value gl."""
+        words = () if self._subparsers else args or ()
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            flag = word.partition("=")[0]
+            if re.fullmatch("-[a-z]{2,}", flag) and flag not in self._option_string_actions:
+                self.error(f"unrecognized arguments: {word}")
+        return super().parse_known_args(args, namespace)
 
     def add_subparsers(self, **options: Any):
         return super().add_subparsers(parser_class=SubParser, **options)

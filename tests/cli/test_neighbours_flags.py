@@ -65,6 +65,11 @@ def test_an_option_between_model_and_prompt_takes_nothing_away():
     assert spec.policy.name == "auto_off" and spec.policy.options == {"gamma": 3}
 
 
+def test_a_flag_of_several_letters_is_no_short_one_with_a_value():
+    with pytest.raises(UserError, match=r"^unknown argument -ngl \("):
+        parsed("generate", "-m", "a.gguf", "-ngl", "99", "-p", "hi")
+
+
 def test_a_server_has_no_prompt():
     for argv in (["-p", "hi"], ["-n", "4"], ["-m", "a.gguf", "b.gguf"]):
         with pytest.raises(UserError, match="unknown argument"):

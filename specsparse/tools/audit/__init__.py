@@ -29,7 +29,7 @@ from specsparse.cli.arguments import (
     write_json,
 )
 from specsparse.errors import UserError
-from specsparse.support import tables, terminal
+from specsparse.support import terminal
 from specsparse.support.files import Json, to_json, write_atomically
 from specsparse.tools.peers import PEERS
 
@@ -104,9 +104,7 @@ def _bits(args: argparse.Namespace) -> int:
         same_bits.run(plan, out, after_case)
     finally:
         if report:  # if the run is stopped, of the cases that were done
-            tables.show(out, audit_page.cases_table(report), names=4)
-            if (groups := audit_page.groups_table(report)) is not None:
-                tables.show(out, groups, names=2)
+            audit_page.show_tables(report, out)
             show(out, audit_page.lines(report))
             draw(args.figure, audit_page.figure, report, out)
             if args.html is not None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import Patch
-from rich.table import Table
+from rich.console import Console
 
 from specsparse.report import pages, plots
 from specsparse.report.plots import Figure, Row
@@ -98,19 +98,16 @@ def group_rows(report: Json) -> list[list[str]]:
     return out
 
 
-def cases_table(report: Json) -> Table:
-    made = tables.new(*HEADS, left=(0, 1, 3, 4, 5))
-    for case in report["cases"]:
-        made.add_row(*cells(case, _all_widths(report)))
-    return made
-
-
-def groups_table(report: Json) -> Table | None:
-    """A line a group of widths; None if every case has one."""
-    rows, made = group_rows(report), tables.new(*GROUP_HEADS, left=(0, 1, 2))
-    for row in rows:
-        made.add_row(*row)
-    return made if rows else None
+def show_tables(report: Json, out: Console) -> None:
+    """A line a case, and a line a group of widths if a case has several."""
+    cases = [cells(case, _all_widths(report)) for case in report["cases"]]
+    both = ((HEADS, (0, 1, 3, 4, 5), 4, cases), (GROUP_HEADS, (0, 1, 2), 2, group_rows(report)))
+    for heads, left, names, rows in both:
+        made = tables.new(*heads, left=left)
+        for row in rows:
+            made.add_row(*row)
+        if rows:
+            tables.show(out, made, names=names)
 
 
 def lines(report: Json) -> Iterator[str]:
