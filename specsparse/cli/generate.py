@@ -95,8 +95,8 @@ def _say_figures(completions: Sequence[Any]) -> None:
 
     stats = completions[0].stats
     counters = sum((completion.stats.counters for completion in completions), Counters())
-    line = f"{figures(counters, stats.decode_s)}; prompt {stats.prefill_tokens} tokens in {stats.prefill_s:.2f} s"
-    print(line, file=sys.stderr)
+    prompt = f"prompt of {len(completions[0].prompt_token_ids)} tokens in {stats.prefill_s:.2f} s"
+    print(f"{figures(counters, stats.decode_s)}; {prompt}", file=sys.stderr)
 
 
 def _as_json(completion: Any) -> dict[str, Any]:

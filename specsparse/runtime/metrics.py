@@ -136,7 +136,8 @@ def lengths_note(*, per_pass: str = "tokens per target pass", length: str = "mea
 def figures(counters: Counters, seconds: float) -> str:
     """A line for a terminal: tokens, their rate in so many seconds of decoding, and the acceptance of the drafts."""
     tokens = counters.num_emitted_tokens
-    text = f"{tokens} tokens" + (f", {tokens / seconds:.0f} tok/s" if seconds else "")
+    rate = tokens / seconds if seconds else 0.0
+    text = f"{tokens} tokens" + (f", {rate:.{0 if rate >= 10 else 2}f} tok/s" if rate else "")
     if counters.num_draft_tokens:
         share = counters.num_accepted_tokens / counters.num_draft_tokens
         text += f", {tokens / counters.num_rounds:.2f} tokens a target pass, {share:.0%} of the drafted ones kept"
