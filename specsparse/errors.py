@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Mapping
 
 
 class UserError(Exception):
@@ -14,6 +15,13 @@ class UserError(Exception):
 
 class ContextTooLong(UserError):
     """A prompt, or the text after it, does not fit the model's context; a server has a code for it."""
+
+
+def refuse(wrong: Mapping[str, object], where: object = "") -> None:
+    """Raises a UserError of the first message whose condition holds; `where` stands before it."""
+    for message, holds in wrong.items():
+        if holds:
+            raise UserError(f"{where}: {message}" if where else message)
 
 
 def fail(message: str) -> int:

@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.text import Text
 
 from specsparse import kernels
+from specsparse.errors import refuse
 from specsparse.experiments import trackers
 from specsparse.experiments.kind import KINDS, Engine, Kind, RunContext, RunResult
-from specsparse.experiments.settings import FfnSpec, RunConfig, of_kind, refuse
+from specsparse.experiments.settings import FfnSpec, RunConfig, of_kind
 from specsparse.measure import manifest
 from specsparse.models import catalogue
 from specsparse.report.record import RECORD_FILE, ROWS_FILE, STOPPED

@@ -266,12 +266,6 @@ def of_kind(run: RunConfig, owner: type[S]) -> S:
     return read(owner, given, group="", name=f"kind={run.kind}", null=True)
 
 
-def refuse(rules: Mapping[str, object]) -> None:
-    """Raises a UserError of the first message whose condition holds."""
-    if message := next((message for message, broken in rules.items() if broken), None):
-        raise UserError(message)
-
-
 def choice_from_file(group: str, name: str) -> Choice:
     """A choice with the options of its YAML file and its class; without a file it has none."""
     path = conf_dir() / group / f"{name}.yaml"

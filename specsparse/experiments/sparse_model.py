@@ -13,8 +13,9 @@ from rich.console import Console
 from specsparse import kernels
 from specsparse.data import prompts
 from specsparse.engine.model import Model
+from specsparse.errors import refuse
 from specsparse.experiments.kind import RunContext
-from specsparse.experiments.settings import ModelSettings, refuse
+from specsparse.experiments.settings import ModelSettings
 from specsparse.models import catalogue
 from specsparse.powerinfer import zero_skip
 from specsparse.powerinfer.modes import PREDICTED

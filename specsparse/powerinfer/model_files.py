@@ -17,7 +17,7 @@ from gguf.constants import GGMLQuantizationType as GGML
 from specsparse.engine.config import ACTIVATION_KEY, ModelConfig
 from specsparse.engine.gguf.reader import MAGIC, POWERINFER_MAGIC, TensorInfo, open_gguf
 from specsparse.engine.gguf.writer import NewTensor, encode, write_gguf
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.powerinfer.modes import THRESHOLD_KEY, number, threshold_of
 from specsparse.powerinfer.torch_zip import read_torch, write_torch
 from specsparse.support.files import atomically
@@ -133,9 +133,7 @@ def to_powerinfer(
         wrong[f"ranks {ranks} must be multiples of {kind.name}'s block of {block}; use f16"] = any(
             rank % block for rank in ranks
         )
-    for why, holds in wrong.items():
-        if holds:
-            raise UserError(f"{f.path}: {why}")
+    refuse(wrong, f.path)
     keys = {**f.metadata, "general.file_type": _FILE_TYPES[kind]}
     if threshold is not None:
         keys[THRESHOLD_KEY] = threshold

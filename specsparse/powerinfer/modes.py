@@ -10,7 +10,7 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.devices import Devices, OneDevice
 from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.engine.weights import PackFFN
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.kernels import Kernels
 from specsparse.powerinfer import faithful, zero_skip
 
@@ -87,9 +87,7 @@ def plan(
         and (mode != "powerinfer" or faithful_f16),
         f"hot={hot} on {devices} device(s) needs a placement: give placement=FILE.gpuidx": placed and placement is None,
     }
-    for text, holds in wrong.items():
-        if holds:
-            raise UserError(text)
+    refuse(wrong)
     limit = threshold_of(f, threshold) if sparse else 0.0
     floats = kernels.name != "native"
     if placed:

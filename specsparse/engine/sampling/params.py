@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.support.options import Count, Internal, Positive, Range, Read, Share, Size, checked, options_of
 
 if TYPE_CHECKING:
@@ -187,9 +187,7 @@ class SamplingParams:
                 self.greedy and self.num_sequences > 1,
             "detokenize=False must be true if stop strings are given": self.stop and not self.detokenize,
         }  # fmt: skip
-        for line, holds in wrong.items():
-            if holds:
-                raise UserError(line)
+        refuse(wrong)
 
     @property
     def greedy(self) -> bool:

@@ -26,9 +26,9 @@ from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.engine.text.tokenizer import Tokenizer
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.experiments.kind import Kind, RunContext, RunResult, header_of
-from specsparse.experiments.settings import ModelSettings, refuse
+from specsparse.experiments.settings import ModelSettings
 from specsparse.experiments.sparse_model import collected, shuffled_text
 from specsparse.measure import machine
 from specsparse.measure.conditions import Conditions

@@ -16,9 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from specsparse.engine.model import Model
+from specsparse.errors import refuse
 from specsparse.experiments import sparse_model
 from specsparse.experiments.kind import Kind, RunContext, RunResult
-from specsparse.experiments.settings import DataSpec, ModelSettings, choice_from_file, refuse
+from specsparse.experiments.settings import DataSpec, ModelSettings, choice_from_file
 from specsparse.experiments.sparse_model import GatedModel
 from specsparse.measure import conditions, intervals, machine, speedups
 from specsparse.measure.conditions import Conditions

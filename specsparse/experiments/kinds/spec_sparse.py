@@ -15,11 +15,12 @@ from matplotlib.figure import Figure as Canvas
 from rich.table import Table
 from rich.text import Text
 
+from specsparse.errors import refuse
 from specsparse.experiments import configured, decoding, sparse_model
 from specsparse.experiments.decoding import Passes
 from specsparse.experiments.kind import Kind, RunContext, RunResult
 from specsparse.experiments.kinds.sparsity import SparsitySpec, judged_text
-from specsparse.experiments.settings import DecodingSettings, refuse
+from specsparse.experiments.settings import DecodingSettings
 from specsparse.measure import conditions, speedups
 from specsparse.measure.conditions import UNKNOWN, Conditions
 from specsparse.measure.speedups import Repeats, Speedup

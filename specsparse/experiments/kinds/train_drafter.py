@@ -13,11 +13,10 @@ from rich.text import Text
 
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.experiments.kind import RunContext, RunResult
 from specsparse.experiments.kinds import train_settings
 from specsparse.experiments.kinds.train_settings import STATE, Training, TrainSettings
-from specsparse.experiments.settings import refuse
 from specsparse.models import catalogue
 from specsparse.report.plots import Rows
 from specsparse.speculative.drafters.heads.head import find, read_head

@@ -15,7 +15,7 @@ from gguf.constants import GGUFValueType
 
 from specsparse.engine.gguf.reader import DEFAULT_ALIGNMENT, GGUFFile, TensorInfo, open_gguf, open_one, show
 from specsparse.engine.gguf.writer import NewTensor, write_gguf
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.support.files import atomically, is_unicode
 
 ARCHITECTURE = "specsparse-delta"
@@ -67,9 +67,7 @@ def set_metadata(
         "key and value must be UTF-8 text": not (is_unicode(key) and is_unicode(value)),
         f"there is no such key; to add it give --type, one of {', '.join(TYPES)}": there is None and kind not in TYPES,
     }
-    for text, holds in wrong.items():
-        if holds:
-            raise UserError(f"{f.path}: {show(key)}: {text}")
+    refuse(wrong, f"{f.path}: {show(key)}")
     if there is not None:
         with f.path.open("rb") as file:
             file.seek(f.layout.keys[key][0])

@@ -22,7 +22,7 @@ from safetensors.numpy import save
 
 from specsparse.engine.config import MAX_CONTEXT, RopeConfig
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo, open_gguf
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.models import hub
 from specsparse.models.convert.hf import LAYER, QK_NORMS, Checkpoint, head_kind
 from specsparse.models.convert.hf_config import HfConfig, class_name, gguf_rope, read_json
@@ -356,9 +356,7 @@ def convert_head(
         "llama.cpp reads the target's tokenizer from the head's file: give --target MODEL.gguf": gguf
         and target is None,
     }
-    for text, holds in wrong.items():
-        if holds:
-            raise UserError(f"{out}: {text}")
+    refuse(wrong, out)
     if gguf and target is not None:
         keys = {key: value for key, value in target.metadata.items() if key.startswith("tokenizer.ggml.")}
         file.write_gguf(out, tokenizer=keys, quant=quant)
@@ -395,9 +393,7 @@ def _for_target(file: HeadFile, target: GGUFFile) -> HeadFile:
         f"drafts id {last}, {name} has {tokens} ids": 0 < tokens <= last,
         f"reads the target's features at layer {highest}, {name} has {n_layers} layers": highest > n_layers,
     }
-    for text, holds in wrong.items():
-        if holds:
-            raise UserError(f"{file.path}: {text}")
+    refuse(wrong, file.path)
     return file
 
 

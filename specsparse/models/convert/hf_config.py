@@ -12,7 +12,7 @@ import numpy as np
 from specsparse.engine.architectures import ARCHITECTURES, Architecture
 from specsparse.engine.config import ACTIVATION_KEY, MAX_CONTEXT
 from specsparse.engine.rope import RopeConfig, angles
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.models.convert.write import size_keys
 from specsparse.support.files import Json
 
@@ -457,9 +457,7 @@ def _window_keys(config: HfConfig) -> Json:
         f"RoPE of the layers with a window is {own!r:.60}: only a base is supported": base is not None
         and table.get("rope_type", "default") != "default",
     }
-    for text, holds in wrong.items():
-        if holds:
-            raise UserError(f"{config.where}: {text}")
+    refuse(wrong, config.where)
     keys: Json = {"attention.sliding_window": window}
     if every != family.full_every:
         keys["attention.sliding_window_pattern"] = every

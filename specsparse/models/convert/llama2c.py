@@ -14,7 +14,7 @@ import numpy as np
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.text.spm import SPACE
 from specsparse.engine.text.vocabulary import TokenType
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.models.convert.write import Progress, Source, out_type, size_keys, write_model
 from specsparse.support.files import Json
 
@@ -60,9 +60,7 @@ def convert_llama2c(
     whole = _HEADER.size + sum(4 * (count or 1) * int(np.prod(shape)) for _, count, shape in parts)
     size = source.stat().st_size
     wrong[f"has {size} bytes, and its header asks for {whole}"] = size != whole
-    for text, holds in wrong.items():
-        if holds:
-            raise UserError(f"{source}: {text}")
+    refuse(wrong, source)
 
     tensors: list[Source] = []
     at = _HEADER.size

@@ -16,7 +16,7 @@ from specsparse.engine import cache as kv
 from specsparse.engine.cache import LANES, KVCache
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.kernels import take_rows
 from specsparse.speculative.base import DraftContext, DraftKind, Feedback
 from specsparse.speculative.drafters.model_drafter import ModelDrafter
@@ -152,9 +152,7 @@ class DraftModel(DrafterSpec):
             "drafter.vocabulary=slem drafts chains of all that the draft writes: leave tree and draft_vocab out, or "
             "choose vocabulary=tli": slem and not drafting.tree is drafting.draft_vocab is None,
         }
-        for text, holds in wrong.items():
-            if holds:
-                raise UserError(text)
+        refuse(wrong)
 
     def build(self, target: Model, load: Load) -> LoadedDrafter:
         if self.model is None:

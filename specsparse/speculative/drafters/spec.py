@@ -12,7 +12,7 @@ import numpy as np
 
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.kernels import Matrix, take_rows
 from specsparse.speculative.base import MAX_GAMMA, SHORT_GAMMA, AnyDrafter, Drafter, DraftKind, MaxNodes
 from specsparse.speculative.base import LoadedDrafter as LoadedDrafter  # what `build` returns
@@ -90,9 +90,7 @@ class Drafting:
             f"siblings drawn as by tree=sampled_{self.kind.value} {outcome} at drafter.temperature=0: set it above 0, "
             "or choose tree=static": outcome and shape is not None and shape.branches and greedy,
         }
-        for text, holds in wrong.items():
-            if holds:
-                raise UserError(text)
+        refuse(wrong)
 
     @functools.cached_property
     def shape(self) -> TreeShape | None:

@@ -24,7 +24,7 @@ from specsparse.engine.config import MAX_CONTEXT
 from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.kernels import QTensor
 from specsparse.kernels.reference.dense import append, rotate
 from specsparse.speculative.base import MAX_GAMMA, DraftContext
@@ -279,9 +279,7 @@ class DFlashFile(PublishedHead):
             f"mask_token_id={self.mask_token} is no token id": not 0 <= self.mask_token < MAX_SIZE,
             f"is {' and '.join(other)}, which is not supported: only DFlash itself is": other,
         }
-        for text, holds in wrong.items():
-            if holds:
-                raise UserError(f"{self.path}: {text}")
+        refuse(wrong, self.path)
         self.check_tensors(tensor_shapes(self.shape), most_ids=MAX_SIZE)
 
     @property
@@ -584,9 +582,7 @@ class DFlash(PublishedSpec):
                 file.ids is not None and self.drafting.draft_vocab is not None
             ),
         }
-        for text, holds in wrong.items():
-            if holds:
-                raise UserError(text)
+        refuse(wrong)
         make = functools.partial(
             BlockSource,
             shape=file.shape,

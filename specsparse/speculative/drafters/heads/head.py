@@ -28,7 +28,7 @@ from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.engine.llama import make_layers
 from specsparse.engine.model import Model
 from specsparse.engine.weights import Layer, Params, pack_matrix
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.kernels import QTensor
 from specsparse.speculative.base import DraftContext
 from specsparse.speculative.drafters.heads import eagle3
@@ -233,9 +233,7 @@ def read_head(path: Path, config: ModelConfig, *, floats: bool) -> HeadFile:
     for name, shape in tensor_shapes(config, len(below)).items():
         own = tuple(f.tensors[name].shape) if name in f.tensors else "missing"
         wrong[f"tensor {name} is {own}, the target needs {shape}"] = own != shape
-    for text, holds in wrong.items():
-        if holds:
-            raise UserError(f"{path}: {text}")
+    refuse(wrong, path)
 
     def matrix(name: str) -> QTensor:
         return pack_matrix(f.tensors[f"{name}.weight"], floats=floats)

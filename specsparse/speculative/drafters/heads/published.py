@@ -20,7 +20,7 @@ from specsparse.engine.gguf.writer import NewTensor, encode, write_gguf
 from specsparse.engine.model import Model
 from specsparse.engine.rope import rope_tables
 from specsparse.engine.weights import pack_matrix
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.kernels import QTensor
 from specsparse.speculative.drafters.heads.feature_source import FeatureSource, of_target
 from specsparse.speculative.drafters.sources import DraftWeights
@@ -204,9 +204,7 @@ class PublishedHead(abc.ABC):
                 self.ids is None and rows.get(OUTPUT, np.inf) < c.vocab_size
             ),
         }
-        for text, holds in wrong.items():
-            if holds:
-                raise UserError(f"{self.path}: {text}")
+        refuse(wrong, self.path)
 
     @abc.abstractmethod
     def gguf_keys(self) -> Json:
