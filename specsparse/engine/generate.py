@@ -37,7 +37,6 @@ class Job(NamedTuple):
     """What stays the same while a batch is decoded.
 
     Attributes:
-        sampling: the sampling parameters.
         stop_ids: int32[B, s], token ids that end a sequence, -1 for none.
         limit: int32[B], length at which a sequence ends.
         seed: uint32[B, 2], see `engine.noise`.
@@ -93,8 +92,6 @@ class DecodeState(NamedTuple):
         tokens: int32[B, C], prompt and output; anything beyond `length`.
         length: int32[B].
         finish: int32[B], `Finish`.
-        cache: of the target.
-        counters: on the device until the end.
         history: what penalties and the like remember, or None.
         scores: log probabilities by position ([B, C] and [B, C, k]), or None.
         drafter: the drafter's state, or None.

@@ -65,7 +65,6 @@ class Split:
     """Sizes of a model over all devices, filled up to a multiple of their number.
 
     Attributes:
-        ways: devices.
         kv_heads, d_ff, vocab_size: at least the model's own.
         heads_dim: elements of the queries of all heads.
         kv_dim: of all keys.

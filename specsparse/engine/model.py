@@ -61,13 +61,9 @@ class Model:
     `Programs`.
 
     Attributes:
-        config: shapes and constants.
-        tokenizer: from the file's metadata.
         params: the packed weights; the rotary tables are those of `params_for`.
         forward: the forward function (see `engine.llama.ForwardFn`).
-        kernels: what it runs on.
         kv_dtype: "f32", "f16", "bf16" or "q8_0".
-        path: the file.
         footprint: bytes of weights that one decoding step reads.
         ffn: "dense", "powerinfer", "oracle" or "predicted".
         rule: what tells this FFN from others of its kind, such as a threshold or a predictor; "" for a dense one.

@@ -48,15 +48,12 @@ class Kernels:
         name: "native", "reference", "xla", "packed" or "bf16".
         linear: matrices times rows, with normalisation before and residual after.
         add_normed: rows plus normalised rows.
-        embed: rows of a packed matrix by index.
         attend: rotary embedding, cache append and attention.
-        argmax: index of the largest value of each row.
         sparse_ffn: an FFN in which each row computes only its own neurons; see `reference.sparse`.
         signbit_keep: neurons predicted from sign bits.
         layers: all layers of a dense model in one call, equal to their composition from `linear` and `attend` bit for
             bit. It skips the zeros of a ReLU model if it is given `SkipWeights`, computes `sparse_ffn` if it is given
             `ChosenFfn`, and keeps the rows that enter chosen layers. None if the backend has no such call.
-        normalise: RMS norm of rows.
         exact: whether a row's bits do not depend on the number of rows (contract C1).
         kept: how dense models keep their matrices for these kernels (`gpu.weights.on_card`); None: as `QTensor`.
     """

@@ -98,30 +98,6 @@ def _highest_threshold(enough: Callable[[jax.Array], jax.Array], rows: int) -> j
     return jax.lax.fori_loop(0, 32, set_bit, jnp.zeros((rows,), jnp.uint32))
 
 
-def _top_k(keep_RV: jax.Array, key_RV: jax.Array, top_k_R: jax.Array) -> jax.Array:
-    """The part of `keep` that is not below its top_k-th largest key."""
-
-    def enough(t_R):
-        return jnp.sum((keep_RV & (key_RV >= t_R[:, None])).astype(jnp.int32), axis=1) >= top_k_R
-
-    return keep_RV & (key_RV >= _highest_threshold(enough, key_RV.shape[0])[:, None])
-
-
-def _top_p(keep_RV: jax.Array, key_RV: jax.Array, weight_RV: jax.Array, top_p_R: jax.Array) -> jax.Array:
-    """The smallest part of `keep` above a key threshold with at least the share top_p of its weight."""
-    V = key_RV.shape[1]
-    fill = ((0, 0), (0, -V % BLOCK))  # once here, or every step of the search would do it
-    padded_key_RV, weight_RV = jnp.pad(key_RV, fill), jnp.pad(weight_RV, fill)
-    # The largest weight is 1, so that it reaches the share also where the product underflows.
-    wanted_R = jnp.maximum(top_p_R * mass(weight_RV), jnp.float32(1e-30))
-
-    def enough(t_R):
-        return mass(jnp.where(padded_key_RV >= t_R[:, None], weight_RV, jnp.float32(0.0))) >= wanted_R
-
-    t_R = _highest_threshold(enough, key_RV.shape[0])
-    return keep_RV & ((key_RV >= t_R[:, None]) | (top_p_R >= 1.0)[:, None])
-
-
 def reference_argmax(logits_RV: jax.Array) -> jax.Array:
     """int32[R], the lowest index of the largest logit; 0 if every logit is -inf. NaN is not allowed."""
     return jnp.argmax(logits_RV, axis=1).astype(jnp.int32)
@@ -164,11 +140,25 @@ def reference_probs(
         keep_RV &= z_RV >= rows.log_min_p[:, None]
     key_RV = ordered_bits(logits_RV)
     if top_k:
-        keep_RV = _top_k(keep_RV, key_RV, rows.top_k)
+        kept_RV = keep_RV
+
+        def many_enough(t_R):
+            return jnp.sum((kept_RV & (key_RV >= t_R[:, None])).astype(jnp.int32), axis=1) >= rows.top_k
+
+        keep_RV = kept_RV & (key_RV >= _highest_threshold(many_enough, len(key_RV))[:, None])
     # The select also keeps a compiler from fusing the last product of exp with the additions below.
     e_RV = jnp.where(keep_RV, jnp.exp(z_RV), jnp.float32(0.0))
     if top_p:
-        keep_RV = _top_p(keep_RV, key_RV, e_RV, rows.top_p)
+        fill = ((0, 0), (0, -V % BLOCK))  # once here, or every step of the search would do it
+        padded_key_RV, weight_RV = jnp.pad(key_RV, fill), jnp.pad(e_RV, fill)
+        # The largest weight is 1, so that it reaches the share also where the product underflows.
+        wanted_R = jnp.maximum(rows.top_p * mass(weight_RV), jnp.float32(1e-30))
+
+        def heavy_enough(t_R):
+            return mass(jnp.where(padded_key_RV >= t_R[:, None], weight_RV, jnp.float32(0.0))) >= wanted_R
+
+        t_R = _highest_threshold(heavy_enough, len(key_RV))
+        keep_RV = keep_RV & ((key_RV >= t_R[:, None]) | (rows.top_p >= 1.0)[:, None])
         e_RV = jnp.where(keep_RV, e_RV, jnp.float32(0.0))
     total_R = jnp.where(alive_R, mass(e_RV), jnp.float32(1.0))
     p_RV = e_RV / total_R[:, None]

@@ -22,7 +22,6 @@ class Tokenizer:
 
     Attributes:
         type: "spm" or "bpe".
-        vocab_size: tokens in the vocabulary.
         bos_id, eos_id, unknown_id, eot_id: the tokens that begin and end a sequence, stand for text without a token,
             and end a turn of a chat; or None.
         stop_ids: all tokens that end a generation: EOS, end of turn, and others of that kind.
@@ -55,7 +54,7 @@ class Tokenizer:
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Control and unknown tokens: `skip_special` hides them."""
+        """Control and unknown tokens, which `skip_special` hides."""
         return self._vocab.special_ids
 
     @property

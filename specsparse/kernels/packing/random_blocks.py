@@ -37,7 +37,25 @@ def random_quantised(
         raise ValueError(f"{cols} columns are not a multiple of {kind.name}'s block of {block}")
     blocks = rng.integers(0, 256, (rows * (cols // block), block_bytes), dtype=np.uint8)
     if kind in _SCALE_AT:
-        _set_float16(blocks, rng, kind, std, edges)
+        # Values are linear in the scales, so a unit scale tells the scale for `std`.
+        least, center = _MIN.get(kind, (None, 0.0))
+
+        def put(at: int, values: np.ndarray) -> None:
+            blocks[:, at : at + 2] = values.astype("<f2").view(np.uint8).reshape(-1, 2)
+
+        put(_SCALE_AT[kind], np.ones(len(blocks)))
+        if least is not None:
+            put(least, np.full(len(blocks), center))
+        d = rng.uniform(0.5, 1.5, len(blocks)) * std / quants.dequantize(blocks[:_SAMPLE], kind).std()
+        if least is None:  # files hold negative scales too if there is no min
+            d *= rng.choice([-1.0, 1.0], len(blocks))
+        if edges:
+            where = rng.integers(0, 16, len(blocks))
+            d[where == 0] = 0.0
+            d[where == 1] = 3e-6
+        put(_SCALE_AT[kind], d)
+        if least is not None:
+            put(least, d * center * rng.uniform(0.5, 1.5, len(blocks)))
     elif kind == _T.IQ1_M:  # its float16 scale is spread over the high four bits of the block's last four uint16
         d = rng.uniform(0.5, 1.5, len(blocks)) * std / 8.0
         tail = blocks[:, 48:].copy().view("<u2")
@@ -51,27 +69,3 @@ def random_quantised(
     else:
         raise NotImplementedError(f"no random weights for {kind.name}")
     return blocks.reshape(rows, -1)
-
-
-def _set_float16(
-    blocks: np.ndarray, rng: np.random.Generator, kind: GGMLQuantizationType, std: float, edges: bool
-) -> None:
-    """Writes the scales. Values are linear in them, so a unit scale tells the scale for `std`."""
-    least, center = _MIN.get(kind, (None, 0.0))
-
-    def put(at: int, values: np.ndarray) -> None:
-        blocks[:, at : at + 2] = values.astype("<f2").view(np.uint8).reshape(-1, 2)
-
-    put(_SCALE_AT[kind], np.ones(len(blocks)))
-    if least is not None:
-        put(least, np.full(len(blocks), center))
-    d = rng.uniform(0.5, 1.5, len(blocks)) * std / quants.dequantize(blocks[:_SAMPLE], kind).std()
-    if least is None:  # files hold negative scales too if there is no min
-        d *= rng.choice([-1.0, 1.0], len(blocks))
-    if edges:
-        where = rng.integers(0, 16, len(blocks))
-        d[where == 0] = 0.0
-        d[where == 1] = 3e-6
-    put(_SCALE_AT[kind], d)
-    if least is not None:
-        put(least, d * center * rng.uniform(0.5, 1.5, len(blocks)))
