@@ -120,7 +120,7 @@ class ModelConfig:
 
     @property
     def query_scale(self) -> float:
-        """Factor of queries beside 1/sqrt(d)."""
+        """The factor that queries have beside 1/sqrt(d)."""
         by_width = self.n_layers == self.family.width_scaled_layers
         return math.sqrt(self.head_dim * self.n_heads / self.d_model) if by_width else 1.0
 
@@ -158,7 +158,7 @@ class ModelConfig:
         return (*names[:-1], "ffn_down_t") if self.predictor_ranks else names
 
     def projection_shape(self, name: str) -> tuple[int, int]:
-        """(outputs, inputs) of one of `PROJECTIONS`."""
+        """Rows (outputs) and columns (inputs) of one of `PROJECTIONS`."""
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         return {
             "attn_q": (q, self.d_model),
@@ -236,7 +236,7 @@ class _Reader:
         return value
 
     def number(self, key: str, default: float | None = None, low: float = 0.0, most: float = 1e12) -> float:
-        """A finite float in (low, most]."""
+        """A finite float above `low` and up to `most`."""
         value = self.get(key, "float", default)
         if not low < value <= most:
             raise self.fail(key, value, f"a number above {low:g} and up to {most:g} is needed")

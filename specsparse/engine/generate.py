@@ -34,7 +34,7 @@ class Finish(enum.IntEnum):
 
 
 class Job(NamedTuple):
-    """What stays the same while a batch is decoded.
+    """The constants of a batch that is decoded.
 
     Attributes:
         stop_ids: int32[B, s], token ids that end a sequence, -1 for none.
@@ -54,7 +54,7 @@ _TOTALS = ("rounds", "drafts", "drafted", "tested", "accepted", "emitted")
 
 
 class LoopCounters(NamedTuple):
-    """What a run counts, in two arrays: a round adds to each in one operation.
+    """The counters of a run, in two arrays: a round adds to each in one operation.
 
     The columns are attributes: `rounds`, `drafts`, `drafted`, `tested`, `accepted`, `emitted`, `accepted_at`, `alpha`
     and `alpha_var`, as in `runtime.metrics.Counters`. Axes before [B], such as rounds, stay.
@@ -86,7 +86,7 @@ class LoopCounters(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-    """A batch in the middle of decoding. Invariant: the cache holds `length - 1` tokens; the last one is fed next.
+    """A batch in the middle of decoding. Invariant: the cache holds `length - 1` tokens; the next input is the last.
 
     Attributes:
         tokens: int32[B, C], prompt and output; anything beyond `length`.
@@ -128,12 +128,12 @@ def empty_scores(batch: int, capacity: int, k: int) -> Logprobs:
 
 
 def last_token(state: DecodeState) -> jax.Array:
-    """int32[B, 1], the token that is fed next."""
+    """int32[B, 1], the next input of each sequence."""
     return jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
 
 
 def running(state: DecodeState) -> jax.Array:
-    """bool[B], the sequences that go on."""
+    """The sequences that have not ended, bool[B]."""
     return state.finish == Finish.RUNNING
 
 

@@ -66,7 +66,7 @@ class Model:
         kv_dtype: "f32", "f16", "bf16" or "q8_0".
         footprint: bytes of weights that one decoding step reads.
         ffn: "dense", "powerinfer", "oracle" or "predicted".
-        rule: what tells this FFN from others of its kind, such as a threshold or a predictor; "" for a dense one.
+        rule: the options of this FFN, such as a threshold or a predictor; "" for a dense one.
         devices: where it lies.
         load_s: seconds that loading took.
         rope_factors: f32[d/2] or None.
@@ -74,7 +74,7 @@ class Model:
         storage: how matrices are kept on an accelerator and why; "" if they are packed for a CPU.
         narrow: `forward` before it got a width that was chosen here and not asked for; else None.
         least_slots: of every cache, see `sharing`.
-        programs: what is compiled for it.
+        programs: compiled for this model.
     """
 
     config: ModelConfig

@@ -17,7 +17,7 @@ Out = TypeVar("Out")
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """What one forward pass reads of every text.
+    """The part of each text that one forward pass reads.
 
     Attributes:
         start: of it in each text.
@@ -33,7 +33,6 @@ class Chunk:
 
     @property
     def arrays(self) -> tuple[jax.Array, jax.Array]:
-        """`tokens` and `count` on the device."""
         return jax.device_put((self.tokens, self.count))
 
 

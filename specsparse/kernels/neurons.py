@@ -171,7 +171,7 @@ def regroup_neurons(matrix: QTensor) -> NeuronRows:
 
 
 def _packed_rows(decode: Callable[[int, int], Fields], layout: Layout, shape: tuple[int, int]) -> NeuronRows:
-    """The rows whose fields `decode(start, stop)` gives, some groups of 16 at a time; what is filled up is zero."""
+    """The rows whose fields `decode(start, stop)` gives, some groups of 16 at a time; filled up with zeros."""
     rows, cols = shape
     out, places = aligned_empty(rows, row_bytes(layout, cols)), field_places(layout, cols)
     step = max(1, pack.CHUNK_BYTES // (ROWS * out.shape[1])) * ROWS

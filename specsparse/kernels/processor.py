@@ -1,4 +1,4 @@
-"""What this processor is and can do at best: memory reads, int8 and float32 multiply-adds.
+"""The processor: its model, and the best rates that it reaches: memory reads, int8 and float32 multiply-adds.
 
 Rates are measured with the kernels' own threads and instruction set, or by numpy if the native library is missing.
 """

@@ -177,7 +177,7 @@ def recent_tokens(history: History, rows: RowPaths) -> jax.Array:
 
 
 def _sane(logits_RV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The logits with NaN and +inf as -inf, and which rows had none of those."""
+    """The logits with NaN and +inf as -inf, and bool[R]: whether a row was without them."""
     sane_RV = logits_RV < np.float32(np.inf)
     return jnp.where(sane_RV, logits_RV, _BANNED), jnp.all(sane_RV, axis=1)
 

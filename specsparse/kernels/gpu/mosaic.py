@@ -235,12 +235,12 @@ class _Compiled(InRegisters):
 
 
 def _code_layout(words: int):
-    """[128, words]: a row a thread."""
+    """Of codes [128, words]: each thread has one row."""
     return arrangement(((128, words), (32, words), (1, words)), (-6,), (-4,))
 
 
 def _scale_layout(words: int):
-    """[32, words]: a row four threads."""
+    """Of scales [32, words]: four threads have one row."""
     return arrangement(((32, words), (8, words), (1, words)), (-6,), (-4, Replicated(4)))
 
 

@@ -109,7 +109,6 @@ def arrangement(tiles: tuple[tuple[int, ...], ...], warps: tuple, lanes: tuple, 
 
 
 def tiled(layout: Layout):
-    """The layout as Pallas names it."""
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 

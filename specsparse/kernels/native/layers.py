@@ -1,4 +1,4 @@
-"""FFNs of chosen neurons, and all layers of a forward pass in one call, by the C++ kernels behind `jax.ffi`."""
+"""The functions of `reference.sparse`, and all layers of a forward pass in one call, by the C++ kernels."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +25,6 @@ def sparse_ffn(
     x_RD, keep_RF, gate, up, down_t, *,
     n_valid, norm=None, eps=0.0, act=None, up_act=None, residual=None, least=None,
 ):  # fmt: skip
-    """`reference.sparse.sparse_ffn` by the C++ kernels."""
     sparse.check(x_RD, keep_RF, gate, up, down_t, act, up_act)
     counts, one = (x_RD.shape[:1], jnp.int32), ((), jnp.int32)
     (kind, threshold), (up_kind, up_threshold) = _act(act), _act(up_act)
@@ -40,7 +39,6 @@ def sparse_ffn(
 
 
 def signbit_keep(x_RD, signs, *, threshold, n_valid):
-    """`reference.sparse.signbit_keep` by the C++ kernels; the same neurons."""
     assert x_RD.shape[1] == signs.shape[1], (x_RD.shape, signs.shape)
     shape = (x_RD.shape[0], signs.shape[0])
     return cpu.call("signbit_keep", (shape, jnp.uint8), x_RD, signs.data, n_valid, jnp.asarray(threshold, jnp.float32))
