@@ -11,6 +11,7 @@ from specsparse.support.cgroup import cpus
 if TYPE_CHECKING:
     from specsparse.api import Generation, GenerationStats, Model, SamplingParams, Stream, generate, load, stream
     from specsparse.speculative.drafters import get_drafter, register
+    from specsparse.speculative.drafters.list_drafter import ListDrafter
     from specsparse.speculative.proof.certify import certify
     from specsparse.speculative.proof.external import ExternalVerifier
     from specsparse.speculative.proof.results import CertificateReport
@@ -24,6 +25,7 @@ __all__ = [
     "ExternalVerifier",
     "Generation",
     "GenerationStats",
+    "ListDrafter",
     "Model",
     "SamplingParams",
     "Stream",
@@ -44,6 +46,7 @@ _HOMES = {
     "ExternalVerifier": "specsparse.speculative.proof.external",
     "citation": "specsparse.support.citations",
     "get_drafter": "specsparse.speculative.drafters",
+    "ListDrafter": "specsparse.speculative.drafters.list_drafter",
     "load": "specsparse.runtime.load",  # a model is loaded without what drafts and verifies
     "register": "specsparse.speculative.drafters",
 }

@@ -17,6 +17,14 @@ class ContextTooLong(UserError):
     """A prompt, or the text after it, does not fit the model's context; a server has a code for it."""
 
 
+class GenerationFailed(UserError):
+    """A text that ended with an error; `text` is the text before it."""
+
+    def __init__(self, message: str, text: str = ""):
+        super().__init__(message)
+        self.text = text
+
+
 def refuse(wrong: Mapping[str, object], where: object = "") -> None:
     """Raises a UserError of the first message whose condition holds; `where` stands before it."""
     for message, holds in wrong.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specsparse.cli import arguments
-from specsparse.errors import UserError
+from specsparse.errors import GenerationFailed, UserError
 from specsparse.support.options import shown
 from specsparse.support.terminal import decoding_input
 
@@ -45,12 +45,18 @@ def main(args: argparse.Namespace) -> int:
     model = arguments.load(args, terminal.console())
     if not args.json and params.num_sequences == 1:
         stream = api.stream(model, prompt, sampling=params, rounds=1, **method)
-        for text in stream:
-            print(text, end="", flush=True)
-        print(flush=True)
+        try:
+            for text in stream:
+                print(text, end="", flush=True)
+        finally:  # a text that fails has an end, too
+            print(flush=True)
         _say_figures([stream.generation])
         return 0
-    result = api.generate(model, prompt, sampling=params, **method)
+    try:
+        result = api.generate(model, prompt, sampling=params, **method)
+    except GenerationFailed as error:
+        print(error.text, file=sys.stderr if args.json else None)
+        raise
     completions = result if isinstance(result, list) else [result]
     if args.json:
         objects = [_as_json(completion) for completion in completions]

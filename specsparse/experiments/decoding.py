@@ -208,9 +208,13 @@ class Passes:
                 with terminal.busy(ctx.console, f"{'' if first else 'compiling and '}reading the prompt"):
                     piece = next(pieces, "")
                 at = time.perf_counter()
-                for text in itertools.chain([piece], pieces, ["\n\n"]):
+                try:
+                    for text in itertools.chain([piece], pieces):
+                        if cfg.stream:
+                            ctx.console.out(text, end="", highlight=False)
+                finally:  # a text that fails has an end, too
                     if cfg.stream:
-                        ctx.console.out(text, end="", highlight=False)
+                        ctx.console.out("\n\n", end="", highlight=False)
                 generation = stream.generation
             first = first or at - started
             self._keep(job, side, WARM_UP, generation)

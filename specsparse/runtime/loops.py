@@ -23,7 +23,7 @@ from specsparse.errors import UserError
 from specsparse.runtime.method import Method
 from specsparse.runtime.metrics import Times
 from specsparse.speculative import loop as speculation
-from specsparse.speculative.base import Draft, Drafted, Verdict
+from specsparse.speculative.base import Draft, Verdict
 from specsparse.support.options import shown
 
 Session = Any
@@ -213,8 +213,8 @@ def _speculative_round(
     def accept_stage(_, job, rest, draft, logits):
         return stages.accept(job, rest, draft, logits)
 
-    def commit_stage(w, job, rest, cache, own, draft, source, verdict, out):
-        return stages.commit(w, job, rest, cache, Drafted(draft, own, None, source), verdict, out)
+    def commit_stage(w, job, rest, cache, own, drafted, verdict, out):
+        return stages.commit(w, job, rest, cache, drafted._replace(state=own), verdict, out)
 
     text = session.read_text(rest, session.state.drafter)
     read_s = session.clock() - begun
@@ -225,7 +225,7 @@ def _speculative_round(
         spent["draft"] += read_s + session.clock() - written
     out, cache = timed("verify", verify_stage, rest, drafted.draft, drafted.cache, donate=(3,))
     verdict = timed("sample", accept_stage, job, rest, drafted.draft, out.logits, donate=())
-    args = (job, rest, cache, drafted.state, drafted.draft, drafted.source, verdict, out)
+    args = (job, rest, cache, drafted.state, drafted._replace(state=None, cache=None), verdict, out)
     session.state = timed("commit", commit_stage, *args, donate=(3, 4))
     total = session.clock() - begun
     _log_round(session, Times(**spent, host=total - sum(spent.values()), total=total))

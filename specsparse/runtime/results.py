@@ -11,7 +11,7 @@ import numpy as np
 from specsparse.engine.generate import Finish
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.engine.text.stopping import TokenText
-from specsparse.errors import UserError
+from specsparse.errors import GenerationFailed
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.session import Request, Session
 from specsparse.speculative.policies.base import PolicyReport
@@ -169,12 +169,11 @@ def generations(
         if only is not None and b not in only:
             continue
         params = sequence.params
-        if finish[b] == Finish.FAILED:
-            where = f"{session.model.path}: the model's logits after {len(tokens[b])} tokens"
-            raise UserError(f"{where} hold NaN or allow no token")
         text = texts.get(b) or TokenText(session.model.tokenizer, params)
         if not text.ended:
             text.push(shown[b], last=True)
+        if finish[b] == Finish.FAILED:
+            raise GenerationFailed(session.failure(b), text.text if params.detokenize else "")
         after = [""] * (len(tokens[b]) - text.count)  # a stop token
         last = int(tokens[b][-1]) if finish[b] == Finish.STOP and len(tokens[b]) else None
         stats = GenerationStats(

@@ -322,6 +322,13 @@ class Session:
         codes = self.state.token_sources
         return None if codes is None else [token_sources.read(codes_n[first:]) for codes_n in self._generated(codes)]
 
+    def failure(self, b: int) -> str:
+        """Why sequence b FAILED, in one line."""
+        tokens = np.asarray(self.state.tokens)[b, : int(self.state.length[b])]
+        why = None if self.method.drafter is None else self.method.drafter.failure(tokens)
+        written = len(tokens) - len(self.sequences[b].prompt)
+        return why or f"{self.model.path}: the model's logits after {written} tokens hold NaN or allow no token"
+
     def _generated(self, values_BC: jax.Array) -> list[np.ndarray]:
         """The values at the positions of what was generated, one array a sequence."""
         buffer, length = np.asarray(values_BC), np.asarray(self.state.length)

@@ -125,6 +125,13 @@ class Verdict(NamedTuple):
     failed: "jax.Array"
 
 
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """V, part of the structure of a context and no array in it (`speculative.loop` registers it with jax)."""
+
+    size: int
+
+
 class DraftContext(NamedTuple):
     """What every drafter may look at.
 
@@ -144,6 +151,7 @@ class DraftContext(NamedTuple):
             verification overwrites them.
         text: what a `TextDrafter` read of the committed text, else None.
         policies: the draft-length policy of each of the drafter's sources; empty without a policy.
+        vocabulary: its size is `vocab`; None outside a round.
     """
 
     tokens: "jax.Array"
@@ -156,6 +164,12 @@ class DraftContext(NamedTuple):
     cache: Pytree = None
     text: Pytree = None
     policies: tuple[ActivePolicy, ...] = ()
+    vocabulary: Vocabulary | None = None
+
+    @property
+    def vocab(self) -> int | None:
+        """V, the number of the target's ids: a plain number, also while `draft` is traced; None outside a round."""
+        return None if self.vocabulary is None else self.vocabulary.size
 
     @property
     def needs(self) -> frozenset[str]:
@@ -186,12 +200,14 @@ class Drafted(NamedTuple):
         state: the drafter's next state.
         cache: `ctx.cache`, as it is after the draft (the same object if the drafter does not use it).
         source: int32[B], which of the drafter's sources drafted; None if it has one.
+        failed: bool[B], sequences that end with an error here, of which `Drafter.failure` says why; None for none.
     """
 
     draft: Draft
     state: Pytree
     cache: Pytree
     source: "jax.Array | None" = None
+    failed: "jax.Array | None" = None
 
 
 class Feedback(NamedTuple):
@@ -339,6 +355,10 @@ class Drafter(AnyDrafter):
     def commit(self, params: Pytree, state: Pytree, ctx: DraftContext, feedback: Feedback) -> Pytree:
         """State after the verdict; `ctx` already holds the emitted tokens. By default as it was."""
         return state
+
+    def failure(self, tokens: "np.ndarray") -> str | None:
+        """Why a draft behind the text int32[n] was `failed`, in one line; None if it was not."""
+        return None
 
     def check(self) -> None:
         """Refuses facts of the wrong type."""

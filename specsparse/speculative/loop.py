@@ -41,26 +41,13 @@ from specsparse.speculative.base import (
     Feedback,
     Verdict,
     Verifier,
+    Vocabulary,
 )
 from specsparse.speculative.policies.base import ActivePolicy, Policy
 from specsparse.speculative.trees.base import node_depths, path_rows, row_parents
 from specsparse.speculative.verify import LogitRows, Noise, Target, has_native_call, of_nothing
 
-
-def context(params, job: Job, state: DecodeState, *, max_nodes: int) -> DraftContext:
-    """What the drafter may look at; the budget leaves room for the token that every round adds."""
-    room_B = jnp.minimum(job.limit - state.length - 1, state.cache.capacity - state.length)
-    budget_B = jnp.where(running(state), jnp.clip(room_B, 0, max_nodes), 0)
-    return DraftContext(
-        tokens=state.tokens,
-        length=state.length,
-        budget=budget_B,
-        seed=job.seed,
-        sample=job.sample,
-        round=state.counters.rounds,
-        params=params,
-        cache=state.cache,
-    )
+jax.tree_util.register_static(Vocabulary)
 
 
 def coins(job: Job, state: DecodeState, *, max_nodes: int) -> Noise:
@@ -101,11 +88,26 @@ class Round:
         """The policy of each of the drafter's sources."""
         return () if self.policy is None else self.drafter.source_policies(self.policy)
 
+    def context(self, params, job: Job, state: DecodeState) -> DraftContext:
+        """What the drafter may look at; the budget leaves room for the token that every round adds."""
+        room_B = jnp.minimum(job.limit - state.length - 1, state.cache.capacity - state.length)
+        return DraftContext(
+            tokens=state.tokens,
+            length=state.length,
+            budget=jnp.where(running(state), jnp.clip(room_B, 0, self.drafter.max_nodes), 0),
+            seed=job.seed,
+            sample=job.sample,
+            round=state.counters.rounds,
+            params=params[0],
+            cache=state.cache,
+            vocabulary=Vocabulary(self.config.vocab_size),
+        )
+
     def init(
         self, params, job: Job, state: DecodeState, *, text: Pytree = None, hidden: jax.Array | None = None
     ) -> tuple[Pytree, PolicyState | None]:
         """The drafter's and the policy's state after the prompt, of which `hidden` are the features."""
-        ctx = context(params[0], job, state, max_nodes=self.drafter.max_nodes)._replace(text=text)
+        ctx = self.context(params, job, state)._replace(text=text)
         with traced(self.drafter, "init"):
             own = self.drafter.init(params[1], ctx, hidden=hidden)
         batch = ctx.length.shape[0]
@@ -114,13 +116,12 @@ class Round:
 
     def draft(self, params, job: Job, state: DecodeState, *, text: Pytree = None) -> Drafted:
         """The drafter's proposal; `text` is what a `TextDrafter` read."""
-        target, own = params
-        room = context(target, job, state, max_nodes=self.drafter.max_nodes)._replace(text=text)
+        room = self.context(params, job, state)._replace(text=text)
         if self.policies:
             room = room._replace(policies=tuple(map(ActivePolicy, self.policies, state.policy.sources)))
         ctx = room if self.drafter.has_sources else room.from_source(0)
         with traced(self.drafter, "draft"):
-            drafted = self.drafter.draft(own, state.drafter, ctx)
+            drafted = self.drafter.draft(params[1], state.drafter, ctx)
         check_drafted(self.drafter, drafted, ctx)
         count_B = drafted.draft.count if self.drafter.has_sources else ctx.keep(drafted.draft.count)
         # A user's drafter may count wrongly: below nothing would end the text.
@@ -186,8 +187,9 @@ class Round:
         """The state after the round: tokens, cache, counters, the drafter's own. `state` is the one before it."""
         draft, live_B, start_B = drafted.draft, running(state), state.length
         counters = state.counters
-        ctx = context(params[0], job, state._replace(cache=cache), max_nodes=self.drafter.max_nodes)
-        state, count_B = emit(state, job, verdict.tokens, verdict.count, verdict.failed & live_B)
+        ctx = self.context(params, job, state._replace(cache=cache))
+        failed_B = verdict.failed if drafted.failed is None else verdict.failed | drafted.failed
+        state, count_B = emit(state, job, verdict.tokens, verdict.count, failed_B & live_B)
         # The rows of the root and of the accepted nodes; the last token emitted is fed next time.
         if self.drafter.tree:
             cache = kv.commit_path(cache, path_rows(verdict), count_B)

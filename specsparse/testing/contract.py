@@ -176,7 +176,10 @@ class DrafterCase:
         prepare, begin, draft, commit = self._stages
         before, after = prepare(ctx._replace(length=jnp.maximum(ctx.length - 2, 1))), prepare(ctx)
         drafted = draft(self.weights, begin(self.weights, before), before)
-        return draft(self.weights, commit(self.weights, drafted, before, after), after).draft
+        found = draft(self.weights, commit(self.weights, drafted, before, after), after)
+        for b in () if found.failed is None else np.flatnonzero(found.failed):
+            raise AssertionError(self.drafter.failure(np.asarray(ctx.tokens[b, : ctx.length[b]])))
+        return found.draft
 
     @functools.cached_property
     def _stages(self) -> tuple[Callable, ...]:
@@ -234,7 +237,7 @@ def shapes_budget_and_parents(case: DrafterCase) -> None:
     """A draft is a tree of ids of the vocabulary, within the budget."""
     for seed in SEEDS:
         budget = [0, 2, 100] if seed else [GAMMA, 1, 3]
-        draft = case.draft(draft_context(texts(seed), capacity=CAPACITY, budget=budget, round=seed))
+        draft = case.draft(draft_context(texts(seed), capacity=CAPACITY, vocab=VOCAB, budget=budget, round=seed))
         _check_draft(case.drafter, draft, budget)
 
 
@@ -258,7 +261,8 @@ def nothing_beyond_the_text_is_read(case: DrafterCase) -> None:
     """Poison beyond the length, likely tokens and impossible ones, changes nothing."""
     for seed in SEEDS:
         contexts = [
-            draft_context(texts(seed), capacity=CAPACITY, budget=GAMMA, poison=p) for p in (-7, 0, 1, 2**31 - 1)
+            draft_context(texts(seed), capacity=CAPACITY, vocab=VOCAB, budget=GAMMA, poison=p)
+            for p in (-7, 0, 1, 2**31 - 1)
         ]
         first, *others = map(case.draft, contexts)
         for other in others:
@@ -268,7 +272,7 @@ def nothing_beyond_the_text_is_read(case: DrafterCase) -> None:
 def rows_are_independent(case: DrafterCase) -> None:
     """The draft for a text does not depend on the batch around it."""
     for seed in SEEDS:
-        ctx = draft_context(texts(seed), capacity=CAPACITY, budget=[GAMMA, 2, 4], round=1)
+        ctx = draft_context(texts(seed), capacity=CAPACITY, vocab=VOCAB, budget=[GAMMA, 2, 4], round=1)
         together = case.draft(ctx)
         for b in range(3):
             mine, own = jax.tree.map(lambda x, b=b: x[b : b + 1], (together, ctx))
@@ -279,7 +283,7 @@ def one_compilation_serves_every_text(case: DrafterCase) -> None:
     """One compilation serves all lengths, budgets and rounds."""
     known = 0
     for seed in SEEDS:
-        case.draft(draft_context(texts(seed), capacity=CAPACITY, budget=seed, round=seed))
+        case.draft(draft_context(texts(seed), capacity=CAPACITY, vocab=VOCAB, budget=seed, round=seed))
         known = known or len(case.traced)
     assert len(case.traced) == known, "it is compiled again for another text"
 
@@ -287,13 +291,13 @@ def one_compilation_serves_every_text(case: DrafterCase) -> None:
 def a_full_buffer_and_a_single_token(case: DrafterCase) -> None:
     """It drafts for the shortest text and for the longest."""
     ids = np.random.default_rng(7).integers(0, VOCAB, CAPACITY).tolist()
-    draft = case.draft(draft_context([ids, ids[:1], ids[:-1]], capacity=CAPACITY, budget=GAMMA))
+    draft = case.draft(draft_context([ids, ids[:1], ids[:-1]], capacity=CAPACITY, vocab=VOCAB, budget=GAMMA))
     _check_draft(case.drafter, draft, [GAMMA] * 3)
 
 
 def the_cache_passes_through(case: DrafterCase) -> None:
     """A drafter hands on the cache that it was given, or a self-draft's of the same structure."""
-    ctx = draft_context(texts(0), capacity=CAPACITY, budget=GAMMA)
+    ctx = draft_context(texts(0), capacity=CAPACITY, vocab=VOCAB, budget=GAMMA)
 
     def check(cache: Any) -> Draft:
         whole = case.prepare(ctx._replace(cache=cache))
@@ -318,7 +322,7 @@ def tokens_are_drawn_from_q(case: DrafterCase) -> str:
     if case.drafter.kind is DraftKind.ONE_HOT:
         return "Not asked here: its drafts are one-hot, no token is drawn."
     (prepare, begin, draft, _), B, K = case._stages, 3, case.drafter.max_nodes
-    ctx = prepare(draft_context(texts(0, B), capacity=CAPACITY, budget=GAMMA))
+    ctx = prepare(draft_context(texts(0, B), capacity=CAPACITY, vocab=VOCAB, budget=GAMMA))
     state, residuals, before = begin(case.weights, ctx), [], []
     for i in range(DRAWS):
         seeds = np.stack([seed_words(B * i + b) for b in range(B)])

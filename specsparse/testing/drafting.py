@@ -18,7 +18,7 @@ from specsparse.engine.model import Model
 from specsparse.engine.noise import seed_words
 from specsparse.engine.weights import Params
 from specsparse.runtime.method import load_drafter
-from specsparse.speculative.base import AnyDrafter, Draft, DraftContext, Drafter
+from specsparse.speculative.base import AnyDrafter, Draft, DraftContext, Drafter, Vocabulary
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.heads import dflash, eagle3, head
 from specsparse.speculative.drafters.heads.dflash import BlockShape, DFlashFile
@@ -36,6 +36,7 @@ def draft_context(
     budget: int | Sequence[int],
     round: int = 0,
     poison: int = -7,
+    vocab: int | None = None,
 ) -> DraftContext:
     """A context of B texts of at most `capacity` ids; the slots beyond each text hold `poison`."""
     tokens = np.full((len(texts), capacity), poison, np.int32)
@@ -49,6 +50,7 @@ def draft_context(
         seed=jnp.asarray(np.tile(seed_words(3)[None], (B, 1))),
         sample=jnp.asarray(np.arange(B, dtype=np.int32)),
         round=jnp.asarray(np.full((B,), round, np.int32)),
+        vocabulary=None if vocab is None else Vocabulary(vocab),
     )
 
 

@@ -200,8 +200,11 @@ class Engine:
             params = tables
             if self.draft is not None:
                 weights = DraftWeights(params=tables)
-                ctx = loop.context(tables, job, state, max_nodes=self.draft.max_nodes)
-                state, params = state._replace(drafter=self.draft.init(weights, ctx)), (tables, weights)
+                pieces, params = (
+                    loop.Round(forward, self.config, pipeline.REFERENCE, self.draft, None),
+                    (tables, weights),
+                )
+                state = state._replace(drafter=pieces.init(params, job, state)[0])
             end, _ = generate.run(self.step, params, job, state, jnp.int32(LENGTH))
         c = end.counters
         complete = c.accepted_at[0, self.draft.max_depth - 1] if self.draft else c.rounds[0]
