@@ -4,21 +4,23 @@ A mistake in the input is one line on stderr and exit code 2; `debug=true` shows
 """
 
 import contextlib
+import dataclasses
 import functools
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from specsparse.errors import UserError, fail, not_installed
 from specsparse.experiments.command_line import flags_first, help_text, offer, refuse, shorthand
 from specsparse.support.cgroup import cpus
-from specsparse.support.files import conf_dir, package_line
+from specsparse.support.files import STAND_IN, conf_dir, package_line
 from specsparse.support.terminal import FULL, until_the_reader_leaves
 
-_checked: list[tuple[Any, Any]] = []
-"""The run of this process and what `runner.check` found of it, from the callback to the task."""
+_checked: list[Any] = []
+"""The `CheckedRun` of this process, from the callback to the task."""
 
 
 class CheckBeforeStart:
@@ -27,7 +29,9 @@ class CheckBeforeStart:
     def on_run_start(self, config: Any, **_: Any) -> None:
         """Exits with one line if the config is wrong (Hydra swallows exceptions of callbacks, not an exit)."""
         try:
-            _checked.append(_check(config))
+            _checked.append(_check(config, config.hydra.overrides.task))
+            if (cfg := _checked[-1].cfg).stood_in is not None:
+                _rename(config, cfg.composed, config.hydra.run)
             if swept := config.hydra.sweeper.get("params"):
                 values = " ".join(f"{key}={values}" for key, values in swept.items())
                 print(f"specsparse: one run of a sweep; -m runs all of it: {values}", file=sys.stderr)
@@ -37,13 +41,21 @@ class CheckBeforeStart:
             raise SystemExit(fail(str(error))) from None
 
     def on_multirun_start(self, config: Any, **_: Any) -> None:
-        """Exits with one line if the cluster that is to run the sweep does not answer."""
+        """Exits with one line if the cluster that is to run the sweep does not answer; names the sweep's folder as a
+        stand-in's, if its models cannot be had."""
         from specsparse.experiments import sweeps
 
         try:
             sweeps.check_ray(config.hydra.launcher.get("ray"))
         except UserError as error:
             raise SystemExit(fail(str(error))) from None
+        if config.get("stand_in"):
+            with contextlib.suppress(UserError):  # each combination says its own mistake
+                cfg = _check(config, config.hydra.overrides.task).cfg
+                if cfg.stood_in is not None:
+                    _rename(config, {"name": cfg.name}, config.hydra.sweep)
+                    folder = config.hydra.sweep.dir.replace("'", "\\'")
+                    config.hydra.overrides.hydra.append(f"hydra.sweep.dir='{folder}'")  # of every combination
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
         """Shows one table over all runs of a sweep; exit code 2 if no run was possible."""
@@ -62,14 +74,28 @@ class CheckBeforeStart:
         raise AttributeError(name)
 
 
-def _check(config: Any) -> tuple[Any, Any]:
-    """The run of a composed config, and what `runner.check` finds of it."""
+def _check(config: Any, words: Sequence[str]) -> Any:
+    """A composed config as `runner.check` finds it; says whose figures come if it is a stand-in."""
     from specsparse.experiments.settings import from_omegaconf
 
     run = from_omegaconf(config)  # without jax: what it finds wrong is said at once
     from specsparse.experiments import runner
 
-    return run, runner.check(run)
+    checked = runner.check(dataclasses.replace(run, words=tuple(words)))
+    if checked.cfg.stood_in is not None:
+        print(checked.cfg.stood_in, flush=True)
+    return checked
+
+
+def _rename(config: Any, values: dict[str, Any], place: Any) -> None:
+    """Gives Hydra the stand-in's values, its name among them, and `place` a folder of that name."""
+    from omegaconf import open_dict, read_write
+
+    with read_write(config), open_dict(config):
+        for key, value in values.items():
+            config[key] = value
+        own = "" if values["name"] in str(place.dir) else STAND_IN  # a folder that the command line gives
+        place.dir = f"{place.dir}{own}"
 
 
 def _task(cfg: Any) -> Any:
@@ -79,8 +105,8 @@ def _task(cfg: Any) -> Any:
     hydra = HydraConfig.get()
     directory, is_cell = Path(hydra.runtime.output_dir), hydra.mode is RunMode.MULTIRUN
     try:
-        run, checked = _checked.pop() if _checked else _check(cfg)
-        return _cell(run, checked, directory) if is_cell else _run(run, checked, directory)
+        checked = _checked.pop() if _checked else _check(cfg, hydra.overrides.task)
+        return _cell(checked, directory) if is_cell else _run(checked, directory)
     except UserError as error:
         if cfg.get("debug") is True:
             raise
@@ -91,29 +117,32 @@ def _task(cfg: Any) -> Any:
         raise SystemExit(fail(str(error))) from None
 
 
-def _cell(cfg: Any, checked: Any, directory: Path) -> float | None:
+def _cell(checked: Any, directory: Path) -> float | None:
     """Runs one cell of a sweep, or takes its result over if it has finished before."""
     from specsparse.experiments import sweeps
 
-    cell = sweeps.Cell.from_config(cfg)
-    done = cell.finished(directory.parent) if cfg.reuse else None
+    cell, reuse = sweeps.Cell.from_config(checked.cfg), checked.cfg.reuse
+    if checked.cfg.stood_in is not None:  # beside the folder that Hydra made, which stays that of the pair
+        directory = directory.with_name(directory.name + STAND_IN)
+        directory.mkdir(exist_ok=True)
+    done = cell.finished(directory.parent) if reuse else None
     if done is not None:
         print(f"finished before, taken from {done} (reuse=false runs it again)")
         return sweeps.reuse(done, directory)
-    objective = _run(cfg, checked, directory)
+    objective = _run(checked, directory)
     cell.mark(directory, objective)
     return objective
 
 
-def _run(cfg: Any, checked: Any, directory: Path) -> float | None:
+def _run(checked: Any, directory: Path) -> float | None:
     """Runs, alone on this machine if time is measured; a broken promise ends the program with exit code 1."""
     from specsparse.experiments import runner
     from specsparse.measure.machine import timing_lock
 
     _say_place()
     alone = timing_lock(lambda line: print(line, flush=True)) if checked.kind.timed else contextlib.nullcontext()
-    with runner.stoppable(cfg, directory), alone:
-        found = runner.run(cfg, directory, checked=checked)
+    with runner.stoppable(checked.cfg, directory), alone:
+        found = runner.run(checked.cfg, directory, checked=checked)
     if not found.as_promised:
         raise SystemExit(1)
     return found.objective

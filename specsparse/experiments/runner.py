@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.text import Text
 
 from specsparse import kernels
-from specsparse.errors import refuse
-from specsparse.experiments import trackers
-from specsparse.experiments.kind import KINDS, Engine, Kind, RunContext, RunResult
+from specsparse.errors import UserError, refuse
+from specsparse.experiments import stand_in, trackers
+from specsparse.experiments.kind import KINDS, Engine, Kind, RunContext, RunResult, header_of
 from specsparse.experiments.settings import FfnSpec, RunConfig, of_kind
 from specsparse.measure import manifest
 from specsparse.models import catalogue
@@ -27,10 +27,11 @@ from specsparse.support.files import to_json, write_atomically
 
 
 class CheckedRun(NamedTuple):
-    """A kind, and its settings from a config without mistakes."""
+    """A kind, its settings from a config without mistakes, and that config: the stand-in's, if there is one."""
 
     kind: Kind
     settings: Any
+    cfg: RunConfig
 
 
 def check(cfg: RunConfig) -> CheckedRun:
@@ -44,8 +45,18 @@ def check(cfg: RunConfig) -> CheckedRun:
     try:
         kind.check(settings)
     except catalogue.NotHere as missing:
-        catalogue.obtain(missing.wanted, cfg.download)
-        kind.check(settings)
+        try:
+            catalogue.obtain(missing.wanted, cfg.download)
+        except UserError as why:  # no network, no consent, no room
+            asked, cfg = cfg, stand_in.replaced(cfg, why)
+            settings = of_kind(cfg, kind.settings)
+            try:
+                kind.check(settings)
+                header_of(cfg.model)
+            except UserError as error:
+                raise UserError(f"{why}; stand_in={asked.stand_in} cannot be loaded either: {error}") from None
+        else:
+            kind.check(settings)
     trackers.options_of_tracker(cfg.tracker)
     plain, on_mesh, sparse = Path(cfg.name).name == cfg.name != "..", cfg.model.mesh is not None, cfg.ffn != FfnSpec()
     refuse({
@@ -54,7 +65,7 @@ def check(cfg: RunConfig) -> CheckedRun:
         f"kind={cfg.kind} needs the whole model on one device: leave model.mesh out": on_mesh and not kind.on_mesh,
         "model.mesh is for dense models: leave ffn out": on_mesh and sparse,
     })  # fmt: skip
-    return CheckedRun(kind, settings)
+    return CheckedRun(kind, settings, cfg)
 
 
 def run(
@@ -65,7 +76,7 @@ def run(
 
     By default `engine` is `specsparse.api`, `console` the terminal, and `checked`, the result of `check`, made here.
     """
-    kind, settings = checked or check(cfg)
+    kind, settings, cfg = checked or check(cfg)
     if engine is None:
         from specsparse import api
 
@@ -77,7 +88,7 @@ def run(
     about = manifest.build(cfg.composed, Path(catalogue.resolve(cfg.model.path)) if kind.takes_model else None)
     definitions = {"definitions": found.definitions} if found.definitions else {}
     ctx.tracker.finish({
-        "name": cfg.name, "kind": cfg.kind, "summary": found.summary, **found.more, **definitions, "manifest": about,
+        **_heading(cfg), "summary": found.summary, **found.more, **definitions, "manifest": about,
         "config": about["config"],
     })  # fmt: skip
     for figure in found.figures:
@@ -89,7 +100,15 @@ def run(
     if cfg.tracker.name == "wandb":
         options = trackers.options_of_tracker(cfg.tracker)
         ctx.console.print(Text(trackers.publish(directory, options)), soft_wrap=True)  # not cut
+    if cfg.stood_in is not None:
+        ctx.console.print(Text(str(cfg.stood_in), style="yellow"), soft_wrap=True)
     return found
+
+
+def _heading(cfg: RunConfig) -> dict[str, object]:
+    """The first keys of a record."""
+    stood_in = {} if cfg.stood_in is None else {"stand_in": vars(cfg.stood_in)}
+    return {"name": cfg.name, "kind": cfg.kind, **stood_in}
 
 
 @contextlib.contextmanager
@@ -114,7 +133,7 @@ def stoppable(cfg: RunConfig, directory: Path) -> Iterator[None]:
         mine = written(rows) not in (None, rows_before)  # not what an earlier run left
         done = len(rows.read_text(encoding="utf-8").splitlines()) if mine else 0
         record = {
-            "name": cfg.name, "kind": cfg.kind, "state": STOPPED, "passes": done, "summary": {},
+            **_heading(cfg), "state": STOPPED, "passes": done, "summary": {},
             "manifest": manifest.build(cfg.composed, None), "config": cfg.composed,
         }  # fmt: skip
         write_atomically(record_file, to_json(record, indent=1) + "\n")

@@ -16,6 +16,7 @@ from specsparse.data.prompts import Prompt, load
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.experiments.command_line import PARTS, completed
+from specsparse.models import catalogue
 from specsparse.models.catalogue import Download
 from specsparse.speculative.base import DEFAULT_GAMMA
 from specsparse.speculative.drafters import draw_temperature
@@ -38,6 +39,12 @@ def _download(value: object) -> Download:
     if spelled not in get_args(Download):
         raise ValueError(value)
     return spelled  # type: ignore[return-value]
+
+
+def _stand_in(value: object) -> str | None:
+    if value is not False and value not in catalogue.stand_ins():
+        raise ValueError(value)
+    return value or None  # type: ignore[return-value]
 
 
 NO_PREDICTOR, CHAINS = Choice("none"), Choice("chain")
@@ -217,8 +224,11 @@ class RunConfig(DecodingSettings):
         reuse: whether a sweep takes over cells that have finished before.
         download: whether models of the catalogue that are not on this machine are downloaded; "ask": see
             `models.catalogue.obtain`.
+        stand_in: name of the embedded pair that runs if the models cannot be had, see `experiments.stand_in`.
         own: the keys that are not everybody's; the kind's class of settings reads them.
         composed: the whole config as plain containers, for the record.
+        words: those of the command line, of which a model's or a drafter's name forbids the stand-in.
+        stood_in: a `report.record.StandIn`, if the run is one.
     """
 
     tracker: Choice
@@ -226,8 +236,11 @@ class RunConfig(DecodingSettings):
     debug: bool = False
     reuse: bool = True
     download: Annotated[Download, Read(_download, "yes, no or ask")] = "ask"
+    stand_in: Annotated[str | None, Read(_stand_in, "false, lookup_head, model or predictors")] = None
     own: Annotated[dict[str, Any], Rest()] = field(default_factory=dict)
     composed: Annotated[dict[str, Any], Internal()] = field(default_factory=dict, repr=False)
+    words: Annotated[tuple[str, ...], Internal()] = ()
+    stood_in: Annotated[Any, Internal()] = None
 
 
 def from_omegaconf(cfg: DictConfig | Mapping[str, object]) -> RunConfig:

@@ -106,7 +106,7 @@ def sparse_of(cfg: ModelSettings, ctx: RunContext, dense: Model, *, rows: np.nda
 
         path = weights_file(cfg)
         assert path is not None  # check()
-        weights = load_predictors(path, codes=codes)
+        weights = load_predictors(path, codes=codes, threshold=cfg.predictor.options.get("threshold"))
         want = (dense.config.n_layers, dense.config.d_model, dense.config.d_ff)
         have = (len(weights), weights[0].fc1.shape[1], weights[0].fc2.shape[0]) if weights else (0, 0, 0)
         shapes = "{} layers of {} x {}".format

@@ -32,12 +32,12 @@ from specsparse.measure.manifest import sha256_of
 from specsparse.models import catalogue
 from specsparse.report import methods, runs
 from specsparse.report.methods import Setting
-from specsparse.report.record import PLAIN, RECORD_FILE, SPECULATIVE, STOPPED
+from specsparse.report.record import PLAIN, RECORD_FILE, SPECULATIVE, STOPPED, StandIn
 from specsparse.report.runs import CELL_FILE, measurement, record_hash
 from specsparse.runtime import metrics
 from specsparse.runtime.method import resolve
 from specsparse.support import tables
-from specsparse.support.files import kept, to_json, write_atomically
+from specsparse.support.files import STAND_IN, kept, to_json, write_atomically
 from specsparse.support.registry import source_of
 
 _RESULTS = (
@@ -47,7 +47,7 @@ _RESULTS = (
 
 RAY_SECONDS = 10
 """How long the head of a Ray cluster has to answer."""
-_NO_MATTER = frozenset({"name", "stream", "debug", "reuse", "download"})
+_NO_MATTER = frozenset({"name", "stream", "debug", "reuse", "download", "stand_in"})
 """Keys that change no result: what a run is called, and what is shown while it runs."""
 
 
@@ -63,17 +63,19 @@ class Cell:
         """The cell of a config that has been checked."""
         depends = {
             "config": {k: v for k, v in cfg.composed.items() if k not in _NO_MATTER},
+            "stand_in": cfg.stood_in is not None,
             "files": sorted(_files(cfg)),
             "code": source_hash(),
             "cpu": cpu_info(),
             "kernels": kernels.status(),
         }
-        return cls(hashlib.sha256(to_json(depends, sort_keys=True).encode()).hexdigest(), cfg.name)
+        key = hashlib.sha256(to_json(depends, sort_keys=True).encode()).hexdigest()
+        return cls(key, cfg.name.removesuffix(STAND_IN))
 
     def finished(self, sweep: Path) -> Path | None:
         """The directory in which it has finished: of the sweep, or of a sweep of the same name beside it."""
         sweeps = [sweep]
-        if sweep.parent.name == self.name:
+        if sweep.parent.name.removesuffix(STAND_IN) == self.name:
             sweeps += sorted((d for d in sweep.parent.iterdir() if d.is_dir() and d != sweep), reverse=True)
         for mark in (file for directory in sweeps for file in sorted(directory.glob(f"*/{CELL_FILE}"))):
             found = measurement(mark.parent)
@@ -154,20 +156,25 @@ def check_ray(launcher: Mapping[str, Any] | None) -> None:
 
 def records(directory: Path) -> list[dict[str, Any]]:
     """The records of a sweep's finished jobs, in their order, a measurement once."""
-    jobs = sorted((d for d in directory.iterdir() if d.name.isdecimal()), key=lambda d: int(d.name))
+    numbers = {d: d.name.removesuffix(STAND_IN) for d in directory.iterdir()}
+    jobs = sorted((d for d in numbers if numbers[d].isdecimal()), key=lambda d: (int(numbers[d]), d.name))
     once = runs.once([d for d in jobs if (d / RECORD_FILE).is_file()])
     found = [json.loads((d / RECORD_FILE).read_text(encoding="utf-8")) for d in once]
     return [record for record in found if record.get("state") != STOPPED]
 
 
 def swept(found: list[dict[str, Any]]) -> list[Setting]:
-    return methods.differing_settings([r["config"] for r in found])
+    """The settings that differ, and of stand-ins what they stand in for."""
+    parts = tuple(StandIn(**r["stand_in"]).parts if "stand_in" in r else methods.NOTHING for r in found)
+    stood_in = [Setting("stand_in", "stand-in", parts)] if set(parts) != {methods.NOTHING} else []
+    return [*methods.differing_settings([r["config"] for r in found]), *stood_in]
 
 
 def table(found: list[dict[str, Any]]) -> Table:
     """A row a run: what was swept, then the results; the best speed-up, and what ties with it, is bold."""
     settings, note = swept(found), metrics.lengths_note(per_pass="tokens/pass", length="accept. length")
-    out = tables.new(*(Text(setting.name) for setting in settings), *_RESULTS, left=(), close=True, note=note)
+    long = [i for i, setting in enumerate(settings) if setting.key == "stand_in"]
+    out = tables.new(*(Text(s.name) for s in settings), *_RESULTS, left=long, wrap=long, close=True, note=note)
     for i, (r, rank) in enumerate(zip(found, ranks(found), strict=True)):
         plain, method = (_rates(r, side) for side in (PLAIN, SPECULATIVE))
         interval, identity = _interval(r), r["summary"].get("identity")

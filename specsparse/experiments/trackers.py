@@ -18,7 +18,7 @@ import numpy as np
 from specsparse.data import prompts
 from specsparse.errors import UserError
 from specsparse.report.record import RECORD_FILE, ROWS_FILE
-from specsparse.support.files import append_line, to_json, write_atomically
+from specsparse.support.files import STAND_IN, append_line, to_json, write_atomically
 from specsparse.support.options import nearest, read
 from specsparse.support.registry import Choice
 
@@ -86,11 +86,17 @@ def publish(directory: Path, options: WandbOptions) -> str:
     from specsparse.report import figures, methods, runs  # matplotlib takes a second
 
     run = runs.read(directory)
-    group = options.group or (directory.resolve().parent.name if directory.name.isdecimal() else None)
+    is_cell = directory.name.removesuffix(STAND_IN).isdecimal()
+    group = options.group or (directory.resolve().parent.name if is_cell else None)
     tags = [run.kind, *(run.setting(f"{key}.name") for key in ("drafter", "verifier", "policy", "tree"))]
+    tags += ["stand-in"] if run.stand_in else []
     client = wandb.init(
         dir=str(directory), name=run.name, job_type=run.kind, group=group, project=options.project, mode=options.mode,
-        config={**run.config, "manifest": {k: v for k, v in run.manifest.items() if k != "config"}},
+        notes=str(run.stand_in) if run.stand_in else None,
+        config={
+            **run.config, **({"stand_in": run.record["stand_in"]} if run.stand_in else {}),
+            "manifest": {k: v for k, v in run.manifest.items() if k != "config"},
+        },
         tags=[tag for tag in dict.fromkeys(tags) if isinstance(tag, str)],
         settings=wandb.Settings(silent=True, console="off"),
     )  # fmt: skip

@@ -19,7 +19,7 @@ import shutil
 import sys
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -27,8 +27,8 @@ from specsparse.engine.gguf.shards import shard_names
 from specsparse.errors import UserError
 from specsparse.models import hub
 from specsparse.models.hub import RepoFile
-from specsparse.support.files import cache_dir, kept, need_memory, size_text, to_json, write_atomically
-from specsparse.support.options import Count, Internal, Size, read
+from specsparse.support.files import Json, cache_dir, kept, need_memory, size_text, to_json, write_atomically
+from specsparse.support.options import Count, Internal, Read, Size, read
 
 Download = Literal["yes", "no", "ask"]
 """Whether models are downloaded; "ask": asked on a terminal, refused elsewhere."""
@@ -123,6 +123,8 @@ class Entry:
         source: where revision, size, sha256 and licence were read.
         gated: the repository asks for consent to its terms and for a token.
         shape: what the file would say of the model, for those who plan without it (`python -m specsparse advise`).
+        stand_ins: by name, the groups of a run's config that the model brings with it if it stands in for models that
+            cannot be had (`experiments.stand_in`).
     """
 
     name: Annotated[str, Internal()]
@@ -146,6 +148,7 @@ class Entry:
     source: str | None = None
     gated: bool = False
     shape: Shape | None = None
+    stand_ins: Annotated[Json, Read(dict, "groups of a config by name")] = field(default_factory=dict, hash=False)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -179,6 +182,11 @@ def find(name: str) -> Entry | None:
     return next((entry for entry in entries().values() if name in entry.aliases), None)
 
 
+def stand_ins() -> dict[str, Entry]:
+    """The entries that stand in for others, by the name of the stand-in."""
+    return {name: entry for entry in entries().values() for name in entry.stand_ins}
+
+
 def names() -> list[str]:
     return [name for entry in entries().values() for name in (entry.name, *entry.aliases)]
 
@@ -210,11 +218,11 @@ def _entry(path: Path) -> Entry:
 
 
 class NotHere(UserError):
-    """Models of the Hub that are not on this machine: `wanted` by the setting that names each, and `why` they are not
-    downloaded."""
+    """Models of the Hub that are not on this machine: `wanted` by the setting that names each, and the `reason` why
+    they are not downloaded."""
 
     def __init__(self, wanted: Mapping[str, Entry], why: str = ""):
-        self.wanted = dict(wanted)
+        self.wanted, self.reason = dict(wanted), why.rpartition("; ")[0]
         which, given = [], []
         for key, entry in self.wanted.items():
             usual = entry.files[0] if entry.files and "*" not in entry.files[0] else entry.name

@@ -268,7 +268,8 @@ def load_pairs(path: Path) -> tuple[list[tuple[np.ndarray, np.ndarray]], float]:
     return [(tensors[first], tensors[second]) for first, second in names], float(meta["threshold"])
 
 
-def load_predictors(path: Path, *, codes: Codes = "f16") -> tuple[Factors, ...]:
-    """The weights of every layer for `Mlp`, packed in the type that `settled` says."""
-    pairs, threshold = load_pairs(path)
+def load_predictors(path: Path, *, codes: Codes = "f16", threshold: float | None = None) -> tuple[Factors, ...]:
+    """The weights of every layer for `Mlp`, packed in the type that `settled` says; None: the file's threshold."""
+    pairs, own = load_pairs(path)
+    threshold = own if threshold is None else threshold
     return tuple(mlp_weights(fc1, fc2, threshold, codes=codes) for fc1, fc2 in pairs)

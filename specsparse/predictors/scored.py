@@ -128,12 +128,14 @@ class Mlp(LowRank):
     Attributes:
         codes: type of the packed matrices; None follows the model's own gates: Q4_0 for codes of four bits, Q8_0 for
             others, F16 for floats.
+        threshold: in place of the file's.
     """
 
     name: ClassVar[str] = "mlp"
     needs: ClassVar[Needs] = Needs.TRAINING
     relu: ClassVar[bool] = True
     codes: Codes | None = None
+    threshold: float | None = None
 
     def own_weights(self, layer: Layer) -> NoReturn:
         raise UserError("predictor mlp is trained or read from a file: run +experiment=train_predictors")

@@ -73,7 +73,7 @@ def number(value: object) -> str:
 
 def warnings(runs: Sequence[Run]) -> list[str]:
     """Lines that a reader must see first."""
-    out = []
+    out: list[str] = []
     for run in runs:
         found = run.summary.get("identity") or {}
         if found.get("promised") and found.get("differing"):

@@ -28,6 +28,35 @@ DEFINITIONS = {**metrics.DEFINITIONS, **conditions.DEFINITIONS}
 
 
 @dataclass(frozen=True)
+class StandIn:
+    """An embedded pair that ran since the models of an experiment could not be had.
+
+    Attributes:
+        asked, used: the parts that differ, by group of the config: a name, or a name and the options that were set.
+        why: the models could not be had.
+    """
+
+    asked: Json
+    used: Json
+    why: str
+
+    @property
+    def parts(self) -> str:
+        def words(parts: Json) -> str:
+            said = []
+            for group, part in parts.items():
+                name, *options = [part] if group == "model" else [part["name"], *(key for key in part if key != "name")]
+                values = [f"{key} {x:g}" if isinstance(x := part[key], float) else f"{key} {x}" for key in options]
+                said.append(f"{group} {name}" + (f" ({', '.join(values)})" if values else ""))
+            return ", ".join(said)
+
+        return f"{words(self.used)} in place of {words(self.asked)}"
+
+    def __str__(self) -> str:
+        return f"stand-in: {self.parts}; these figures are the stand-in's ({self.why}; stand_in=false takes none)"
+
+
+@dataclass(frozen=True)
 class Pass:
     """One decoding of one prompt. Times in seconds without compilation; `generate` with `seed` writes the same text."""
 

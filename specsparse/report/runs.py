@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from specsparse.errors import UserError
 from specsparse.measure import conditions
 from specsparse.measure.conditions import Conditions
-from specsparse.report.record import RECORD_FILE, ROWS_FILE, STOPPED
+from specsparse.report.record import RECORD_FILE, ROWS_FILE, STOPPED, StandIn
 from specsparse.support import notebook, options
 from specsparse.support.files import Json, kept
 
@@ -55,6 +55,11 @@ class Run:
     @property
     def conditions(self) -> Conditions:
         return conditions.from_record(self.record).conditions
+
+    @property
+    def stand_in(self) -> StandIn | None:
+        found = self.record.get("stand_in")
+        return StandIn(**found) if found else None
 
     @property
     def config(self) -> Json:
@@ -191,9 +196,10 @@ def record_hash(directory: Path) -> str:
 
 
 def disagreements(runs: Sequence[Run]) -> list[str]:
-    """Differences that forbid to compare the seconds of these runs: conditions, machine, kernels, model, commit."""
+    """Lines on runs that are stand-ins, and on differences that forbid to compare the seconds of these runs:
+    conditions, machine, kernels, model file, commit."""
     apart = conditions.differ([conditions.from_record(run.record) for run in runs])
-    out = [apart] if apart else []
+    out = [f"{run.directory}: {run.stand_in}" for run in runs if run.stand_in] + ([apart] if apart else [])
     for what in runs[0].origin:
         values = list(dict.fromkeys(str(run.origin[what]) for run in runs if run.origin[what] is not None))
         if len(values) > 1:
@@ -208,6 +214,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 _TIMES = "tasks.*.speculative.counters.times"
 _RECORD = {
     **dict.fromkeys(("config.policy.gamma", "config.sampling.temperature"), "a number or a text"),
+    **dict.fromkeys(("stand_in", "stand_in.asked", "stand_in.used"), _GROUP), "stand_in.why": _NAME,
     **{f"manifest.{part}": _GROUP for part in ("cpu", "git", "kernels", "model", "packages")},
     "manifest.git.commit": _NAME, "manifest.command": _LIST, "method": _GROUP, "summary.identity": _GROUP,
     **{f"summary.conditions.{name}": _NUMBER for name in (

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Json: TypeAlias = dict[str, Any]
 """An object as JSON has it: reports, records, a config.json. Its maker's docstring says what is in it."""
+STAND_IN = ".stand_in"
+"""End of the name and the folder of a run of a stand-in (`experiments.stand_in`)."""
 _HALF = re.compile("[\ud800-\udfff]")
 _DAMAGED = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, EOFError, MemoryError, RuntimeError,

@@ -137,6 +137,8 @@ def from_record(path: Path) -> dict[str, AcceptedRates]:
     source, kept, why = f"{path.parent.name}/{path.name}", {}, "no method of this run drafted chains"
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
+        if "stand_in" in record:
+            raise UserError(f"{path}: is of a stand-in, not of the pair that was asked for; take a run of the pair")
         made = {str(name): AcceptedRates.from_groups(source, groups) for name, groups in _counted_chains(record)}
         kept = {name: one for name, one in made.items() if one is not None}
     except OSError as error:

@@ -1,0 +1,247 @@
+"""Stand-ins: an experiment whose models cannot be had runs on an embedded pair, and all that it writes says so."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import sys
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+
+from specsparse import run
+from specsparse.engine.config import ACTIVATION_KEY
+from specsparse.errors import UserError
+from specsparse.experiments import runner, sweeps, trackers
+from specsparse.experiments.settings import from_omegaconf
+from specsparse.measure.costs import acceptance
+from specsparse.models import catalogue
+from specsparse.predictors.fit_mlp import load_predictors, save_predictors
+from specsparse.report import pages, runs
+from specsparse.testing import write_tiny_gguf
+
+DECLARED = (
+    "spec_llama160m", "spec_llama160m_pq", "spec_tinyllama", "spec_qwen3", "spec_llama31_8b", "spec_smollm2_1.7b",
+    "eagle3_llama31_8b", "powerinfer_relullama_7b",
+)  # fmt: skip
+ENTRY = {
+    "what": "a tiny model", "good_for": "tests", "package": "stand_in_models", "file": "tiny.gguf",
+    "install": "pip install tiny-models",
+    "stand_ins": {"tiny": {"drafter": {"name": "prompt_lookup"}, "policy": {"name": "fixed", "gamma": 2}}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a tiny model in a package, an entry of the catalogue for it, and no model of the Hub."""
+    folder = tmp_path_factory.mktemp("stand_in")
+    (folder / "stand_in_models").mkdir()
+    write_tiny_gguf(folder / "stand_in_models" / "tiny.gguf", tokenizer="spm", vocab_size=300, n_layers=1)
+    (folder / "own").mkdir()
+    (folder / "own" / "tiny.yaml").write_text(yaml.safe_dump(ENTRY))
+    (folder / "prompts.txt").write_text("abc abc abc abc")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_hub(place, monkeypatch):
+    for name in ("SPECSPARSE_MODELS", "XDG_CACHE_HOME", "HF_HOME"):
+        monkeypatch.setenv(name, str(place / "none"))
+    monkeypatch.setenv("SPECSPARSE_CATALOGUE", str(place / "own"))
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.chdir(place)
+    catalogue.forget()
+    yield
+    catalogue.forget()
+
+
+QUICK = ("data.source=prompts.txt", "data.tasks=null", "max_tokens=3", "warmup=false", "time_split=0", "stream=false")
+TINY = ("+experiment=spec_llama160m", "stand_in=tiny", "download=no", *QUICK)
+
+
+def composed(*words):
+    with initialize_config_dir(str(run.conf_dir()), version_base="1.3"):
+        return dataclasses.replace(from_omegaconf(compose("config", list(words))), words=words)
+
+
+def checked(*words):
+    return runner.check(composed(*words)).cfg
+
+
+def refused(capsys, *words):
+    """The one line of a run that is refused and writes nothing."""
+    before = sorted(Path().rglob("*"))
+    with pytest.raises(SystemExit) as stop:
+        run.main(list(words))
+    captured = capsys.readouterr()
+    assert stop.value.code == 2 and captured.out == "" and captured.err.count("\n") == 1
+    assert sorted(Path().rglob("*")) == before
+    return captured.err
+
+
+@pytest.fixture(scope="module")
+def ran(place, tmp_path_factory):
+    """What a run of a stand-in printed, and its folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECSPARSE_CATALOGUE", str(place / "own"))
+        patch.setenv("SPECSPARSE_MODELS", str(place / "none"))
+        patch.setenv("XDG_CACHE_HOME", str(place / "none"))
+        patch.setenv("HF_HOME", str(place / "none"))
+        patch.syspath_prepend(place)
+        patch.chdir(place)
+        catalogue.forget()
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            assert run.main(list(TINY)) == 0
+    (folder,) = (place / "runs").glob("*/*")
+    return out.getvalue().strip().splitlines(), folder
+
+
+def test_a_stand_in_is_named_first_and_last_in_the_record_and_by_its_folder(ran):
+    lines, folder = ran
+    assert lines[0] == lines[-1] and lines[0] == (
+        "stand-in: model tiny, drafter prompt_lookup, policy fixed (gamma 2) in place of model llama-2-7b, drafter "
+        "model (model llama-160m, special_tokens target), policy p_min (gamma 16, n_min 5, p_min 0.9); these figures "
+        "are the stand-in's (download=no; stand_in=false takes none)"
+    )
+    record = json.loads((folder / "record.json").read_text())
+    assert folder.parent.name == record["name"] == record["config"]["name"] == "spec_llama160m.stand_in"
+    assert record["stand_in"] == {
+        "asked": {
+            "model": "llama-2-7b",
+            "drafter": {"name": "model", "model": "llama-160m", "special_tokens": "target"},
+            "policy": {"name": "p_min", "gamma": 16, "n_min": 5, "p_min": 0.9},
+        },
+        "used": {
+            "model": "tiny", "drafter": {"name": "prompt_lookup"}, "policy": {"name": "fixed", "gamma": 2},
+        },
+        "why": "download=no",
+    }  # fmt: skip
+    config = record["config"]
+    assert (config["model"]["path"], config["drafter"]["name"], config["policy"]["name"]) == (
+        "tiny", "prompt_lookup", "fixed",
+    )  # fmt: skip
+    assert (config["verifier"]["name"], config["sampling"]["temperature"], config["max_tokens"]) == ("match", 0.8, 3)
+    assert record["method"]["drafter"] == "prompt_lookup" and record["manifest"]["model"]["file"] == "tiny.gguf"
+
+
+def test_a_stand_in_is_named_by_report_and_wandb_and_teaches_no_table(ran, tmp_path, monkeypatch):
+    lines, folder = ran
+    found = runs.find([folder])
+    page = pages.write(found, tmp_path, title=found[0].name).page.read_text().replace("&#39;", "'")
+    assert lines[0] in page and "<title>spec_llama160m.stand_in</title>" in page
+    wandb = MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    trackers.publish(folder, trackers.WandbOptions(mode="disabled"))
+    sent = wandb.init.call_args.kwargs
+    assert sent["name"].endswith(".stand_in") and sent["notes"] == lines[0] and "stand-in" in sent["tags"]
+    assert sent["config"]["stand_in"]["asked"]["model"] == "llama-2-7b"
+    with pytest.raises(UserError, match=r"record\.json: is of a stand-in"):
+        acceptance.from_record(folder / "record.json")
+
+
+def test_a_sweep_keeps_stand_in_and_pair_apart(ran, tmp_path):
+    cfg = checked(*TINY)
+    cell = sweeps.Cell.from_config(cfg)
+    assert cell.name == "spec_llama160m"
+    assert sweeps.Cell.from_config(dataclasses.replace(cfg, stood_in=None)).key != cell.key
+    for number in ("0.stand_in", "1"):
+        (tmp_path / number).mkdir()
+        record = json.loads((ran[1] / "record.json").read_text())
+        if number == "1":
+            del record["stand_in"]
+        (tmp_path / number / "record.json").write_text(json.dumps(record))
+    setting = sweeps.swept(sweeps.records(tmp_path))[-1]
+    assert setting.name == "stand-in" and setting.values[1] == "-"
+    assert setting.values[0].startswith("model tiny, drafter prompt_lookup, policy fixed (gamma 2) in place of")
+
+
+def test_a_stand_in_in_a_sweep_has_a_folder_of_its_name(place, monkeypatch, capsys):
+    """Hydra's part of it; nothing is decoded."""
+    went = []
+    monkeypatch.setattr(run, "_run", lambda checked, directory: went.append((checked.cfg.name, directory)))
+    monkeypatch.setattr(sweeps, "show", lambda *_: None)
+    monkeypatch.setattr(sweeps, "records", lambda directory: [directory])
+    assert run.main(["-m", *TINY, "policy.gamma=9,10"]) == 0
+    (first, zero), (second, one) = went
+    assert first == second == zero.parents[1].name == "spec_llama160m.stand_in"
+    assert (zero.name, one.name) == ("0.stand_in", "1.stand_in") and zero.is_dir()
+    assert "policy fixed (gamma 9)" in capsys.readouterr().out
+
+
+def test_the_error_of_before_without_a_stand_in(capsys):
+    pair = ("+experiment=spec_llama160m", "download=no")
+    line = refused(capsys, *pair, "stand_in=false")
+    assert line.startswith("specsparse: llama-2-7b.Q4_0.gguf (3.8 GB,") and "drafter.model=/path/to/llama-160m" in line
+    cfg = composed(*pair)
+    for word in ("drafter.model=llama-68m", "model=tinyllama-1.1b", "drafter=prompt_lookup", "model.path=none.gguf"):
+        with pytest.raises(catalogue.NotHere):
+            runner.check(dataclasses.replace(cfg, words=(word,)))
+    with pytest.raises(UserError, match="give stand_in=lookup_head or model"):
+        runner.check(dataclasses.replace(cfg, stand_in="predictors"))
+    with pytest.raises(UserError, match="stand_in=smollm2 must be false, lookup_head, model or predictors"):
+        composed(*pair, "stand_in=smollm2")
+
+
+def test_a_stand_in_that_cannot_be_loaded_is_one_line(capsys, place, monkeypatch):
+    file, other = place / "stand_in_models" / "tiny.gguf", place / "elsewhere.gguf"
+    file.rename(other)
+    try:
+        line = refused(capsys, *TINY)
+        assert "llama-2-7b" in line and "stand_in=tiny cannot be loaded either" in line and "pip install tiny" in line
+        file.write_bytes(b"GGUF")
+        assert "stand_in=tiny cannot be loaded either" in refused(capsys, *TINY)
+    finally:
+        other.replace(file)
+
+
+@pytest.mark.parametrize(
+    "why", ["huggingface.co/a/b asks for consent and a token: accept its terms there", "not downloaded; "]
+)
+def test_a_stand_in_runs_where_consent_is_missing(monkeypatch, why):
+    """That of a gated repository, and that of a reader whom a terminal asked."""
+
+    def obtain(wanted, download):
+        raise catalogue.NotHere(wanted, why) if why.endswith("; ") else UserError(why)
+
+    monkeypatch.setattr(catalogue, "obtain", obtain)
+    assert checked(*TINY).stood_in.why == why.removesuffix("; ")
+
+
+def test_a_stand_in_keeps_what_the_command_line_says_of_the_policy():
+    assert checked(*TINY, "policy.gamma=12").policy.options["gamma"] == 12
+    assert checked(*TINY, "policy=p_min").policy.options == {"gamma": 16, "n_min": 5, "p_min": 0.9}
+
+
+def test_the_experiments_that_declare_a_stand_in(monkeypatch, place):
+    """Each has the shipped one, with its own verifier, sampling and prompts; the others have none."""
+    relu = write_tiny_gguf(place / "relu.gguf", metadata={ACTIVATION_KEY: "relu"})
+    locate = catalogue.locate  # the model itself is 100 MB to make
+    monkeypatch.setattr(catalogue, "locate", lambda entry, **how: relu if entry.base else locate(entry, **how))
+    files = sorted(file.stem for file in (run.conf_dir() / "experiment").glob("*.yaml"))
+    text = {name: (run.conf_dir() / "experiment" / f"{name}.yaml").read_text() for name in files}
+    declaring = [name for name in files if "\nstand_in:" in text[name] or "\n  - spec_llama160m\n" in text[name]]
+    assert declaring == sorted(DECLARED)
+    for name in DECLARED:
+        asked = composed(f"+experiment={name}", "download=no")
+        for stand_in in ["predictors"] if "power" in name else ["lookup_head", "model"]:
+            used = runner.check(dataclasses.replace(asked, stand_in=stand_in)).cfg
+            assert (used.verifier, used.sampling, used.data) == (asked.verifier, asked.sampling, asked.data)
+            assert used.name == f"{name}.stand_in" and used.max_tokens == asked.max_tokens
+            if stand_in == "predictors":
+                parts = used.model.path, used.ffn.name, used.predictor.name
+                assert parts == ("smollm2-135m-relu", "predicted", "mlp")
+            else:
+                parts = used.model.path, used.drafter.name, used.policy.name, used.policy.options["gamma"]
+                assert parts == ("smollm2-135m", stand_in, "auto_off", 4)
+
+
+def test_a_stand_ins_predictors_take_the_experiments_threshold(tmp_path):
+    pairs = [(np.ones((4, 32), np.float32), np.ones((64, 4), np.float32))]
+    save_predictors(tmp_path / "p.safetensors", pairs, threshold=0.25)
+    kept, given = (load_predictors(tmp_path / "p.safetensors", threshold=value)[0] for value in (None, 0.5))
+    assert (float(kept.threshold), float(given.threshold)) == (0.25, 0.5)
