@@ -54,7 +54,7 @@ def check(cfg: RunConfig) -> CheckedRun:
                 kind.check(settings)
                 header_of(cfg.model)
             except UserError as error:
-                raise UserError(f"{why}; stand_in={asked.stand_in} cannot be loaded either: {error}") from None
+                raise UserError(f"{why}; stand_in={asked.stand_in} cannot run either: {error}") from None
         else:
             kind.check(settings)
     trackers.options_of_tracker(cfg.tracker)

@@ -192,9 +192,9 @@ def test_a_stand_in_that_cannot_be_loaded_is_one_line(capsys, place, monkeypatch
     file.rename(other)
     try:
         line = refused(capsys, *TINY)
-        assert "llama-2-7b" in line and "stand_in=tiny cannot be loaded either" in line and "pip install tiny" in line
+        assert "llama-2-7b" in line and "stand_in=tiny cannot run either" in line and "pip install tiny" in line
         file.write_bytes(b"GGUF")
-        assert "stand_in=tiny cannot be loaded either" in refused(capsys, *TINY)
+        assert "stand_in=tiny cannot run either" in refused(capsys, *TINY)
     finally:
         other.replace(file)
 
@@ -214,7 +214,8 @@ def test_a_stand_in_runs_where_consent_is_missing(monkeypatch, why):
 
 def test_a_stand_in_keeps_what_the_command_line_says_of_the_policy():
     assert checked(*TINY, "policy.gamma=12").policy.options["gamma"] == 12
-    assert checked(*TINY, "policy=p_min").policy.options == {"gamma": 16, "n_min": 5, "p_min": 0.9}
+    own = checked("+experiment=spec_tinyllama", *TINY[1:], "policy=heuristic")
+    assert own.policy.name == "heuristic" and own.drafter.name == "prompt_lookup"
 
 
 def test_the_experiments_that_declare_a_stand_in(monkeypatch, place):
