@@ -55,9 +55,6 @@ def _no_hub(place, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     monkeypatch.syspath_prepend(place)
     monkeypatch.chdir(place)
-    catalogue.forget()
-    yield
-    catalogue.forget()
 
 
 QUICK = ("data.source=prompts.txt", "data.tasks=null", "max_tokens=3", "warmup=false", "time_split=0", "stream=false")
@@ -94,7 +91,6 @@ def ran(place, tmp_path_factory):
         patch.setenv("HF_HOME", str(place / "none"))
         patch.syspath_prepend(place)
         patch.chdir(place)
-        catalogue.forget()
         with contextlib.redirect_stdout(io.StringIO()) as out:
             assert run.main(list(TINY)) == 0
     (folder,) = (place / "runs").glob("*/*")
