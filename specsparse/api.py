@@ -17,6 +17,7 @@ from specsparse.runtime.results import Generation, GenerationStats, Stream, best
 from specsparse.runtime.session import PromptLike, Session, requests
 from specsparse.speculative.base import AnyDrafter, Verifier
 from specsparse.speculative.policies.base import Policy
+from specsparse.support.neighbours import WORDS, understood
 from specsparse.support.options import shown
 
 __all__ = ["Generation", "GenerationStats", "Model", "SamplingParams", "Stream", "generate", "load", "stream"]
@@ -58,7 +59,9 @@ def generate(
         watch: called with every speculative round (`runtime.loops.RoundView`); the loop is the host's then.
         common_noise: all prompts have the seed itself, to compare them draw by draw: equal prompts give equal texts,
             and texts of unlike ones correlate.
-        fields: further fields of `SamplingParams`, which win over `sampling`.
+        fields: further fields of `SamplingParams`, which win over `sampling`; and the words of vLLM, Hugging Face and
+            llama.cpp for all of these, such as `sampling_params`, `speculative_config`, `assistant_model`,
+            `prompt_lookup_num_tokens`, `max_new_tokens` and `do_sample` (`support.neighbours.WORDS`).
 
     Returns:
         A `Generation`; a list of them for a list of prompts, and for n > 1 (n for each prompt).
@@ -68,6 +71,8 @@ def generate(
     """
     if not isinstance(common_noise, bool):
         raise UserError(f"common_noise={shown(common_noise)} must be true or false")
+    said = {"sampling": sampling, "max_tokens": max_tokens, "drafter": drafter, "verifier": verifier, "policy": policy}
+    sampling, max_tokens, drafter, verifier, policy, fields = _understood(said, fields)
     prompts, many = _prompts(prompt)
     if isinstance(sampling, list | tuple):
         if not many or len(sampling) != len(prompts):
@@ -110,6 +115,8 @@ def stream(
     """
     if isinstance(rounds, bool) or not isinstance(rounds, int) or not 1 <= rounds <= NOTED_ROUNDS:
         raise UserError(f"rounds={rounds!r} must be a whole number from 1 to {NOTED_ROUNDS}")
+    said = {"sampling": sampling, "max_tokens": max_tokens, "drafter": drafter, "verifier": verifier, "policy": policy}
+    sampling, max_tokens, drafter, verifier, policy, fields = _understood(said, fields)
     params = _params(model, sampling, max_tokens, fields)
     prompts, many = _prompts(prompt)
     if many or params.num_sequences > 1:
@@ -117,6 +124,14 @@ def stream(
     model, method = ready(MethodSpec(drafter, verifier, policy, sampling=params), model)
     [[sequence]] = requests(model, prompts, params, seed)
     return Stream(Session(model, [sequence], method, noting=bool(params.stop)), rounds)
+
+
+def _understood(said: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments that are said by name, in their order, and the further fields, from anybody's words."""
+    if not WORDS.keys() & fields:
+        return (*said.values(), fields)
+    found = understood({**{name: value for name, value in said.items() if value is not None}, **fields})
+    return (*(found.pop(name, None) for name in said), found)
 
 
 def _params(

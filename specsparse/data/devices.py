@@ -22,16 +22,14 @@ class Device:
     """Peaks of a device. All above 0, but for `dispatch`.
 
     Attributes:
-        name: as in configs.
-        title: what it is.
+        name, title: as in configs, and what it is.
         bandwidth: bytes read from memory per second.
         int8, f16, f32: multiply-adds per second, dense; None if the device gains nothing over the next wider type.
         memory: bytes it holds; None: unknown.
         link: bytes per second one way to the host's memory; None: it is the host's own.
         dispatch: seconds that a kernel takes beside its work.
         overlap: share of the shorter of reading and arithmetic that hides behind the longer.
-        source: of the figures.
-        measured: these are this machine's own figures, not a sheet's.
+        source: of the figures; `measured` if they are this machine's own, not a sheet's.
     """
 
     name: str

@@ -22,6 +22,7 @@ from specsparse.speculative.policies import POLICIES
 from specsparse.speculative.trees import CHAIN, TREES
 from specsparse.speculative.verifiers import RULES
 from specsparse.support.files import conf_dir
+from specsparse.support.neighbours import WORDS, answer, config_key
 from specsparse.support.options import Option, nearest, shown, values_of
 from specsparse.support.registry import Registry, entry_points
 
@@ -62,7 +63,7 @@ def shorthand(argv: list[str]) -> list[str]:
     out = []
     for arg in argv:
         key, eq, value = arg.partition("=")
-        key = _OLD_KEYS.get(key, key)
+        key = _OLD_KEYS.get(key) or config_key(key)
         value = ",".join(PARTS[key].canonical(name) for name in value.split(",")) if key in PARTS else value
         if eq and key in ("model", "data") and re.search(r"\.(gguf|jsonl|txt)$|^hf://|^[~./]", value):
             path = os.path.expanduser(value)
@@ -203,8 +204,8 @@ def _near_key(key: str, groups: dict[str, list[str]], conf: Path) -> str:
     listed."""
     from specsparse.experiments.settings import valid_keys  # numpy, which the page of usage needs not
 
-    if key == "experiment":
-        return "; write +experiment=NAME"
+    if key == "experiment" or (key in WORDS and WORDS[key].line):
+        return f"; {answer(key) or 'write +experiment=NAME'}"
     head, dot, _ = key.partition(".")
     more, group = set[str](), ""
     for line in f"{_text(conf / 'experiment')}\n{_text(conf / 'placement')}".splitlines():  # such as roofline.device

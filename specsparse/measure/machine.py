@@ -88,7 +88,18 @@ def timing_lock(announce: Callable[[str], None]) -> Iterator[None]:
     """
     given = os.environ.get("SPECSPARSE_TIMING_LOCK")
     path = Path(given) if given else Path(tempfile.gettempdir()) / "specsparse-timing.lock"
-    descriptor = _open(path)
+    # Any user's file serves, and a lock needs no right to write. A link is not followed: the folder is everybody's.
+    for flags in (os.O_RDWR, os.O_RDONLY, os.O_RDWR | os.O_CREAT):
+        try:
+            descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o666)
+            break
+        except OSError as error:
+            reason = error.strerror or error
+    else:
+        raise UserError(f"{path}: cannot be locked: {reason}; set SPECSPARSE_TIMING_LOCK=FILE")
+    if flags & os.O_CREAT:
+        with contextlib.suppress(OSError):
+            os.fchmod(descriptor, 0o666)  # whatever the umask: the next user must be able to lock it
 
     def holder() -> str:
         with contextlib.suppress(OSError):
@@ -109,19 +120,3 @@ def timing_lock(announce: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _open(path: Path) -> int:
-    """Any user's file serves, and a lock needs no right to write. A link is not followed: the folder is everybody's."""
-    with contextlib.suppress(OSError):
-        return os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    with contextlib.suppress(OSError):
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"{path}: cannot be locked: {reason}; set SPECSPARSE_TIMING_LOCK=FILE") from None
-    with contextlib.suppress(OSError):
-        os.fchmod(descriptor, 0o666)  # whatever the umask: the next user must be able to lock it
-    return descriptor

@@ -70,8 +70,7 @@ class TrialPlan:
     """The tests to time; 0 or () leaves one out.
 
     Attributes:
-        pp: prompt tokens.
-        tg: tokens to decode.
+        pp, tg: prompt tokens, and tokens to decode.
         ns: lengths of the verify test, ascending; 1 first.
         repeats: timings of each test on each side.
     """
@@ -133,7 +132,7 @@ class MachinePeaks:
 
 @dataclass(frozen=True)
 class TrialResults:
-    """Seconds of each repeat by test name and side name, and what the machine reached meanwhile."""
+    """Seconds of each repeat by test name and side name, and the machine's peaks meanwhile."""
 
     seconds: dict[str, dict[str, list[float]]]
     machine: MachinePeaks

@@ -27,7 +27,8 @@ from specsparse.kernels.reference import q8_cache
 from specsparse.models import catalogue
 from specsparse.powerinfer import modes
 from specsparse.support.files import cache_dir
-from specsparse.support.options import Read, nearest, read
+from specsparse.support.neighbours import hint
+from specsparse.support.options import Read, read
 
 if TYPE_CHECKING:
     from specsparse.powerinfer.modes import GivenDevices, GivenPlacement
@@ -106,7 +107,7 @@ def load(
         raise UserError(f"a model is a name or the path of a GGUF file, not {type(spec).__name__}")
     if unknown := sorted(set(overrides) - set(OVERRIDES)):
         known = {*inspect.signature(load).parameters, *OVERRIDES} - {"spec", "overrides"}
-        raise UserError(f"load() has no option {unknown[0]!r}{nearest(unknown[0], known)}")
+        raise UserError(f"load() has no option {unknown[0]!r}{hint(unknown[0], known)}")
     options = {"kv_dtype": kv_dtype or None, "backend": backend, "ffn": ffn, "hot": hot, "threshold": threshold}
     options |= {"faithful_f16": faithful_f16, "float_weights": float_weights}
     read(_LoadOptions, options, group="", null=True)
@@ -148,8 +149,15 @@ def load(
     place = plan.devices.place_tensor
     if kept is not None:  # matrices as kernels of a width keep them, vectors as they are
         place = lambda _, w: kernels.on_card(w, kept) if isinstance(w, kernels.QTensor) else w  # noqa: E731
+    total, done = sum(t.nbytes for t in f.tensors.values()), 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress(done, total)
+
     params = weights.load_params(
-        f, config, floats=floats, float_types=plan.float_types, progress=_advance(f, progress), pack_ffn=plan.pack,
+        f, config, floats=floats, float_types=plan.float_types, progress=progress and advance, pack_ffn=plan.pack,
         place=place,
     )  # fmt: skip
     footprint = weights.footprint(params, f)
@@ -171,20 +179,6 @@ def _say_slow(why: str) -> None:
         "install a C++17 compiler, then `make native` builds them",
         file=sys.stderr,
     )
-
-
-def _advance(f: GGUFFile, progress: Callable[[int, int], None] | None) -> Callable[[int], None] | None:
-    """The function to call with the bytes of each tensor that is done; it tells `progress` (done, in all)."""
-    if progress is None:
-        return None
-    total, done = sum(t.nbytes for t in f.tensors.values()), 0
-
-    def advance(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        progress(done, total)
-
-    return advance
 
 
 def _width(f: GGUFFile, plan: modes.LoadPlan, wished: int | Literal["auto"] | None) -> int:

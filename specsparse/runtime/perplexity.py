@@ -42,7 +42,6 @@ def windows(
     """Cuts a text.
 
     Args:
-        ids: all of its tokens.
         context: tokens of a window, at least 4; with a stride half of it comes on top.
         stride: 0, or the tokens from one window to the next.
         chunks: at most so many windows; None for all.
@@ -113,8 +112,6 @@ def score(
     """Scores a text, window by window.
 
     Args:
-        model: any.
-        text: from `windows`.
         base: float32[N, V], the log-probabilities of another model on the same text; gives KL(base, model).
         keep: float32[N, V] that takes this model's log-probabilities, or None.
         progress: called with the windows done after each.

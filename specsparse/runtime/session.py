@@ -106,7 +106,6 @@ def requests(
     Log probabilities are kept if the best of several completions are to be chosen.
 
     Args:
-        model, prompts: the target, and the prompts of the batch.
         sampling: for all prompts, and its seed wins over `seed`; or one for each, whose seed is that prompt's own.
         seed: of the batch: prompt i has `seed_at(seed, i)`. None draws a new one.
         common_noise: prompts share `seed` itself: as long as two texts agree, so do their next draws.
@@ -134,13 +133,11 @@ class Session:
     """Decodes one batch. `advance` runs rounds; `tokens` and `finish` say how far it got.
 
     Args:
-        model, sequences, method: what is decoded, and how.
         noting: whether counters are noted after each round, so that a text can end at any of its tokens.
         loop: "jit", all rounds in one program; or "host", a program a stage.
         watch: called with every speculative round; the loop is the host's then.
 
     Attributes:
-        loop: how the rounds are run (`runtime.loops.RoundLoop`).
         job: what stays the same while the batch is decoded.
         sampling: how its distributions are made.
         params, draft_params: weights of the target and of the drafter.

@@ -306,7 +306,6 @@ def policy_times(
     """The options `v`, `c`, `c0` of the policies `cost` and `auto_off`: as kept on this machine, else a guess.
 
     Args:
-        model: the target.
         gamma: most tokens of a draft.
         name, options: of the drafter, whose cost may have been kept; None if the name is not known.
         share: c if it was not kept.

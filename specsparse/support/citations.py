@@ -178,11 +178,8 @@ UNPUBLISHED = ("none", "synthetic", "scripted", "threshold", "chain", "svd", "or
 def citation(*methods: str) -> str:
     """BibTeX for a piece of work with these methods: specsparse itself, and every paper behind them, each once.
 
-    Args:
-        methods: names of drafters, verifiers, trees or predictors, as in configs: `citation("model", "block")`.
-
-    Raises:
-        UserError: an unknown name, with the nearest.
+    Methods are names of drafters, verifiers, trees or predictors, as in configs: `citation("model", "block")`.
+    UserError for an unknown name, with the nearest.
     """
     keys = ["specsparse"]
     for name in methods:

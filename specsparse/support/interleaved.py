@@ -59,15 +59,10 @@ def interleaved(
     before: Callable[[], object] = lambda: None,
     done: Callable[[], object] = lambda: None,
 ) -> dict[Name, list[Result]]:
-    """Calls each once in every repeat and returns the results by name, one a repeat.
+    """Calls each once in every repeat of a `schedule` and returns the results by name, one a repeat.
 
-    Args:
-        calls: by name; each returns its seconds, or whatever else it measured.
-        repeats: that are kept, at least one.
-        warm_up: repeats before those, which compile and touch memory and are not kept.
-        order: of the names in each repeat.
-        before: called before each repeat that is kept, to measure the machine.
-        done: called after each call, those of the warm-up too.
+    A call returns its seconds, or whatever else it measured. Results of the warm-up, which compiles and touches memory,
+    are not kept. `done` is called after each call, those of the warm-up too.
     """
     kept: dict[Name, list[Result]] = {name: [] for name in calls}
     for repeat, name in schedule(list(calls), repeats=repeats, warm_up=warm_up, order=order, before=before):

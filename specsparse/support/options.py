@@ -151,7 +151,6 @@ def read(
     """An instance of a dataclass from values by option name.
 
     Args:
-        owner: the class.
         given: values; None leaves an option at its default, unless its type has None.
         group: stands before the option in messages, such as "drafter".
         name: of the choice in the group, for messages.

@@ -112,7 +112,14 @@ def until_the_reader_leaves() -> Iterator[None]:
         raise
     finally:
         with flushing:
-            _flush()
+            try:
+                sys.stdout.flush()
+            except OSError as error:
+                nowhere = os.open(os.devnull, os.O_WRONLY)  # else Python tries again at its end, and complains
+                os.dup2(nowhere, sys.stdout.fileno())
+                os.close(nowhere)
+                if not isinstance(error, BrokenPipeError):
+                    raise unwritten("the output", error) from error
 
 
 def _escape(error: UnicodeError) -> tuple[str, int]:
@@ -121,17 +128,6 @@ def _escape(error: UnicodeError) -> tuple[str, int]:
         raise error
     units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2)), error.end
-
-
-def _flush() -> None:
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        nowhere = os.open(os.devnull, os.O_WRONLY)  # else Python tries again at its end, and complains
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-        if not isinstance(error, BrokenPipeError):
-            raise unwritten("the output", error) from error
 
 
 @contextmanager

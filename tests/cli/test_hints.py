@@ -60,12 +60,12 @@ def test_newcomer_names_models_as_arguments(capsys, argv, said):
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        ("gamma", r"get_drafter\(NAME, gamma=N\)"),
-        ("num_speculative_tokens", r"get_drafter\(NAME, gamma=N\)"),
+        ("gamma", r"get_drafter\(NAME, gamma=VALUE\)"),
+        ("num_speculative_tokens", r"get_drafter\(NAME, gamma=VALUE\)"),
         ("do_sample", "temperature=0 is greedy"),
         ("n_predict", "it is max_tokens"),
-        ("guided_json", "not supported; use allowed_token_ids"),
-        ("context_length", r"specsparse.load\(FILE, context_length=N\)"),
+        ("guided_json", "the answer is free text here"),
+        ("context_length", r"specsparse.load\(FILE, context_length=VALUE\)"),
     ],
 )
 def test_other_projects_names_are_told_what_it_is_called_here(option, says):

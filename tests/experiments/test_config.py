@@ -253,6 +253,7 @@ MISTAKES = [
     ("limit=1", "no key limit; did you mean data.limit_per_task?\n"),
     ("data.limt=1", "no key data.limt; did you mean data.limit_per_task?"),
     ("gamma=3", "no key gamma; did you mean policy.gamma, certify.gamma or train.gamma?"),
+    ("num_beams=3", "no key num_beams; there is no beam search; best_of keeps"),
     ("sampling.gamma=3", "no key sampling.gamma; did you mean train.gamma or policy.gamma?"),
     ("model.zzz=1", "no key model.zzz; valid: model.activation, model.backend, "),
     ("train.zzz=1", "no key train.zzz and none like it; groups: certify, compare, data, "),

@@ -1,7 +1,6 @@
 """Sampling parameters as users write them (vLLM's names, meanings and ranges), and as arrays for the device."""
 
 import dataclasses
-import difflib
 import functools
 import math
 import numbers
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeGuard
 import numpy as np
 
 from specsparse.errors import UserError, refuse
+from specsparse.support.neighbours import hint
 from specsparse.support.options import Count, Internal, Positive, Range, Read, Share, Size, checked, options_of
 
 if TYPE_CHECKING:
@@ -27,20 +27,6 @@ SEEDS = Range(-(2**63), 2**64 - 1)
 """64 bits, signed or not."""
 _HUGE = 1e20
 """Beyond this a temperature or penalty makes no difference, and the arithmetic on logits stays finite."""
-
-_DRAFT = "it belongs to the drafter: drafter=specsparse.get_drafter(NAME, gamma=N)"
-_GUIDED = "guided decoding is not supported; use allowed_token_ids or logits_processors"
-ELSEWHERE = {
-    **dict.fromkeys(("gamma", "num_speculative_tokens", "num_assistant_tokens", "draft_max", "n_draft"), _DRAFT),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar"), _GUIDED),
-    **dict.fromkeys(("n_predict", "max_new_tokens", "num_predict"), "here it is max_tokens"),
-    "do_sample": "temperature=0 is greedy decoding, any other temperature samples",
-    "num_return_sequences": "here it is n",
-    "repeat_penalty": "here it is repetition_penalty",
-    "num_beams": "beam search is not supported; use best_of to keep the most likely of several samples",
-    "context_length": "it belongs to the model: specsparse.load(FILE, context_length=N)",
-}
-"""Names of other projects, and what to write here."""
 
 
 def _is_int(value: object) -> TypeGuard[int]:
@@ -96,10 +82,10 @@ _Bias = Annotated[
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens and when to stop; names, meanings and defaults are vLLM's `SamplingParams`.
+    """How to choose tokens and when to stop; names, meanings and defaults are those of vLLM 0.8's `SamplingParams`.
 
-    Lists are kept as tuples, and None is taken as an empty one, so that an object never changes. `guided_decoding` and
-    `use_beam_search` are known and refused.
+    What other versions and projects call them is in `specsparse.support.neighbours`. Lists are kept as tuples, and None
+    is taken as an empty one, so that an object never changes. `guided_decoding` and `use_beam_search` are refused.
 
     Attributes:
         n: completions returned for a prompt.
@@ -219,9 +205,7 @@ def _check_names(given: Iterable[object]) -> None:
     names = [field.name for field in dataclasses.fields(SamplingParams)]
     for key in given:
         if key not in names:
-            near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)[0]
-            hint = ELSEWHERE.get(str(key), f"did you mean {near!r}?")
-            raise UserError(f"unknown sampling parameter {str(key)[:60]!r}: {hint}")
+            raise UserError(f"unknown sampling parameter {str(key)[:60]!r}{hint(str(key), options_of(SamplingParams))}")
 
 
 _generated_init = SamplingParams.__init__

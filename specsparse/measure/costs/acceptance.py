@@ -223,16 +223,8 @@ def acceptance_over_seeds(
 ) -> SeedAcceptance:
     """Decodes one prompt with every seed in one batch; sequence i is what `generate(..., seed=seeds[i])` writes.
 
-    Args:
-        model: the target.
-        prompt: text, token ids or a chat.
-        drafter, verifier: as `generate` takes them.
-        sampling: default temperature 1; at temperature 0 all seeds write the same.
-        max_tokens: wins over the field of `sampling`; 64 if neither says.
-        seeds: how many, counted from 0, or which.
-
-    Raises:
-        UserError: a mistake in any of these.
+    Arguments are those of `generate`. The default temperature is 1, since at 0 all seeds write the same, and 64 tokens
+    are the most by default. `seeds` are how many, counted from 0, or which.
     """
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(int(s) for s in seeds)
     params = SamplingParams(temperature=1.0, max_tokens=64) if sampling is None else sampling
@@ -272,11 +264,8 @@ def acceptance_key(
 ) -> str:  # fmt: skip
     """The name under which acceptance is kept, with everything that changes it.
 
-    Args:
-        drafter: name and options, as `cost_key` gives them.
-        verifier, options: of the verifier; None for the default.
-        params: of the target's distribution; those that are not its defaults count, functions by their names.
-        shape: "chain", or how the siblings of a tree are drawn.
+    `drafter` is a `cost_key`, `shape` is "chain" or how the siblings of a tree are drawn, `options` are the verifier's.
+    Of the sampling parameters those that are not their defaults count, functions by their names.
     """
 
     def short(value: object) -> str:
@@ -309,10 +298,7 @@ def table_with_acceptance(
     A chain has (accepted / tested,), the tree `FAN` its rates `by_rank`, and a tree that is measured as a `whole`
     (tokens emitted, nodes drafted) a round.
 
-    Args:
-        key: of `acceptance_key`.
-        prompts: token ids to decode from; the longest part that leaves room in the context is used.
-        params: the target's sampling.
+    `key` is that of `acceptance_key`. The longest part of the prompts (token ids) that leaves room is used.
     """
     table = load_or_measure(model, bar=bar)
     if key not in table.acceptance:

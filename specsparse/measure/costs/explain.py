@@ -112,7 +112,6 @@ def speedup_terms(
 
     Args:
         plain, method: counters of both sides with `times.total`, compilation and prompts excluded.
-        table, draft: measured costs of the model and of the drafter.
         gamma: tokens a draft has room for.
         levels: of a tree, None for chains; alpha is then of a level, and `draft.token_s` too.
         calls: generations of the plain and of the speculative side.
@@ -164,13 +163,10 @@ def speedup_terms(
 
 
 def explain_record(record: Any, table: CostTable, *, drafter: str | None = None) -> SpeedupTerms | None:
-    """The terms of a run, all prompts together; None if it has no plain side.
+    """The terms of a run (a `report.record.RunRecord`), all prompts together; None if it has no plain side.
 
-    Args:
-        record: a `report.record.RunRecord`.
-        table: measured costs.
-        drafter: its name in the table; by default the record's. One that was not measured costs as much as the run's
-            own time split says, or nothing without one.
+    `drafter` is its name in the table, by default the record's. One that was not measured costs as much as the run's
+    own time split says, or nothing without one.
     """
     sides = record.groups["all"].sides
     if not {"plain", "speculative"} <= sides.keys() or not record.method.get("gamma"):

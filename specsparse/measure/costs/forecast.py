@@ -170,7 +170,6 @@ class Clock:
         """By times that were measured here with one sequence.
 
         Args:
-            table: the measured times.
             keys: of the drafters' costs in it, by the candidates' names. Trees have the usual width of a level.
             footprint: bytes of the target, by which a draft that was not timed is weighed.
             kv_length, batch: tokens in each cache, sequences.

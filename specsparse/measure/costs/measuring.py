@@ -289,8 +289,6 @@ def measure_draft(model: Model, table: CostTable, methods: Sequence[Method], *, 
     """The cost of drafting in real rounds: their time less what the table says of the forward and the round.
 
     Args:
-        model: the target.
-        table: its measured times.
         methods: one drafter with drafts of one or two sizes. Two tell the cost of a token (of a level, if they are
             trees) from that of a round; with one, all of it is the round's.
         rounds: of all stretches together; a third of them if a plain step takes more than 30 ms, and fewer if the

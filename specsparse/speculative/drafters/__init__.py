@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from specsparse.errors import UserError
 from specsparse.speculative.base import GAMMA_NAMES, DraftKind
 from specsparse.speculative.verifiers import BUILTIN
+from specsparse.support.neighbours import METHODS
 from specsparse.support.registry import Registry
 
 if TYPE_CHECKING:
@@ -33,14 +34,7 @@ DRAFTERS: "Registry[Drafter | DrafterSpec]" = Registry(
         "dflash": "heads.dflash:DFlash",
         "scripted": "synthetic:Scripted",
     },
-    aliases={
-        "ngram": "prompt_lookup",
-        "ngram-simple": "ngram_simple",
-        "ngram-map-k": "ngram_map",
-        "draft_model": "model",
-        "layer-skip": "layer_skip",
-        "eagle": "head",
-    },
+    aliases=METHODS,
 )
 """Drafters by name, with other projects' names. A drafter that needs a model is a `DrafterSpec`."""
 

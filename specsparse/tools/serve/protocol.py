@@ -8,13 +8,15 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from specsparse.engine.sampling.params import ELSEWHERE, SamplingParams
+from specsparse.engine.sampling.params import SamplingParams
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.runtime.metrics import rates
 from specsparse.runtime.results import Generation, GenerationStats, TokenLogprobs, best_of
 from specsparse.runtime.session import PromptLike
+from specsparse.support import neighbours
 from specsparse.support.files import Json
 from specsparse.support.options import options_of
 from specsparse.tools.serve.worker import Finished, RequestHandle, TextEvent
@@ -90,13 +92,19 @@ def parse_request(body: Mapping[str, object], defaults: Mapping[str, object], *,
 
     null is an absent field.
     """
-    given = {name: value for name, value in body.items() if value is not None}
+    given: dict[str, Any] = {}
+    for key, value in body.items():
+        name = key if key in _CHAT else neighbours.sampling_name(key)
+        if value is not None and name in given:
+            raise refused(f"{key} and {name} are one field: give one of them", key)
+        given |= {} if value is None else {name: value}
     known = (*(_CHAT if chat else _TEXT), *SAMPLING, *WITHOUT_EFFECT)
     for name in given:
         if name in known or given[name] in HARMLESS.get(name, ()):
             continue
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)  # at 0.6 reasoning_effort is response_format
-        hint = f": {ELSEWHERE[name]}" if name in ELSEWHERE else f"; did you mean {near[0]!r}?" if near else ""
+        said = neighbours.answer(name, at="server")
+        hint = f": {said}" if said else f"; did you mean {near[0]!r}?" if near else ""
         message = f"the field {name[:60]!r} is not supported{hint}"
         raise HttpError(400, message, code="unsupported_parameter", param=name[:60])
     stream, echo = _flag(given, "stream"), _flag(given, "echo")

@@ -217,7 +217,7 @@ def test_logprobs_of_a_chat_and_of_an_echoed_prompt(client, model):
         ("completions", {"prompt": "ab " * 3000}, 400, "the context holds 2048"),
         ("completions", {"prompt": "a", "model": "gpt"}, 404, "'gpt' is not here; there is 'tiny'"),
         ("completions", {"prompt": "a", "sufix": "b"}, 400, "'sufix' is not supported"),
-        ("completions", {"prompt": "a", "max_new_tokens": 3}, 400, "here it is max_tokens"),
+        ("completions", {"prompt": "a", "num_beams": 3}, 400, "best_of keeps the most likely"),
         ("completions", {"prompt": "a", "temprature": 1}, 400, "did you mean 'temperature'"),
         ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
         ("completions", {"prompt": "a", "stop": [""]}, 400, "stop"),
