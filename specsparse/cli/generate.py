@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-f", "--file", metavar="FILE", help="a file that holds the prompt")
     add("--chat", action="store_true", help="put the prompt into the model's chat template, as the user's message")
-    add("--system", metavar="TEXT", help="a system message before it (with --chat)")
+    add("--system", metavar="TEXT", help="a system message before it; --chat is then meant")
     arguments.add_method(parser)
     add("--json", action="store_true", help="one JSON object: text, token ids, counters, seed, finish reason")
     arguments.add_sampling(parser, None, temperature=0.0, max_tokens=256)
@@ -69,13 +69,11 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _prompt(args: argparse.Namespace) -> str | list[dict[str, str]]:
-    """A text, or with --chat its messages.
+    """A text, or of a chat its messages.
 
     Raises:
-        UserError: no prompt, a file that cannot be read, or --system without --chat.
+        UserError: no prompt, or two, or a file that cannot be read.
     """
-    if args.system is not None and not args.chat:
-        raise UserError("--system is a message of a chat: add --chat")
     example = 'some text, for instance "Once upon a time"'
     if args.file is not None and args.prompt is not None:
         raise UserError("--file and a prompt: give one of them")
@@ -89,7 +87,7 @@ def _prompt(args: argparse.Namespace) -> str | list[dict[str, str]]:
     if not text:
         first = f"; {shown(args.model)} is the model" if " " in args.model else ""
         raise UserError(f"there is no prompt: write -p with {example}, name --file, or pipe it in{first}")
-    if not args.chat:
+    if not args.chat and args.system is None:
         return text
     first = [] if args.system is None else [{"role": "system", "content": args.system}]
     return [*first, {"role": "user", "content": text}]

@@ -81,7 +81,7 @@ def test_several_completions(answer):
 def test_a_chat_goes_through_the_template(answer, file):
     model = specsparse.load(file)
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": PROMPT}]
-    found = json.loads(answer(PROMPT, "--json", "--chat", "--system", "s"))
+    found = json.loads(answer(PROMPT, "--json", "--system", "s"))
     ids = prompt_ids(model, turns, SamplingParams())
     assert found["prompt_token_ids"] == ids.tolist()
 
@@ -110,7 +110,6 @@ def test_options_by_group():
         (["a", "--file", "b"], "--file and a prompt: give one of them"),
         ([""], "there is no prompt"),
         (["a", "--logprobs", "2"], "add --json"),
-        (["a", "--system", "b"], "add --chat"),
         (["a", "--verifier", "match", "--drafter", "none"], "--verifier needs --drafter NAME"),
         (["a", "-m", "b"], "unknown argument a: the model and the prompt are given already"),
         (["--policy", "p_min", "a"], "policy=p_min looks at the distributions of the draft"),

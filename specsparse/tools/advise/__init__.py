@@ -53,8 +53,6 @@ def main(args: argparse.Namespace) -> int:
     batches, contexts, alphas = (tuple(sorted({*given})) for given in (args.batch, args.context, args.alpha))
     if alphas and (args.acceptance or args.task):
         raise UserError("--alpha supposes what --acceptance and --task count: give one of them")
-    if args.refresh and (args.paper or args.device != "this"):
-        raise UserError("--refresh measures this machine: leave --paper and --device out")
     need_places([args.json], [args.plot], args.target, *args.drafts, args.acceptance)
     for name in (args.target, *args.drafts):
         if not name.startswith(hub.SCHEME) and catalogue.find(name) is None:

@@ -5,6 +5,7 @@ any other address needs a key. Requests wait in a queue; there is no scheduler: 
 """
 
 import argparse
+import errno
 import ipaddress
 import os
 import socket
@@ -85,20 +86,14 @@ def _listen(host: str, port: int, key: str | None) -> socket.socket:
     """The open socket; UserError for no such address, a taken port, or another machine's address without a key."""
     try:
         [family, _, _, _, address] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if key is None and not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
+            raise UserError(f"--host {host} lets other machines in: give --api-key KEY, or {KEY} in the environment")
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, dualstack_ipv6=both)
     except OSError as error:
-        raise UserError(f"--host {host}: {error.strerror or error}") from None
-    if key is None and not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
-        raise UserError(f"--host {host} lets other machines in: give --api-key KEY, or {KEY} in the environment")
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen()
-    except OSError as error:
-        listening.close()
-        free = "; --port 0 takes a free one" if port else ""
-        raise UserError(f"cannot listen on {host}, port {port}: {error.strerror or error}{free}") from None
-    return listening
+        why = (error.strerror or str(error)).partition(" (while")[0]
+        free = "; --port 0 takes a free one" if error.errno == errno.EADDRINUSE else ""
+        raise UserError(f"--host {host}, port {port}: {why}{free}") from None
 
 
 def _service(args: argparse.Namespace, model: "Model") -> "Service":
