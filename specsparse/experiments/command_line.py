@@ -65,9 +65,9 @@ def shorthand(argv: list[str]) -> list[str]:
         key, eq, value = arg.partition("=")
         key = _OLD_KEYS.get(key) or config_key(key)
         value = ",".join(PARTS[key].canonical(name) for name in value.split(",")) if key in PARTS else value
-        if eq and key in ("model", "data") and re.search(r"\.(gguf|jsonl|txt)$|^hf://|^[~./]", value):
+        if eq and key in ("model", "data") and re.search(r"\.(gguf|jsonl|txt)$|^[~.]|/", value):
             path = os.path.expanduser(value)
-            quoted = path if re.fullmatch(r"[\w./:~-]+", path) else "'" + path.replace("'", "\\'") + "'"
+            quoted = path if re.fullmatch(r"[\w./:~@-]+", path) else "'" + path.replace("'", "\\'") + "'"
             out += ["model=custom", f"model.path={quoted}"] if key == "model" else [f"data.source={quoted}"]
         elif eq and key == "experiment":
             out.append(f"+{arg}")

@@ -15,10 +15,11 @@ import hashlib
 import importlib.util
 import math
 import os
+import re
 import shutil
 import sys
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -245,15 +246,15 @@ def resolve(spec: str | Path) -> Path:
 
     Args:
         spec: a name of the catalogue, the path of a GGUF file (of a split model the first one), or
-            `hf://owner/repo/file.gguf[@revision]`, which is downloaded (see `models.hub.download`).
+            a name of the Hub, such as owner/repo:Q4_K_M, whose file is downloaded (see `models.hub`).
 
     Raises:
         NotHere: a model of the Hub that is not on this machine; `obtain` downloads it.
         UserError: an unknown name (with the nearest), a package that is not installed (with the command), or no file.
     """
     text = str(spec)
-    if text.startswith(hub.SCHEME):
-        return hub.download(text)
+    if hub.is_reference(text):
+        return _on_hub(text, hub.download)
     entry = find(text)
     if entry is not None:
         found = locate(entry, make=True)
@@ -350,11 +351,22 @@ def path_of(spec: str | os.PathLike[str], download: Download = "ask") -> Path:
 
 
 def published(spec: str | os.PathLike[str], download: Download = "ask") -> Path:
-    """The folder or file of a drafter: a path, a name of the catalogue, hf://owner/repo or a GGUF file of one."""
+    """The folder or file of a drafter: a path, a name of the catalogue, owner/repo or a GGUF file of one."""
     text = os.fspath(spec)
-    if text.startswith(hub.SCHEME) and hub.Reference.parse(text).file is None:
-        return hub.download_checkpoint(text)
+    if hub.is_reference(text) and (wanted := hub.Reference.parse(text)).file is None and wanted.tag is None:
+        return _on_hub(text, hub.download_drafter)
     return path_of(text, download)
+
+
+def _on_hub(text: str, get: Callable[[str], Path]) -> Path:
+    """`get(text)`; the error of a name without hf:// says that it is no file here either."""
+    try:
+        return get(text)
+    except UserError as error:
+        if text.startswith(hub.SCHEME):
+            raise
+        why = re.sub(r"^\S+: ", "", str(error), count=1)  # without the reference before it
+        raise type(error)(f"{text}: no such file here, and on the Hub: {why}") from None
 
 
 def obtain(wanted: Mapping[str, Entry], download: Download) -> None:

@@ -1,5 +1,10 @@
-"""`hf://owner/repo/file.gguf[@revision]` -> a file on this machine, by huggingface_hub.
+"""A file of the Hub by name -> a file on this machine, by huggingface_hub.
 
+    owner/repo, owner/repo:Q4_K_M           the GGUF of the repository, the one of that type
+    hf://owner/repo@revision/file.gguf      huggingface_hub's own form of a file
+    hf://owner/repo/file.gguf@revision      the same
+
+`hf://` may stand before all of them; a file or folder of this machine goes before a name without it.
 Its own settings hold: HF_HOME, HF_TOKEN or the token of `hf auth login`, HF_ENDPOINT for a mirror, HF_HUB_OFFLINE=1 for
 files in the cache only. Files are kept in its cache. The download of a large file goes on from its last byte, also in
 the next run after one that was stopped, and its content is compared with the sha256 that the Hub names. The header of a
@@ -7,12 +12,14 @@ GGUF file comes without the weights: its first megabytes, in a file with a hole 
 """
 
 import fnmatch
+import functools
 import hashlib
 import os
 import re
 import sys
+import urllib.parse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,14 +28,21 @@ from specsparse.errors import UserError
 from specsparse.support.files import atomically, cache_dir
 
 SCHEME = "hf://"
-FORM = "hf://owner/repo/file.gguf, perhaps with @revision behind it"
+FORM = "owner/repo, owner/repo:Q4_K_M or hf://owner/repo/file.gguf, perhaps with @revision"
+_USUAL = ("Q4_K_M", "Q4_0", "Q8_0")
+"""Types of a repository's GGUF files that are taken if none is asked for, the first that there is; llama.cpp begins
+with the same one."""
 _BESIDE_WEIGHTS = ("*.json", "tokenizer.model", "*.jinja")
 _WEIGHTS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin")  # the first that there is
 _PARTIAL = ".partial"
 _ASK_SECONDS = 10
 FIRST_BYTES, MOST_BYTES = 1 << 20, 1 << 27
 """Bytes of a header that are asked for at first, and at most; most of it is the vocabulary, some megabytes."""
-_REFERENCE = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[^@]+?))?(?:@(?P<revision>[^@\s]+))?/?")
+_REFERENCE = re.compile(
+    r"(?P<scheme>hf://)?(?P<repo>\w[\w.-]*/[\w.-]+)"
+    r"(?::(?P<tag>[\w.-]+)|/(?P<file>[^@:]+?)|@(?P<before>[^@\s]+?)/(?P<named>[^@\s]+\.(?:gguf|json|safetensors|bin)))?"
+    r"(?:@(?P<revision>[^@\s]+?))?/?"
+)
 _T = TypeVar("_T")
 
 
@@ -66,44 +80,85 @@ class Repository:
         root = [file for file in self.files if "/" not in file.name]
         weights = ([file for file in root if fnmatch.fnmatch(file.name, pattern)] for pattern in _WEIGHTS)
         beside = [file for file in root if any(fnmatch.fnmatch(file.name, pattern) for pattern in _BESIDE_WEIGHTS)]
-        return [*next(filter(None, weights), []), *beside]
+        found = next(filter(None, weights), [])
+        return [*found, *beside] if found else []
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A file of a repository, or without `file` the whole of it; a revision of None is the main branch."""
+    """A file of a repository, or without `file` the whole of it, or its file of the type `tag`.
+
+    A revision of None is the main branch; `text` is how the user wrote it.
+    """
 
     repo: str
     file: str | None
     revision: str | None
+    tag: str | None = None
+    text: str = field(default="", compare=False)
 
     @classmethod
     def parse(cls, text: str) -> "Reference":
-        """Reads `hf://owner/repo[/file][@revision]`; UserError if the text has another form."""
+        """Reads the forms of this module; UserError if the text has another one."""
         found = _REFERENCE.fullmatch(text)
-        if found is None:
+        if found is None or (found["before"] and found["revision"]) or (found["file"] and not found["scheme"]):
             raise UserError(f"{text}: is no reference to the Hub; the form is {FORM}")
-        return cls(found["repo"], found["file"], found["revision"])
+        revision = found["before"] or found["revision"]
+        file = found["file"] or found["named"]
+        return cls(found["repo"], file, revision and urllib.parse.unquote(revision), found["tag"], text)
 
     def __str__(self) -> str:
-        return (
-            f"{SCHEME}{self.repo}"
-            + (f"/{self.file}" if self.file else "")
-            + (f"@{self.revision}" if self.revision else "")
-        )
+        named = (f":{self.tag}" if self.tag else "") + (f"/{self.file}" if self.file else "")
+        return self.text or f"{SCHEME}{self.repo}{named}{f'@{self.revision}' if self.revision else ''}"
+
+    def with_file(self) -> "Reference":
+        """With the file that is meant, if it names none: the one of its type, else of the usual one, else the first.
+
+        Raises:
+            UserError: no such repository or file, or no connection and nothing in the cache.
+        """
+        if self.file is not None:
+            return self
+        try:
+            names = _gguf_names(self.repo, self.revision, endpoint())
+        except UnreachableError:  # files in the cache that were fetched before
+            found = cached("**/*.gguf", repo=self.repo)
+            names = tuple(path.as_posix().partition("/snapshots/")[2].partition("/")[2] for path in found)
+            if not names:
+                raise
+        for tag in (self.tag,) if self.tag else (*_USUAL, ""):
+            fits = re.compile(rf"(?:.*[-._/])?{re.escape(tag)}(?:-\d+-of-\d+)?\.gguf", re.IGNORECASE) if tag else None
+            file = next((n for n in names if parts(n)[0] == n and (fits is None or fits.fullmatch(n))), None)
+            if file:
+                return replace(self, file=file)
+        what = f"no file of the type {self.tag}" if self.tag else "names no file"
+        raise UserError(f"{self}: {what}; {_choices(self)}")
+
+
+def is_reference(text: str) -> bool:
+    """True for a name of the Hub that is not one of this machine: hf://.., owner/repo, owner/repo:Q4_K_M."""
+    if text.startswith(SCHEME):
+        return True
+    found = _REFERENCE.fullmatch(text)
+    plain = found is not None and found["file"] is None and not text.lower().endswith((".gguf", "/", "/..", "/."))
+    return plain and not os.path.exists(text)
+
+
+@functools.cache
+def _gguf_names(repo: str, revision: str | None, endpoint: str | None) -> tuple[str, ...]:
+    """The GGUF models of a repository, asked for once; files beside a model, as for images, are none."""
+    names = sorted((file.name for file in look_up(repo, revision).files), key=lambda name: (name.count("/"), name))
+    return tuple(n for n in names if n.lower().endswith(".gguf") and not re.search("mmproj|imatrix", n, re.IGNORECASE))
 
 
 def download(text: str) -> Path:
-    """The file of `hf://owner/repo/file.gguf[@revision]`, downloaded if it is not in the cache; of a sharded model the
-    first shard.
+    """The file of a reference, downloaded if it is not in the cache; of a sharded model the first shard.
 
     Raises:
         UserError: another form; no such repository, revision or file; no access; no connection.
     """
-    wanted = Reference.parse(text)
-    if wanted.file is None:
-        raise UserError(f"{text}: names no file; {_choices(wanted)}")
-    paths = [_file(wanted, part) for part in parts(wanted.file)]  # of a split model all are needed
+    wanted = Reference.parse(text).with_file()
+    paths = [_file(wanted, part) for part in parts(str(wanted.file))]  # of a split model all are needed
     return paths[0]
 
 
@@ -131,10 +186,10 @@ def look_up(repo: str, revision: str | None = None) -> Repository:
 
 
 def download_checkpoint(text: str) -> Path:
-    """The folder of a repository's weights, configuration and tokenizer: `hf://owner/repo[@revision]`, or without
-    `hf://`; UserError as in `download`."""
-    wanted = Reference.parse(text if text.startswith(SCHEME) else SCHEME + text)
-    if wanted.file is not None:
+    """The folder of a repository's weights, configuration and tokenizer: `owner/repo[@revision]`; UserError as in
+    `download`."""
+    wanted = Reference.parse(text)
+    if wanted.file is not None or wanted.tag is not None:
         raise UserError(f"{text}: a repository is needed, hf://owner/repo, not a file of it")
     if offline():
         from huggingface_hub import snapshot_download
@@ -143,8 +198,15 @@ def download_checkpoint(text: str) -> Path:
         return Path(_explained(wanted, lambda: snapshot_download(wanted.repo, **options)))
     paths = [_file(wanted, file.name) for file in look_up(wanted.repo, wanted.revision).checkpoint()]
     if not paths:
-        raise UserError(f"{wanted}: holds no checkpoint: no safetensors, no pytorch_model.bin and no config.json")
+        raise UserError(f"{wanted}: holds no checkpoint: no safetensors and no pytorch_model.bin")
     return paths[0].parent
+
+
+def download_drafter(text: str) -> Path:
+    """The checkpoint of a repository, or its GGUF file if it has no checkpoint; UserError as in `download`."""
+    wanted = Reference.parse(text)
+    whole = offline() or look_up(wanted.repo, wanted.revision).checkpoint()
+    return (download_checkpoint if whole else download)(text)
 
 
 def download_header(text: str) -> Path:
@@ -156,8 +218,8 @@ def download_header(text: str) -> Path:
     Raises:
         UserError: as `download`, or a file whose header is damaged.
     """
-    wanted = Reference.parse(text)
-    if wanted.file is None or offline():
+    wanted = Reference.parse(text).with_file()
+    if offline():
         return download(text)  # from the cache, or the reason why there is nothing
     here = [next(cached(part, repo=wanted.repo), None) for part in parts(wanted.file)]
     if wanted.revision is None and here[0] is not None and all(here):

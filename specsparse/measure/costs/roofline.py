@@ -189,7 +189,7 @@ def outline(spec: str) -> ModelOutline:
     Raises:
         UserError: an unknown name, a file that is no model, or a model that is not here and whose shape nobody knows.
     """
-    if spec.startswith(hub.SCHEME):
+    if hub.is_reference(spec):
         return ModelOutline.from_file(spec, hub.download_header(spec), source="its header on the Hub")
     entry = catalogue.find(spec)
     if entry is None:

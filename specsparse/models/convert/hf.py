@@ -230,7 +230,7 @@ def convert_hf(
     """
     kind, text, folder = out_type(type_name), str(source), Path(os.path.expanduser(source))
     if not folder.is_dir():
-        if not text.startswith(hub.SCHEME) and (text.count("/") != 1 or text.startswith((".", "/", "~"))):
+        if not hub.is_reference(text):
             raise UserError(f"{text}: no such folder; a folder with config.json or owner/repo of the Hub is needed")
         folder = hub.download_checkpoint(text)
     refuse_draft_head(folder)

@@ -1,7 +1,8 @@
 """Should I speculate at all? Predicted speed-ups of every method for TARGET, with draft models if any are named.
 
-A name of the catalogue, a GGUF file or hf://owner/repo/file.gguf; headers are enough, and most models of the catalogue
-need not be here. On this machine forwards and drafts are measured once and kept; on other devices times are on paper.
+A name of the catalogue, a GGUF file or owner/repo:Q4_K_M of the Hub; headers are enough, and most models of the
+catalogue need not be here. On this machine forwards and drafts are measured once and kept; on other devices times are
+on paper.
 Acceptances are those of --acceptance, else those of the table of kept rates, else several that are supposed.
 """
 
@@ -55,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError("--alpha supposes what --acceptance and --task count: give one of them")
     need_places([args.json], [args.plot], args.target, *args.drafts, args.acceptance)
     for name in (args.target, *args.drafts):
-        if not name.startswith(hub.SCHEME) and catalogue.find(name) is None:
+        if not hub.is_reference(name) and catalogue.find(name) is None:
             catalogue.resolve(name)  # neither a known model nor a file
 
     from specsparse.experiments.decoding import bar_on  # after the names: JAX takes a second

@@ -51,7 +51,7 @@ def _look_at(name: str) -> Any:
     from specsparse.models.convert.hf_config import read_json
     from specsparse.tools.inspect.inspection import Inspected
 
-    path = catalogue.published(name, "no") if name.startswith(hub.SCHEME) else catalogue.resolve(name)
+    path = catalogue.published(name, "no") if hub.is_reference(name) else catalogue.resolve(name)
     if not (path / "config.json").is_file():
         return Inspected.from_gguf(open_gguf(path))
     readers = {"EAGLE-3": read_eagle3, "DFlash": read_dflash}

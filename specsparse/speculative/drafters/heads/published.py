@@ -3,6 +3,8 @@
 import abc
 import dataclasses
 import functools
+import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -456,4 +458,7 @@ class PublishedSpec(DrafterSpec):
     @property
     def files(self) -> Mapping[str, str]:
         """The head; one of the Hub is fetched when it is loaded."""
-        return {"path": self.path} if isinstance(self.path, str) and not self.path.startswith("hf://") else {}
+        if not isinstance(self.path, str):
+            return {}
+        on_hub = re.fullmatch(r"hf://.*|\w[\w.-]*/[^/]+", self.path) and not os.path.exists(self.path)
+        return {} if on_hub else {"path": self.path}
