@@ -1,6 +1,7 @@
 # make demo     fresh machine: .venv, install, native kernels, SmolLM2-135M, one speculative run
 # make test     fresh machine: .venv, install, whole test suite
 # make docs     the pages and the reference of the API into build/docs; a warning is an error
+# make notebooks  run the notebooks and write them with their outputs (NOTEBOOKS="06 08": these alone)
 # make native   rebuild the kernels in place      make lint | wheel | clean
 # make gpu-aot  programs compiled for an H200, without a card: .venv-gpu-aot, tests/gpu_aot
 # Needs python3 (3.11 or newer, with venv), a C++17 compiler and make. PYTHON=python3.12 picks another interpreter.
@@ -20,7 +21,7 @@ PYTEST_ARGS ?= -m "not slow"
 # One process a core up to four; files stay whole, so that their models are loaded once.
 PYTEST_WORKERS ?= -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo test native native-or-warn lint docs gpu-aot wheel clean
+.PHONY: demo test native native-or-warn lint docs notebooks gpu-aot wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed native-or-warn
@@ -37,6 +38,9 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/python experiments/vn_page.py
 	$(BIN)/python -m mkdocs build --strict
 	@echo "build/docs/index.html"
+
+notebooks: $(VENV)/.installed-notebooks native-or-warn
+	$(BIN)/python notebooks/render.py $(NOTEBOOKS)
 
 # In a process of its own: the CUDA plugin and the logging of the assembler are for these tests alone.
 gpu-aot: $(AOT)/.installed
@@ -74,6 +78,10 @@ $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed
 
 $(VENV)/.installed-docs: pyproject.toml $(VENV)/.installed
 	$(INSTALL) -e ".[docs]"
+	@touch $@
+
+$(VENV)/.installed-notebooks: pyproject.toml $(VENV)/.installed
+	$(INSTALL) -e ".[notebooks]"
 	@touch $@
 
 native: $(LIB)

@@ -1,8 +1,9 @@
-"""Run the notebooks and write them, with their outputs, to docs/notebooks as Markdown and PNG.
+"""Run the notebooks and write them with their outputs: notebooks/*.ipynb, and docs/notebooks as Markdown and PNG.
 
-    python notebooks/render.py [NAME ..]            needs SmolLM2-135M and pip install -e '.[notebooks]'
+    make notebooks [NOTEBOOKS="06 08"]              all of them, or those whose names have one of these words
 
-The text in git is the `.py`; what this writes is its output and is not edited.
+It needs SmolLM2-135M and pip install -e '.[notebooks]'. The text that is edited is the `.py`; what this writes is made
+of it. `tests/test_notebooks.py` checks that both have the same cells.
 """
 
 import re
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import jupytext
+import nbformat
 from nbclient import NotebookClient
 from nbconvert import MarkdownExporter
 
@@ -23,9 +25,18 @@ def notebooks() -> list[Path]:
 
 
 def render(path: Path) -> Path:
-    """Run one and write its page and pictures."""
+    """Run one and write it, its page and its pictures."""
     notebook = jupytext.read(path, fmt="py:percent")
-    NotebookClient(notebook, timeout=280, kernel_name="python3", resources={"metadata": {"path": str(HERE)}}).execute()
+    NotebookClient(
+        notebook, timeout=280, kernel_name="python3", record_timing=False, resources={"metadata": {"path": str(HERE)}}
+    ).execute()
+    # Only what a reader sees: the kernel's version and random ids would change with every run.
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook.metadata = nbformat.from_dict({"kernelspec": kernel, "language_info": {"name": "python"}})
+    for number, cell in enumerate(notebook.cells):
+        cell.id, cell.metadata, cell.source = f"cell-{number}", {}, cell.source.strip("\n")
+    nbformat.write(notebook, path.with_suffix(".ipynb"))
+
     text, resources = MarkdownExporter().from_notebook_node(notebook)
     OUT.mkdir(parents=True, exist_ok=True)
     for name, data in resources["outputs"].items():
@@ -35,10 +46,19 @@ def render(path: Path) -> Path:
     text = "".join(p if i % 2 else re.sub(r"\n{3,}", "\n\n", p) for i, p in enumerate(code.split(text)))
     text = re.sub(r"\s*\n\s*(!\[png\]\([^)]*\))\s*\n", r"\n\n\1\n\n", text)
     text = re.sub(r"[ \t]+$", "", text.replace("```python\n\n\n", "```python\n"), flags=re.MULTILINE)
-    head = f"<!-- notebooks/{path.name}, run by notebooks/render.py -->\n\n"
+    title, _, rest = text.strip().partition("\n")
     page = OUT / f"{path.stem}.md"
-    page.write_text(head + text.strip() + "\n", encoding="utf-8")
+    made = f"<!-- notebooks/{path.name}, run by notebooks/render.py -->"
+    page.write_text(f"{made}\n\n{title}\n\n{how_to_open(path)}\n{rest}\n", encoding="utf-8")
     return page
+
+
+def how_to_open(path: Path) -> str:
+    """The line under a page's title."""
+    return (
+        f"*To run it: `.venv/bin/pip install jupyterlab`, then `.venv/bin/jupyter lab notebooks/{path.stem}.ipynb`.\n"
+        f"The same cells are in `notebooks/{path.name}`, which runs as a script.*"
+    )
 
 
 if __name__ == "__main__":
