@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from specsparse.errors import UserError
 from specsparse.support.files import Json, atomically, need_place, to_json, write_atomically
+from specsparse.support.neighbours import METHODS, WORDS, speculative
 from specsparse.support.options import options_of, shown
 from specsparse.support.registry import Choice
 
@@ -149,6 +150,13 @@ def add_model(parser: argparse.ArgumentParser, *, prompt: bool = False) -> None:
     add_model_options(parser.add_argument_group("model").add_argument)
 
 
+def also(add: Callable[..., argparse.Action], here: str, *known: str, **form: Any) -> None:
+    """The flags that neighbours have for what is `here` (see `neighbours.Word`), beside `known`; help names none."""
+    words = (f"--{name.replace('_', '-')}" for name, word in WORDS.items() if word.here == here and word.whose)
+    if flags := [flag for flag in words if flag not in known]:
+        add(*flags, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **form)
+
+
 def add_model_options(add: Callable[..., argparse.Action]) -> None:
     add("-m", "--model", dest="model", metavar="MODEL", help="the same as MODEL")
     add("-hf", "--hf-repo", dest="model", type=_on_hub, metavar="REPO", help="a model of the Hub: owner/repo:Q4_K_M")
@@ -159,6 +167,10 @@ def add_model_options(add: Callable[..., argparse.Action]) -> None:
     add("--mesh", type=positive, metavar="N", help="divide the model among N devices")
     about = "native, reference, xla, packed or bf16 (the best there is)"
     add("--kernels", dest="backend", metavar="NAME", help=about)
+    also(add, "load.context_length", "--ctx-size", dest="context", type=positive)
+    also(add, "load.threads", "--threads", dest="threads", type=positive)
+    also(add, "load.kv_dtype", dest="kv_dtype")
+    also(add, "load.mesh", dest="mesh", type=positive)
 
 
 def _on_hub(text: str) -> str:
@@ -200,10 +212,13 @@ def add_draft(add: Callable[..., argparse.Action]) -> None:
     about = "tokens drafted in a round (as many as pay, by auto_off)"
     add(*DRAFT_LENGTH, dest="gamma", type=positive, metavar="N", help=about)
     add("--verifier", metavar="NAME", help="a verifier (the first lossless one that fits the draft)")
+    also(add, "drafter.model", *DRAFT_MODEL, dest="draft")
+    also(add, "drafter.gamma", "--draft", *DRAFT_LENGTH, dest="gamma", type=positive)
 
 
 def drafter_name(text: str) -> str:
-    return text.replace("-", "_")
+    """The drafter of a name of llama.cpp's or vLLM's."""
+    return METHODS.get(text, text).replace("-", "_")
 
 
 def drafter_of(drafter: str, draft: str | None) -> Choice:
@@ -215,10 +230,13 @@ def add_method(parser: argparse.ArgumentParser) -> None:
     """`add_draft`, and --policy, --tree and --option for every option of every part."""
     add = parser.add_argument_group("drafts").add_argument
     add_draft(add)
+    add("--speculative-config", type=speculative, metavar="JSON", help="drafter and verifier in vLLM's words")
     add("--policy", metavar="NAME", help="decides how many tokens a round drafts (auto_off)")
     add("--tree", metavar="NAME", help="the shape of drafts, if the drafter has a model")
     about = "an option of the drafter, such as gamma=4; of another part with its name, such as policy.gamma=4"
     add("--option", action="append", default=[], metavar="KEY=VALUE", help=about)
+    for name in ("n_min", "p_min", "ngram_min", "ngram_max"):
+        also(add, f"drafter.{name}", dest="option", action="append", type=f"{name}={{}}".format)
 
 
 def method_of(args: argparse.Namespace, sampling: "SamplingParams") -> "MethodSpec":
@@ -229,7 +247,10 @@ def method_of(args: argparse.Namespace, sampling: "SamplingParams") -> "MethodSp
     """
     options = read_options(getattr(args, "option", ()))
     chosen = {group: Choice(name, options[group]) for group in GROUPS if (name := getattr(args, group, None))}
-    drafter = chosen["drafter"] = drafter_of(args.drafter, args.draft)
+    theirs = getattr(args, "speculative_config", None) or {}
+    if theirs.get("verifier") and "verifier" not in chosen:
+        chosen["verifier"] = Choice(theirs["verifier"], options["verifier"])
+    drafter = theirs.get("drafter") or drafter_of(args.drafter, args.draft)
     chosen["drafter"] = Choice(drafter.name, {**drafter.options, **options["drafter"]})
     for group in GROUPS:
         if group not in chosen and options[group]:
@@ -283,9 +304,10 @@ def add_sampling(
         default = defaults.get(name, options[name].default)
         is_number = isinstance(default, int | float) and not isinstance(default, bool)
         about = options[name].about.removesuffix(".") + (f" ({default})" if is_number else "")
-        short = {"temperature": ("--temp",), "max_tokens": ("-n", "--n-predict") if tokens else ()}.get(name, ())
-        flags, form = (*short, "--" + name.replace("_", "-")), _form(types[name])
-        group.add_argument(*flags, dest=name, default=argparse.SUPPRESS, help=about.replace("%", "%%"), **form)
+        short = {"temperature": ("--temp",), "seed": ("-s",), "max_tokens": ("-n",) if tokens else ()}.get(name, ())
+        flags, form = (*short, "--" + name.replace("_", "-")), {**_form(types[name]), "dest": name}
+        group.add_argument(*flags, default=argparse.SUPPRESS, help=about.replace("%", "%%"), **form)
+        also(group.add_argument, f"sampling.{name}", *flags, **form)
     parser.set_defaults(sampling_names=fields, sampling_defaults=defaults)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from specsparse.errors import UserError, fail, not_installed
 from specsparse.support.files import git_commit
+from specsparse.support.neighbours import FLAGS, answer
 from specsparse.support.options import shown
 from specsparse.support.terminal import until_the_reader_leaves
 
@@ -46,9 +47,11 @@ class Parser(argparse.ArgumentParser):
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
             word, known = unknown.split()[0], list(self._option_string_actions)
+            flag = word.partition("=")[0]
             cutoff = 0.6 if word.startswith("--") else 0.75  # two of three letters are not near
-            near = difflib.get_close_matches(word.split("=")[0], known, n=1, cutoff=cutoff)
-            message = f"unknown argument {word}" + (f"; did you mean {near[0]}?" if near else "")
+            near = difflib.get_close_matches(flag, known, n=1, cutoff=cutoff)
+            said = answer(FLAGS.get(flag, flag.lstrip("-").replace("-", "_")), at="command") if flag[:1] == "-" else ""
+            message = f"unknown argument {word}" + (f"; {said or f'did you mean {near[0]}?'}" if said or near else "")
         message = re.sub(r"\S{61,}", lambda word: shown(word[0]), message)
         raise UserError(f"{message} ({self.prog} --help shows all)")
 

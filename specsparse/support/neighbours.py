@@ -146,6 +146,8 @@ METHODS = {
     "eagle": "head",
 }
 """Neighbours' names of drafters whose own name is another: vLLM's methods and llama.cpp's --spec-type."""
+FLAGS = {"-ngl": "n_gpu_layers", "-fa": "flash_attn", "-np": "parallel"}
+"""Short flags of llama.cpp for things that we do not have."""
 SPECULATIVE_METHODS = ("ngram", "draft_model", "suffix", "eagle", "eagle3", "dflash")
 """Methods of vLLM's `speculative_config` that we have."""
 _FILES = {"model": "model", "head": "head", "eagle3": "path", "dflash": "path"}
@@ -155,6 +157,11 @@ _PLACES = {
         "drafter": "it belongs to the drafter: drafter=specsparse.get_drafter(NAME, {}=VALUE)",
         "load": "it belongs to the model: specsparse.load(FILE, {}=VALUE)",
     },
+    "command": {
+        "sampling": "here it is --{}",
+        "drafter": "here it is --option {}=VALUE",
+        "load": "it belongs to the model: -c, -t, --kv-dtype, --mesh and --kernels say how it is loaded",
+    },
     "server": {
         "drafter": "it belongs to the server's drafter: serve MODEL --drafter NAME --option {}=VALUE",
         "load": "it belongs to the server's model",
@@ -163,7 +170,7 @@ _PLACES = {
 
 
 def answer(name: str, *, at: str = "python") -> str:
-    """What a neighbour's word is in Python or at the "server", in words; "" for a word that is in no table."""
+    """What a neighbour's word is in Python, in a "command" or at the "server"; "" for a word that is in no table."""
     word = WORDS.get(name)
     if word is None:
         return ""

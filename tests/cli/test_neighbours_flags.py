@@ -66,8 +66,39 @@ def test_an_option_between_model_and_prompt_takes_nothing_away():
 
 
 def test_a_flag_of_several_letters_is_no_short_one_with_a_value():
-    with pytest.raises(UserError, match=r"^unknown argument -ngl \("):
-        parsed("generate", "-m", "a.gguf", "-ngl", "99", "-p", "hi")
+    with pytest.raises(UserError, match=r"^unknown argument -nix \("):
+        parsed("generate", "-m", "a.gguf", "-nix", "99", "-p", "hi")
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("-ngl", "a device holds all layers"),
+        ("--num-beams", "best_of"),
+        ("--rope-freq-base", "to the model"),
+    ],
+)
+def test_what_we_do_not_have_is_answered(flag, said):
+    with pytest.raises(UserError, match=f"^unknown argument {flag}; .*{said}"):
+        parsed("generate", "-m", "a.gguf", flag, "9", "-p", "hi")
+
+
+@pytest.mark.parametrize("name", ["generate", "serve"])
+def test_words_of_vllm_and_hugging_face(name):
+    args = parsed(name, "--max-model-len", "512", "--tensor-parallel-size", "2", "--kv-cache-dtype", "f16",
+                  "--repeat-penalty", "1.1", "--max-new-tokens", "9", "--draft-min", "2")  # fmt: skip
+    loaded = {"context_length": 512, "mesh": 2, "kv_dtype": "f16", "threads": None, "backend": None}
+    assert arguments.load_options(args) == loaded and args.option == ["n_min=2"]
+    params = arguments.sampling_params(args)
+    assert (params.repetition_penalty, params.max_tokens) == (1.1, 9)
+    config = '{"method": "ngram", "num_speculative_tokens": 4, "rejection_sample_method": "block"}'
+    spec = arguments.method_of(parsed(name, "--speculative-config", config), params)
+    assert (spec.drafter.name, spec.drafter.options) == ("prompt_lookup", {"num_speculative_tokens": 4})
+    assert spec.verifier.name == "block"
+    spec = arguments.method_of(parsed(name, "--assistant-model", "d.gguf", "--num-assistant-tokens", "3"), params)
+    assert spec.drafter.options == {"model": "d.gguf"} and spec.policy.options == {"gamma": 3}
+    with pytest.raises(UserError, match="give one of the methods"):
+        parsed(name, "--speculative-config", '{"method": "medusa"}')
 
 
 def test_a_server_has_no_prompt():

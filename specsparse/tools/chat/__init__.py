@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_draft(parser.add_argument_group("drafts").add_argument)
     add = parser.add_argument
     add("--system", metavar="TEXT", help="a system message")
-    add("--seed", type=int, default=0, help="seed of the noise; each answer adds one (%(default)s)")
+    add("-s", "--seed", type=int, default=0, help="seed of the noise; each answer adds one (%(default)s)")
     arguments.add_sampling(parser, temperature=0.0, max_tokens=256)
 
 
