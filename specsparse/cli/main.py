@@ -20,6 +20,7 @@ COMMANDS = {
     "advise": "should I speculate at all? Predicted speed-ups, here or on a device on paper; no weights needed",
     "audit": "does a verification of n rows give the bits of one row, here and in llama.cpp; where two texts fork",
     "bench": "measure prompt processing, decoding, v(n) and memory bandwidth, beside the peers",
+    "certify": "does a verifier keep the target's distribution? Your function, in numpy or torch, or one of ours",
     "chat": "talk with a model by any method, its tokens coloured by where they came from",
     "convert": "make GGUF files of checkpoints, of llama2.c and for PowerInfer, quantise them, set metadata",
     "generate": "continue a prompt by any method; text as it comes, or JSON",

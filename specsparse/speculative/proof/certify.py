@@ -120,6 +120,7 @@ def certify(
     driver: bool = True,
     known_bugs: bool = False,
     museum: bool | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> CertificateReport:
     """Measures verifiers (all of `VERIFIERS` if None) and the mutants; most of a minute for all.
 
@@ -134,6 +135,7 @@ def certify(
         driver: whether to certify, beside the rules, the jitted driver of the lossless verifiers.
         known_bugs: whether to run `KNOWN_BUGS` too, real mistakes and methods that were called lossy.
         museum: the old name of `known_bugs`, for one version.
+        progress: gets a line before each part of what may take long.
 
     Raises:
         UserError: an unknown name, a case too large to enumerate, or a callable that cannot be certified so.
@@ -159,7 +161,7 @@ def certify(
     results: list[Result] = []
     for one in chosen:  # a broken callable is said at once
         if isinstance(one, ExternalVerifier):
-            results += measure_external(one, vocab=vocab, gamma=gamma, seed=seed)
+            results += measure_external(one, vocab=vocab, gamma=gamma, seed=seed, progress=progress)
         elif not isinstance(one, Verifier):
             from specsparse.speculative.proof.policies import measure_policy
 
@@ -167,6 +169,8 @@ def certify(
                 raise UserError("certify: a policy's drafts are as long as its own gamma: leave out gamma and vocab")
             results += measure_policy(one, seed=seed)
     for verifier in ours:
+        if progress:
+            progress(f"{verifier.name}: its rule{', and its driver' * (driver and verifier.lossless)}")
         tried = list(cases(verifier, vocab=vocab or VOCAB, gamma=gamma or GAMMA, seed=seed))
         results += [measure(verifier, case) for case in tried]
         results += measure_driver(verifier, tried, seed=seed) if driver and verifier.lossless else []

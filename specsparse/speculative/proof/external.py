@@ -1,16 +1,20 @@
-"""A verifier of anybody's, as a callable: its arguments and its result.
+"""A verifier of anybody's, as a callable: its arguments and its result. Importing this needs numpy alone.
 
     def verifier(p, q, drafts, uniforms): ...
+    def tree_verifier(p, q, drafts, parents, uniforms): ...
 
-* `p` [K+1, V]: row i is the target's distribution after the first i drafts.
-* `q` [K, V]: row i is the distribution that `drafts[i]` was drawn from; one-hot rows if the drafts are argmax.
+* `p` [K+1, V]: row 0 is the target's distribution before the first draft, row 1+i the one after draft i (and, in a
+  tree, after those on the way to it).
+* `q` [K, V]: row i is the distribution that `drafts[i]` was drawn from; one-hot rows if the drafts are argmax, or top
+  ranks. Without replacement it is that without the elder siblings, normalised.
 * `drafts` int[K].
+* `parents` int[K] of a tree: the draft before each, -1 for those that follow the text. Siblings stand in draw order.
 * randomness: `uniforms` float[n] in [0, 1), or a `generator` of the array library, a jax `key`, an int `seed`; a
-  callable of three arguments has randomness of its own.
+  callable without that argument has randomness of its own.
 
-It returns a tuple of two, the number of accepted drafts and the token after them; or a list or array of the tokens it
-emits. Everything is of one sequence; a batched callable has a leading axis N everywhere (`seed` and `generator`
-excepted), and pads emitted tokens with -1.
+It returns a tuple of two, the number of accepted drafts (of a tree: their indices, the first one first) and the token
+after them; or a list or array of the tokens it emits. Everything is of one sequence; a batched callable has a leading
+axis N everywhere (`seed` and `generator` excepted), and pads tokens and indices with -1.
 """
 
 import dataclasses
@@ -23,7 +27,7 @@ from collections.abc import Callable
 import numpy as np
 
 from specsparse.errors import UserError, own_line
-from specsparse.speculative.base import PAD, DraftKind
+from specsparse.speculative.base import PAD, ROOT, DraftKind
 from specsparse.support.options import nearest
 
 Transform = Callable[[np.ndarray], np.ndarray]
@@ -51,7 +55,9 @@ class ExternalVerifier:
         randomness: one of `RANDOMNESS`; by default the name of the fourth parameter, else "uniforms".
         uniforms: how many of them a call takes at most, 2K+1 by default.
         batched: whether everything has a leading axis N.
-        drafts: how drafts are chosen: drawn from q, or its argmax (then q is one-hot).
+        tree: whether it judges trees; by default if its fourth parameter is `parents`.
+        drafts: how drafts are chosen: drawn from q, or its argmax (then q is one-hot). Of a tree: siblings drawn
+            independently (the default), without replacement, or the top ranks.
         greedy: whether p is that of temperature 0, one-hot.
         target_transform: the sampling parameters of the target. With it or `draft_transform` the callable gets the
             distributions before the sampling parameters and applies them itself: `target_transform(p)` is what it must
@@ -70,7 +76,8 @@ class ExternalVerifier:
     randomness: str = ""
     uniforms: int = 0
     batched: bool = False
-    drafts: DraftKind = DraftKind.SAMPLED
+    tree: bool | None = None
+    drafts: DraftKind | None = None
     greedy: bool = False
     target_transform: Transform | None = None
     draft_transform: Transform | None = None
@@ -89,14 +96,22 @@ class ExternalVerifier:
                 fill(new, value)
         fill("name", self.name or getattr(self.call, "__name__", type(self.call).__name__))
         fill("dtype", self.dtype or ARRAYS.get(self.arrays, ""))
-        fill("randomness", self.randomness or _randomness_of(self.call))
+        names = _parameters(self.call)
+        fill("tree", names[3:4] == ["parents"] if self.tree is None else self.tree)
+        fill("randomness", self.randomness or _randomness_of(names, 4 if self.tree else 3))
+        fill("drafts", self.drafts or (DraftKind.IID if self.tree else DraftKind.SAMPLED))
         for option, choices in (("arrays", ARRAYS), ("dtype", GRID), ("randomness", RANDOMNESS)):
             if (value := getattr(self, option)) not in choices:
                 known = f"{', '.join(choices)}{nearest(value, choices)}"
                 raise UserError(f"{self.name}: {option}={value!r} is none of {known}")
-        if self.drafts not in (DraftKind.SAMPLED, DraftKind.ONE_HOT):
-            raise UserError(f"{self.name}: drafts are a chain, DraftKind.SAMPLED or DraftKind.ONE_HOT")
-        fill("samples", self.samples or (200_000 if self.batched else 20_000))
+        for option in ("uniforms", "samples", "shortest"):
+            if (value := getattr(self, option)) < 0:
+                raise UserError(f"{self.name}: {option}={value} must be at least 0")
+        fit = (DraftKind.IID, DraftKind.WOR) if self.tree else (DraftKind.SAMPLED,)
+        if self.drafts not in (known := (*fit, DraftKind.ONE_HOT)):
+            what = "of a tree" if self.tree else "a chain"
+            raise UserError(f"{self.name}: drafts are {what}: {', '.join(map(str, known))}")
+        fill("samples", max(self.samples, 2) if self.samples else 200_000 if self.batched else 20_000)
 
     @property
     def exact(self) -> bool:
@@ -108,7 +123,21 @@ class ExternalVerifier:
         """Values of a uniform."""
         return GRID[self.dtype]
 
-    def tokens(self, p: np.ndarray, q: np.ndarray, drafts: np.ndarray, random: object) -> np.ndarray:
+    @property
+    def signature(self) -> str:
+        """How it is called, and what it returns, in a line."""
+        rows = "N, " if self.batched else ""
+        given = [f"p [{rows}K+1, V]", f"q [{rows}K, V]", f"drafts int[{rows}K]"]
+        given += [f"parents int[{rows}K]"] if self.tree else []
+        if self.randomness != "own":
+            given.append(f"uniforms [{rows}n]" if self.exact else self.randomness)
+        name = self.name if self.name.isidentifier() else "verifier"
+        accepted = "indices of the accepted drafts" if self.tree else "number of accepted drafts"
+        return f"{name}({', '.join(given)}) -> ({accepted}, next token)"
+
+    def tokens(
+        self, p: np.ndarray, q: np.ndarray, drafts: np.ndarray, random: object, parents: np.ndarray | None = None
+    ) -> np.ndarray:
         """Calls it once and reads its result. A batched one has a leading axis N in all arguments and the result.
 
         Args:
@@ -116,6 +145,7 @@ class ExternalVerifier:
             q: float64[K, V].
             drafts: int64[K].
             random: float64[n] uniforms, or any other randomness as it is.
+            parents: int64[K], of a tree.
 
         Returns:
             int64[K+1], emitted tokens padded with `PAD`.
@@ -125,6 +155,8 @@ class ExternalVerifier:
         """
         K, V = drafts.shape[-1], p.shape[-1]
         given = [self._array(p, self.dtype), self._array(q, self.dtype), self._array(drafts, "int64")]
+        if self.tree:
+            given.append(self._array(np.broadcast_to(parents, drafts.shape), "int64"))
         if self.randomness != "own":
             given.append(self._array(random, self.dtype) if self.exact else random)
         try:
@@ -133,19 +165,29 @@ class ExternalVerifier:
             raise
         except (Exception, SystemExit) as error:
             hint, at = "", f" ({line})" if (line := own_line(error)) else ""
-            if not K:
+            if isinstance(error, TypeError) and not at:  # it was called with arguments that it does not take
+                hint = f": it must be {self.signature}"
+            elif not K:
                 hint = "; on an empty draft: ExternalVerifier(..., shortest=1) gives it none"
             elif self.exact and isinstance(error, IndexError) and str(error).endswith(f"size {np.shape(random)[-1]}"):
                 # numpy and torch name the length of the array whose index is too large
                 hint = f"; ExternalVerifier(..., uniforms=n) gives more than {np.shape(random)[-1]}"
             raise UserError(f"{self.name} raised {type(error).__name__}: {error}{at}{hint}") from error
-        emitted = _emitted(back, drafts, V) if self.batched else _emitted(_as_batch(back), drafts[None], V)
+        batch = (back, drafts) if self.batched else (self._as_batch(back), drafts[None])
+        emitted = _emitted(*batch, V, parents if self.tree else None)
         if emitted is None:
+            accepted = "indices of accepted drafts, a path" if self.tree else f"accepted 0..{K}"
             raise UserError(
-                f"{self.name} returned {_short(back)}: return a tuple (accepted 0..{K}, next token), or a list of "
-                f"1..{K + 1} tokens, each below {V}"
+                f"{self.name} returned {_short(back)}: return a tuple ({accepted}, next token), or a list of "
+                f"1..{K + 1} tokens, each below {V}; it must be {self.signature}"
             )
         return emitted if self.batched else emitted[0]
+
+    def _as_batch(self, back: object) -> object:
+        """The result of one sequence as that of a batch of one."""
+        if isinstance(back, tuple) and len(back) == 2:
+            return tuple([part.item() if hasattr(part, "item") and not np.ndim(part) else part] for part in back)
+        return [back]
 
     def _array(self, values: object, dtype: str) -> object:
         """A copy of its own: a callable may write into it."""
@@ -183,33 +225,33 @@ def external(verifier: object) -> ExternalVerifier:
     return ExternalVerifier(verifier)
 
 
-def _randomness_of(call: Callable) -> str:
-    """The form of randomness, by the name of the fourth parameter."""
+def _parameters(call: Callable) -> list[str]:
+    """Names of the positional parameters, none if they are not known: written in C, or any number of them."""
     try:
         parameters = list(inspect.signature(call).parameters.values())
-    except (TypeError, ValueError):  # written in C
-        return "uniforms"
+    except (TypeError, ValueError):
+        return []
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return "uniforms"
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(names) < 4:
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _randomness_of(names: list[str], place: int) -> str:
+    """The form of randomness, by the name of the parameter behind the drafts."""
+    if names and len(names) <= place:
         return "own"
-    name = {"rng": "generator", "gen": "generator"}.get(names[3], names[3])
+    name = names[place] if names else "uniforms"
+    name = {"rng": "generator", "gen": "generator"}.get(name, name)
     return name if name in RANDOMNESS else "uniforms"
 
 
-def _as_batch(back: object) -> object:
-    """The result of one sequence as that of a batch of one."""
-    if isinstance(back, tuple) and len(back) == 2:
-        return tuple([part.item() if hasattr(part, "item") else part] for part in back)
-    return [back]
-
-
-def _emitted(back: object, drafts: np.ndarray, V: int) -> np.ndarray | None:
+def _emitted(back: object, drafts: np.ndarray, V: int, parents: np.ndarray | None) -> np.ndarray | None:
     """int64[N, K+1], the emitted tokens of a batch, or None if a row is no verdict."""
     (N, K), place = drafts.shape, np.arange(drafts.shape[1] + 1)
     try:
-        if isinstance(back, tuple) and len(back) == 2:
+        if isinstance(back, tuple) and len(back) == 2 and parents is not None:
+            tokens = _along_path(back, drafts, parents)
+        elif isinstance(back, tuple) and len(back) == 2:
             accepted, token = (_whole_numbers(part).reshape(N, 1) for part in back)
             if (accepted < 0).any() or (accepted > K).any():
                 return None
@@ -225,6 +267,22 @@ def _emitted(back: object, drafts: np.ndarray, V: int) -> np.ndarray | None:
     count = (tokens != PAD).sum(axis=1, keepdims=True)
     sound = (count >= 1).all() and (tokens[place < count] >= 0).all() and (tokens < V).all()
     return tokens if sound else None
+
+
+def _along_path(back: tuple, drafts: np.ndarray, parents: np.ndarray) -> np.ndarray:
+    """int64[N, K+1], the tokens of accepted nodes int[N, ..], and the one after them.
+
+    Raises:
+        ValueError: the nodes are no path from the root down.
+    """
+    (N, K), tokens = drafts.shape, np.full((len(drafts), drafts.shape[1] + 1), PAD, np.int64)
+    for row, nodes, token in zip(range(N), back[0], _whole_numbers(back[1]).reshape(N), strict=True):
+        path = [node for node in list(_whole_numbers(nodes)) if node != PAD]  # a number is no path: a TypeError
+        if any(not 0 <= node < K or parents[node] != above for node, above in zip(path, [ROOT, *path])):
+            raise ValueError
+        tokens[row, : len(path)] = drafts[row, path]
+        tokens[row, len(path)] = token
+    return tokens
 
 
 def _whole_numbers(values: object) -> np.ndarray:

@@ -5,12 +5,12 @@ It is enumerated if the callable takes uniforms, else sampled with a stated powe
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from specsparse.errors import UserError
-from specsparse.speculative.base import PAD
+from specsparse.speculative.base import PAD, DraftKind
 from specsparse.speculative.proof import boxes
 from specsparse.speculative.proof.cases import (
     CORNERS,
@@ -53,44 +53,81 @@ VOCAB, GAMMA, BEYOND = 3, 2, ((2, 4), (6, 1))
 """Default number of tokens and longest draft; with the defaults, one case each of other tokens and a draft is added."""
 
 
+Progress = Callable[[str], None]
+
+
 def measure_external(
-    how: ExternalVerifier, *, vocab: int | None = None, gamma: int | None = None, seed: int
-) -> list[Result]:
+    how: ExternalVerifier, *, vocab: int | None = None, gamma: int | None = None, seed: int,
+    progress: Progress | None = None,
+) -> list[Result]:  # fmt: skip
     """Every case of a callable: one round on each corner, and several rounds; or samples of several rounds.
 
     Args:
         how: the callable.
         vocab, gamma: tokens, and the longest draft. Drafts of every length from `how.shortest` on are tried.
         seed: of the random distributions and of points and samples.
+        progress: gets a line before each shape of drafts.
 
     Raises:
         UserError: it raised, returned no verdict, or is no function of thresholds of its uniforms.
     """
-    beyond = BEYOND if vocab is None and gamma is None and not how.uniforms else ()
-    vocab, gamma = vocab or VOCAB, gamma or GAMMA
-    if how.shortest > gamma:
+    say, found = progress or (lambda line: None), list[Result]()
+    shapes = [shape for shape in _shapes(how, vocab, gamma) if shape[2].size >= how.shortest]
+    gamma = gamma or GAMMA
+    largest = TreeTemplate.kary((2, 1)[:gamma]) if how.tree else TreeTemplate.chain(gamma)
+    if how.shortest > largest.size:
         raise UserError(f"{how.name} takes drafts of {how.shortest} tokens or more: gamma={gamma} leaves none")
     if not how.exact:
-        length = max(SAMPLED_LENGTH, gamma + 1)
-        tried = [(corner, gamma) for corner in SAMPLED_CORNERS] + [("random", K) for K in range(how.shortest, gamma)]
-        return [_sampled(how, _long_case(how, c, vocab, length, K, seed), length, len(tried), seed) for c, K in tried]
-    found = []
-    lengths = sorted(range(how.shortest, gamma + 1), key=lambda K: not K)  # a mistake is not said of empty drafts first
-    shapes = [(CORNERS, vocab, K) for K in lengths] + [(("random",), *more) for more in beyond]
-    for corners, V, K in shapes:
-        cases = [make_case(c, how.drafts, TreeTemplate.chain(K), vocab=V, seed=seed) for c in corners]
-        cases = [at_temperature_0(case) if how.greedy else case for case in cases]
+        length, vocab = max(SAMPLED_LENGTH, gamma + 1), vocab or VOCAB
+        smaller = sorted({t for _, _, t in shapes if t.max_depth <= gamma} - {largest}, key=lambda t: t.size)
+        tried = [(corner, largest) for corner in SAMPLED_CORNERS] + [("random", template) for template in smaller]
+        for i, (corner, template) in enumerate(tried):
+            say(f"{how.name}: case {i + 1} of {len(tried)}, {how.samples:,} samples")
+            case = _long_case(how, corner, vocab, length, template, seed)
+            found += [_sampled(how, case, length, len(tried), seed)] if _drawable(case) else []
+        return found
+    for i, (corners, V, template) in enumerate(shapes):
+        cases = [make_case(c, how.drafts, template, vocab=V, seed=seed) for c in corners]
+        cases = [at_temperature_0(case) if how.greedy else case for case in cases if _drawable(case)]
+        say(f"{how.name}: shape {i + 1} of {len(shapes) + 1}, {V} tokens, {template.size} drafts, {len(cases)} cases")
         found += [_exact(how, case, *made) for case, made in zip(cases, round_probs(how, cases, seed=seed))]
-    case = _long_case(how, "random", 2, ROUNDS, gamma, seed)
+    say(f"{how.name}: shape {len(shapes) + 1} of {len(shapes) + 1}, {ROUNDS} tokens by rounds")
+    case = _long_case(how, "random", 2, ROUNDS, largest, seed)
     return [*found, _exact(how, case, *several_rounds(how, case, ROUNDS, seed=seed))]
 
 
-def _long_case(how: ExternalVerifier, corner: str, vocab: int, length: int, K: int, seed: int) -> Case:
+def _shapes(
+    how: ExternalVerifier, vocab: int | None, gamma: int | None
+) -> list[tuple[Iterable[str], int, TreeTemplate]]:
+    """Corners, tokens and shape of the drafts; empty drafts last, so that a mistake is not said of these first."""
+    beyond, wide = vocab is None and gamma is None and not how.uniforms, vocab is None or vocab >= 4
+    vocab, gamma = vocab or VOCAB, gamma or GAMMA
+    if not how.tree:
+        shapes = [(CORNERS, vocab, TreeTemplate.chain(K)) for K in (*range(1, gamma + 1), 0)]
+        return shapes + [(("random",), V, TreeTemplate.chain(K)) for V, K in BEYOND if beyond]
+    some, ragged = ("random", "p flat, q tied"), TreeTemplate.from_paths([(0, 0, 0), (1,), (2,)])
+    shapes = [
+        (CORNERS, 2, TreeTemplate.kary((2, 1))),
+        (CORNERS, vocab, TreeTemplate.kary((2,))),
+        (some, 2 if how.drafts is DraftKind.IID else 3, ragged),
+        *[(some, 4, TreeTemplate.kary((4,)))] * wide,  # the rejection of a fourth sibling shows if tokens are left
+        (CORNERS, vocab, TreeTemplate.chain(1)),
+        (CORNERS, vocab, TreeTemplate.chain(0)),
+    ]
+    return [shape for shape in shapes if shape[2].max_depth <= gamma + beyond]
+
+
+def _drawable(case: Case) -> bool:
+    """Whether siblings drawn without replacement are no more than q has tokens."""
+    width = max(map(len, case.template.children))
+    return case.kind is not DraftKind.WOR or all((table > 0).sum(axis=-1).min() >= width for table in case.q)
+
+
+def _long_case(how: ExternalVerifier, corner: str, vocab: int, length: int, template: TreeTemplate, seed: int) -> Case:
     """A case whose tables reach as far as several rounds may."""
     rng = np.random.default_rng([seed, vocab, SAMPLED_CORNERS.index(corner), 9])
-    p, q = (random_tables(rng, vocab=vocab, depth=length - 1 + K) for _ in range(2))
-    name = f"{corner}, {length} tokens by rounds"
-    case = Case(name, how.drafts, TreeTemplate.chain(K), *CORNERS[corner](p, q))
+    p, q = (random_tables(rng, vocab=vocab, depth=length - 1 + template.max_depth) for _ in range(2))
+    case = Case(f"{corner}, {length} tokens by rounds", how.drafts, template, *CORNERS[corner](p, q))
     return at_temperature_0(case) if how.greedy else case
 
 
@@ -153,8 +190,10 @@ def round_texts(
     )
     known: dict[tuple[int, bytes], np.ndarray] = {}
 
+    parents_K = np.array(cases[0].template.parents, np.int64)
+
     def call(index, ticks: np.ndarray) -> np.ndarray:
-        return how.tokens(p_NnV[index], q_NKV[index], tokens_NK[index], ticks / how.steps)
+        return how.tokens(p_NnV[index], q_NKV[index], tokens_NK[index], ticks / how.steps, parents_K)
 
     def one(i: int, ticks_n: np.ndarray) -> np.ndarray:
         """The callable is called once for equal arguments."""
@@ -226,6 +265,7 @@ def sampled_probs(how: ExternalVerifier, case: Case, length: int, *, seed: int) 
     """
     rng = np.random.default_rng([seed, 4])
     random, template, V, N = how.random_source(rng, seed), case.template, len(case.p[0]), how.samples
+    parents_K = np.array(template.parents, np.int64)
     # Contexts are nodes of a V-ary tree: the root is 0, and the context x further is node V i + 1 + x.
     drawn, p, q = (np.concatenate([t.reshape(-1, V) for t in tables]) for tables in _tables(how, case))
     node, count = np.zeros(N, np.int64), np.zeros(N, np.int64)
@@ -243,9 +283,9 @@ def sampled_probs(how: ExternalVerifier, case: Case, length: int, *, seed: int) 
         q_NKV = np.stack(q_rows, axis=1) if q_rows else np.zeros((len(active), 0, V))
         if how.batched:
             lanes = np.resize(np.arange(len(active)), N)
-            tokens = how.tokens(p_NnV[lanes], q_NKV[lanes], drafts_NK[lanes], random())[: len(active)]
+            tokens = how.tokens(p_NnV[lanes], q_NKV[lanes], drafts_NK[lanes], random(), parents_K)[: len(active)]
         else:
-            tokens = np.stack([how.tokens(*given, random()) for given in zip(p_NnV, q_NKV, drafts_NK)])
+            tokens = np.stack([how.tokens(*given, random(), parents_K) for given in zip(p_NnV, q_NKV, drafts_NK)])
         for place in range(tokens.shape[1]):
             grows = (tokens[:, place] != PAD) & (count[active] < length)
             longer = active[grows]

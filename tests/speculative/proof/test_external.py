@@ -383,6 +383,20 @@ def race(p, q, drafts, uniforms):
         (race, {"arrays": "numpi"}, "did you mean numpy"),
         (race, {"randomness": "dice"}, "is none of uniforms, generator"),
         (race, {"drafts": DraftKind.WOR}, "drafts are a chain"),
+        (race, {"samples": -1}, "samples=-1 must be at least 0"),
+        (
+            lambda p, q: (0, 0),
+            {},
+            r"must be verifier\(p \[K\+1, V\], .*\) -> \(number of accepted drafts, next token\)$",
+        ),
+        (lambda p, q, x, parents, u: (0, 0), {}, "indices of accepted drafts, a path"),
+        (
+            lambda p, q, x, parents, u: ([1, 0], 0),
+            {},
+            r"parents int\[K\], uniforms \[n\]\) -> \(indices of",
+        ),
+        (lambda p, q, x, parents, u: ([7], 0), {}, "returned"),
+        (race, {"tree": True, "drafts": DraftKind.SAMPLED}, "drafts are of a tree"),
     ],
 )
 def test_what_cannot_be_certified_is_one_line(monkeypatch, call, how, words):
@@ -399,7 +413,7 @@ def test_a_newcomer_s_crash_names_its_own_file_and_line():
     with pytest.raises(UserError, match=r"^crashes raised ValueError: all the input arrays") as caught:
         specsparse.certify(crashes, vocab=2, gamma=1)
     assert str(caught.value).endswith(f"({__file__}:{crashes.__code__.co_firstlineno + 1})")
-    with pytest.raises(UserError, match=r"^divmod raised TypeError: divmod expected 2 arguments, got \d$"):
+    with pytest.raises(UserError, match=r"^divmod raised TypeError: .* it must be divmod\(p \[K\+1, V\], q \[K, V\]"):
         specsparse.certify(divmod, vocab=2, gamma=1)  # of a function in C no line is known
 
 
@@ -452,6 +466,52 @@ def test_a_broken_callable_is_said_before_anything_is_enumerated(monkeypatch):
     monkeypatch.setattr(certify, "measure", lambda *_, **__: pytest.fail("a rule was enumerated first"))
     with pytest.raises(UserError, match="returned 3"):
         specsparse.certify(["greedy", lambda p, q, drafts, uniforms: 3])
+
+
+def siblings(p, q, drafts, parents, uniforms):
+    """Algorithm 2 of arXiv:2305.09781: the siblings one after the other, each against what the elder ones left of p."""
+    at, path, owed = -1, [], p[0]
+    for i, x in enumerate(drafts):
+        if parents[i] == at and uniforms[i] * q[i, x] < owed[x]:
+            path.append(i)
+            at, owed = i, p[i + 1]
+        elif parents[i] == at:
+            rest = np.maximum(owed - q[i], 0)
+            owed = rest / rest.sum() if rest.sum() > 0 else owed
+    return path, draw(owed, uniforms[-1])
+
+
+def p_after_rejection(p, q, drafts, parents, uniforms):
+    path, _ = siblings(p, q, drafts, parents, uniforms)
+    return path, draw(p[path[-1] + 1 if path else 0], uniforms[-1])
+
+
+@pytest.mark.parametrize("kind", [DraftKind.IID, DraftKind.WOR, DraftKind.ONE_HOT])
+def test_a_tree_has_the_distribution_of_our_rule(kind):
+    how, bush = few(siblings, drafts=kind, samples=200), TreeTemplate.kary((2, 1) if kind is DraftKind.IID else (2,))
+    assert how.tree and how.exact
+    c = make_case("random", kind, bush, vocab=3 if kind is not DraftKind.IID else 2, seed=0)
+    [(probs, drafts)] = round_probs(how, [c], seed=0)
+    assert drafts == len(list(c.outcomes()))
+    rule = output_probs(Rejection(), c.outcomes(), c.p, c.length)
+    assert total_variation(probs, rule) <= driver_tv(bush, vocab=3, steps=1 << 36)
+
+
+def test_trees_are_certified_by_what_they_accept_and_by_samples():
+    lines = []
+    report = specsparse.certify(few(siblings, samples=200), vocab=2, gamma=1, progress=lines.append)
+    assert report.passed and "trees to 2 nodes and 2 siblings" in report.covered()
+    assert len(lines) == 4 and lines[0] == "siblings: shape 1 of 4, 2 tokens, 2 drafts, 14 cases"
+    assert max(r.tv for r in measure_external(few(p_after_rejection, samples=200), vocab=2, gamma=1, seed=0)) > 0.05
+
+    def rows(p, q, drafts, parents, generator):
+        u = generator.random((len(p), drafts.shape[1] + 1))
+        paths, tokens = zip(*map(siblings, p, q, drafts, parents, u))
+        return np.array([path + [PAD] * (4 - len(path)) for path in paths]), np.array(tokens)
+
+    for kind in (DraftKind.IID, DraftKind.WOR):
+        how = ExternalVerifier(rows, batched=True, drafts=kind, samples=2000)
+        assert all(r.holds and r.part == SAMPLED for r in measure_external(how, vocab=3, gamma=2, seed=0))
 
 
 def test_heat_before_the_callable_is_its_own_business():

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -89,6 +90,14 @@ def test_llama_cpp_samples_and_matches():
         target = continuations(keeps, 2)[0]
         can = power(target, 3000, cases=1)
         assert total_variation(probs, target) <= can.bound < can.finds < 0.12
+
+
+def test_the_example_in_torch_has_the_shapes_of_vllm(monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "experiments")
+    how = importlib.import_module("certify_vllm_shapes").VERIFIER
+    results = measure_external(dataclasses.replace(how, samples=1000), vocab=2, gamma=2, seed=0)
+    assert all(r.holds for r in results) and max(r.bound for r in results) < 1e-4
 
 
 def test_what_is_not_installed_is_one_line(monkeypatch):
