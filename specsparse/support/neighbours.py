@@ -34,6 +34,7 @@ class Word(NamedTuple):
 _GUIDED = "the answer is free text here; allowed_token_ids and logits_processors limit the tokens"
 _BEAMS = "there is no beam search; best_of keeps the most likely of several samples"
 _TOKENIZER = "leave it out: the model's file has its tokenizer"
+_CHUNKS = "leave it out: prompts are read in chunks of 32, 128 or 512 tokens"
 _SPLIT = (
     "a device holds all layers; load(placement=FILE, devices=2) keeps hot neurons on one and the others on a second"
 )
@@ -134,6 +135,8 @@ WORDS: Mapping[str, Word] = {
     "trust_remote_code": Word((HF, VLLM), line="leave it out: a file of weights holds no code"),
     "flash_attn": Word((LLAMA,), line="leave it out: there is one attention for each device"),
     "parallel": Word((LLAMA,), line="leave it out: a list of prompts is decoded in one batch"),
+    "batch_size": Word((LLAMA,), line=_CHUNKS),
+    "ubatch_size": Word((LLAMA,), line=_CHUNKS),
 }
 
 METHODS = {
@@ -142,6 +145,9 @@ METHODS = {
     "ngram-simple": "ngram_simple",
     "ngram-map-k": "ngram_map",
     "draft_model": "model",
+    "draft-simple": "model",
+    "draft-eagle3": "eagle3",
+    "draft-dflash": "dflash",
     "layer-skip": "layer_skip",
     "eagle": "head",
 }
