@@ -88,14 +88,13 @@ def _check(config: Any, words: Sequence[str]) -> Any:
 
 
 def _rename(config: Any, values: dict[str, Any], place: Any) -> None:
-    """Gives Hydra the stand-in's values, its name among them, and `place` a folder of that name."""
+    """Gives Hydra the stand-in's values, its name among them, and `place` a folder that says so."""
     from omegaconf import open_dict, read_write
 
     with read_write(config), open_dict(config):
         for key, value in values.items():
             config[key] = value
-        own = "" if values["name"] in str(place.dir) else STAND_IN  # a folder that the command line gives
-        place.dir = f"{place.dir}{own}"
+        place.dir = f"{place.dir}{STAND_IN}"
 
 
 def _task(cfg: Any) -> Any:

@@ -240,9 +240,7 @@ def _near_keys(key: str, keys: Iterable[str]) -> list[str]:
     name go first, else keys without one.
     """
 
-    def ratio(a: str, b: str) -> float:
-        return difflib.SequenceMatcher(None, a, b).ratio()
-
+    ratio = lambda a, b: difflib.SequenceMatcher(None, a, b).ratio()  # noqa: E731
     (head, _, name), near = key.rpartition("."), dict[str, float]()
     for other in keys:
         group, _, option = other.rpartition(".")

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar
 
-from rich.console import Console
-
 from specsparse.engine.model import Model
-from specsparse.experiments.decoding import bar_on, calibration
+from specsparse.experiments.decoding import calibration
 from specsparse.experiments.settings import KEPT, DecodingSettings, MethodSettings, choice_from_file
 from specsparse.measure.costs import acceptance, measuring
 from specsparse.measure.costs.measuring import Bar
@@ -33,14 +31,14 @@ def shape_of(cfg: MethodSettings) -> TreeShape | None:
     return get_tree(cfg.tree.name, **cfg.tree.options)
 
 
-def filled(cfg: D, model: Model, out: Console) -> D:
+def filled(cfg: D, model: Model, bar: Bar) -> D:
     """The config with what it leaves to this machine: from the kept table, measured first if it is not there.
 
     Numbers are rounded, so that a program is compiled once and not for every digit.
     """
     if cfg.drafter.name == NO_DRAFTER:
         return cfg
-    bar, policy, tree = bar_on(out), {}, {}
+    policy, tree = {}, {}
     drafter, shape, options = cfg.drafter, shape_of(cfg), cfg.policy.options
     if cfg.times_are_left_out:
         gamma = cfg.gamma  # the nodes of a tree are no draft length

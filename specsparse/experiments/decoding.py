@@ -1,13 +1,10 @@
 """The shared part of every experiment that decodes prompts: checks, the model, the prompts, and passes side by side."""
 
-import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from rich.console import Console
 
 from specsparse.data import prompts
 from specsparse.engine.model import Model
@@ -18,7 +15,6 @@ from specsparse.experiments.kind import Engine, RunContext
 from specsparse.experiments.settings import DecodingSettings
 from specsparse.measure import machine, speedups
 from specsparse.measure.conditions import Conditions
-from specsparse.measure.costs.measuring import Bar
 from specsparse.measure.recording import LAWS_FILE, TRACE_FILE, Recorder, Trace
 from specsparse.measure.speedups import Repeats, Width
 from specsparse.models import catalogue
@@ -76,17 +72,6 @@ def check(cfg: DecodingSettings, specs: Iterable[MethodSpec], *, union_cap: bool
 def calibration(cfg: DecodingSettings, model: Model) -> list[list[int]]:
     """Token ids of the first built-in prompt of each task, by which acceptance is measured."""
     return [ids_of(model, p, chat=cfg.data.chat) for p in prompts.load(limit_per_task=1)]
-
-
-def bar_on(out: Console) -> Bar:
-    """Bars in the terminal for what is measured."""
-
-    @contextlib.contextmanager
-    def shown(what: str, steps: int) -> Iterator[Callable[[], None]]:
-        with terminal.counting(out, what, steps) as progress:
-            yield lambda: progress.advance(progress.task_ids[0])
-
-    return shown
 
 
 def label(verifier: Verifier | str) -> str:

@@ -6,8 +6,8 @@ a package that has entry points `specsparse.kinds`.
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -58,16 +58,9 @@ class RunContext:
         with terminal.loading(self.console, f"loading {title or model.path}") as progress:
             return self.engine.load(model.path, progress=progress, **{**model.overrides(), **more})
 
-    @contextmanager
-    def counting(self, what: str, total: int) -> Iterator[Callable[..., None]]:
-        """A bar over `total` steps; yields `step()`, or `step(done)` with how many are done, and `what` is now done."""
-        with terminal.counting(self.console, what, total) as bar:
-            (task,) = bar.task_ids
-
-            def step(done: int | None = None, what: str | None = None) -> None:
-                bar.update(task, advance=1 if done is None else None, completed=done, description=what)
-
-            yield step
+    def counting(self, what: str, total: int) -> AbstractContextManager[Callable[..., None]]:
+        """As `terminal.counting`, on the run's console."""
+        return terminal.counting(self.console, what, total)
 
 
 def header_of(model: ModelSpec) -> tuple[GGUFFile, ModelConfig]:

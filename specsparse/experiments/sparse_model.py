@@ -126,8 +126,8 @@ def residuals(cfg: ModelSettings, model: Model, console: Console) -> np.ndarray:
 def collected(model: Model, text_Wn: np.ndarray, console: Console, *, what: str = "reading text", **more: Any) -> Any:
     from specsparse.predictors.collect import collect
 
-    with terminal.counting(console, what, len(text_Wn)) as bar:
-        return collect(model, text_Wn, progress=lambda done: bar.update(bar.task_ids[0], completed=done), **more)
+    with terminal.counting(console, what, len(text_Wn)) as step:
+        return collect(model, text_Wn, progress=step, **more)
 
 
 def calibration_text(cfg: ModelSettings, model: Model) -> np.ndarray:

@@ -339,10 +339,6 @@ def requantised(path: Path, name: str, out: Console) -> Path:
     made = manifest.cache_dir() / "requantised" / f"{path.stem}-{manifest.sha256_of(path)[:12]}-as-{kind.name}.gguf"
     if not made.exists():
         made.parent.mkdir(parents=True, exist_ok=True)
-        with terminal.counting(out, f"re-quantising to {kind.name}", 100) as progress:
-
-            def advance(done: int, total: int) -> None:
-                progress.update(progress.task_ids[0], completed=100 * done // total)
-
-            requantise.requantise(source, made, kind, progress=advance)
+        with terminal.counting(out, f"re-quantising to {kind.name}", 100) as step:
+            requantise.requantise(source, made, kind, progress=lambda done, total: step(100 * done // total))
     return made

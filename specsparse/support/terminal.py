@@ -62,12 +62,16 @@ def loading(out: "Console", what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
-def counting(out: "Console", what: str, total: int) -> Iterator["Progress"]:
-    """A bar over `total` steps; call `.advance(.task_ids[0])` after each."""
+def counting(out: "Console", what: str, total: int) -> Iterator[Callable[..., None]]:
+    """A bar over `total` steps; yields `step()`, or `step(done)` with how many are done, and `what` is now done."""
     from rich.progress import MofNCompleteColumn
 
-    with _progress(out, what, total, MofNCompleteColumn()) as progress:
-        yield progress
+    with _progress(out, what, total, MofNCompleteColumn()) as bar:
+
+        def step(done: int | None = None, what: str | None = None) -> None:
+            bar.update(bar.task_ids[0], advance=1 if done is None else None, completed=done, description=what)
+
+        yield step
 
 
 @contextmanager

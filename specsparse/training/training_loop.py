@@ -126,8 +126,8 @@ class Log:
     def shown(self, console: Console, what: str, state: Stepped) -> Iterator[OnStep]:
         """A bar; yields the function that `train` is to call after each step."""
         self._begun = time.perf_counter()
-        with terminal.counting(console, what, self.steps) as bar:
-            bar.update(bar.task_ids[0], completed=int(state.step))
+        with terminal.counting(console, what, self.steps) as step:
+            step(int(state.step))
 
             def on_step(done: int, state: Stepped, losses: Any, batch: Any) -> None:
                 self._seen += self.count(batch)
@@ -135,7 +135,6 @@ class Log:
                 if done % self.every == 0 or done == self.steps:
                     self.add(done, state)
                     save_state(self.path, state, {"curve": self.curve})
-                rate = f"{what}, {self.rate:,.0f} {self.unit}/s"
-                bar.update(bar.task_ids[0], completed=done, description=rate)
+                step(done, f"{what}, {self.rate:,.0f} {self.unit}/s")
 
             yield on_step

@@ -106,6 +106,7 @@ def test_a_stand_in_is_named_first_and_last_in_the_record_and_by_its_folder(ran)
     )
     record = json.loads((folder / "record.json").read_text())
     assert folder.parent.name == record["name"] == record["config"]["name"] == "spec_llama160m.stand_in"
+    assert folder.name.endswith(".stand_in")
     assert record["stand_in"] == {
         "asked": {
             "model": "llama-2-7b",
@@ -166,6 +167,7 @@ def test_a_stand_in_in_a_sweep_has_a_folder_of_its_name(place, monkeypatch, caps
     (first, zero), (second, one) = went
     assert first == second == zero.parents[1].name == "spec_llama160m.stand_in"
     assert (zero.name, one.name) == ("0.stand_in", "1.stand_in") and zero.is_dir()
+    assert zero.parent == one.parent and zero.parent.name.endswith(".stand_in")
     assert "policy fixed (gamma 9)" in capsys.readouterr().out
 
 

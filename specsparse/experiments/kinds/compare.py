@@ -134,16 +134,16 @@ class Compare(Kind[CompareSettings]):
 
     def run(self, cfg: CompareSettings, ctx: RunContext) -> RunResult:
         """Decodes and ranks, with a line of prompts.jsonl for each pass."""
-        started, console = time.perf_counter(), ctx.console
+        started = time.perf_counter()
         chosen, refused = pairs(cfg)
         bench = decoding.prepare(cfg, ctx, [pair.spec for pair in chosen.values()])
-        chosen = {name: configured.filled(pair, bench.model, console) for name, pair in chosen.items()}
+        chosen = {name: configured.filled(pair, bench.model, ctx.counting) for name, pair in chosen.items()}
         specs = {name: pair.spec for name, pair in chosen.items()}
         sides = {name: spec.arguments() for name, spec in specs.items()}
         costs = None
         if cfg.compare.advise:
             methods = {name: (chosen[name], resolve(spec, bench.model)) for name, spec in specs.items()}
-            costs = costs_of(bench.model, methods, bar=decoding.bar_on(console))
+            costs = costs_of(bench.model, methods, bar=ctx.counting)
         passes = Passes(cfg, ctx, bench.model, {PLAIN: {}, **sides})
         if cfg.warmup:
             passes.show(bench.jobs, PLAIN, started)

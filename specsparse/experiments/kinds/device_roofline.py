@@ -69,13 +69,13 @@ class RooflineKind(Kind[RooflineSettings]):
         methods: list[dict[str, object]] = []
         if cfg.roofline.device == devices.THIS:
             model = ctx.load(cfg.model)
-            table = measuring.load_or_measure(model, refresh=cfg.roofline.refresh, bar=decoding.bar_on(out))
+            table = measuring.load_or_measure(model, refresh=cfg.roofline.refresh, bar=ctx.counting)
             kept = f"measured {table.identity.get('date')}, kept in {timing_cache.path_of(model)}"
             out.print(Text(f"{kept}; roofline.refresh=true measures again", style="dim"))
             device = device_of(table)
             if cfg.roofline.drafters or cfg.roofline.trees:
-                prompts, bar = decoding.calibration(cfg, model), decoding.bar_on(out)
-                methods = list(drafting_rows(drafting_settings(cfg), model, prompts, bar=bar))
+                prompts = decoding.calibration(cfg, model)
+                methods = list(drafting_rows(drafting_settings(cfg), model, prompts, bar=ctx.counting))
                 table = timing_cache.load(model) or table
         else:
             device = get_device(cfg.roofline.device)

@@ -7,7 +7,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -140,12 +140,11 @@ def base_probs(cfg: PerplexitySettings, ctx: RunContext, text: Windows) -> Itera
     if base is None:
         yield None
         return
-    path, options = base, cfg.model.overrides()
+    path, options = base, {}
     if base == F32:
         whole = {} if cfg.ffn.name is None else {"ffn": "dense"}
-        path, options = cfg.model.path, {**options, "float_weights": True, "kv_dtype": "f32", **whole}
-    with terminal.loading(ctx.console, f"loading {path} as the base") as progress:
-        model = ctx.engine.load(path, progress=progress, **options)
+        path, options = cfg.model.path, {"float_weights": True, "kv_dtype": "f32", **whole}
+    model = ctx.load(replace(cfg.model, path=path), title=f"{path} as the base", **options)
     ctx.directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=ctx.directory, prefix=".base-") as folder:
         shape = (text.scored, model.config.vocab_size)
@@ -224,8 +223,7 @@ def _row(
     """The file's size, its scores, and tokens per second of decoding and of a prompt; None if they are not timed."""
     f = open_gguf(path)
     name, size = f.main_type(), f.sizes()
-    with terminal.loading(ctx.console, f"loading {path.name}") as progress:
-        model = ctx.engine.load(path, progress=progress, **cfg.model.overrides())
+    model = ctx.load(replace(cfg.model, path=str(path)), title=path.name)
     found = scored(model, text, ctx, name, base=probs).summary()
     row = {"type": name, "file": path.name, **{key: size[key] for key in ("bytes", "bits_per_weight")}, **found}
     spec, speed = cfg.quant_table, dict.fromkeys(("prompt", "decode", "conditions"))

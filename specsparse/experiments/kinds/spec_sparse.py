@@ -172,7 +172,7 @@ class SpecSparse(Kind[SpecSparseSettings]):
         """Decodes every cell in turn, watches what the passes read, judges the quality."""
         dense = ctx.load(cfg.model, ffn="dense")
         sparse = sparse_model.sparse_of(cfg, ctx, dense)
-        method = configured.filled(cfg, dense, ctx.console).spec.arguments()
+        method = configured.filled(cfg, dense, ctx.counting).spec.arguments()
         models = {PLAIN_DENSE: dense, PLAIN_SPARSE: sparse.model, SPEC_DENSE: dense, SPEC_SPARSE: sparse.model}
         predictors = {PLAIN_SPARSE: sparse.predictor, SPEC_SPARSE: sparse.predictor}
         if cfg.ffn.union_cap is not None:

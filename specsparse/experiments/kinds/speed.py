@@ -34,7 +34,7 @@ class Speed(Kind[DecodingSettings]):
         """Decodes, with a line of prompts.jsonl for each pass."""
         started = time.perf_counter()
         bench = decoding.prepare(cfg, ctx, [cfg.spec])
-        spec = configured.filled(cfg, bench.model, ctx.console).spec
+        spec = configured.filled(cfg, bench.model, ctx.counting).spec
         method = spec.arguments()
         sides: dict[str, dict[str, Any]] = {PLAIN: {}}
         if method:

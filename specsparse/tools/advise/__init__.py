@@ -7,6 +7,7 @@ Acceptances are those of --acceptance, else those of the table of kept rates, el
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from specsparse.cli.arguments import (
@@ -59,8 +60,7 @@ def main(args: argparse.Namespace) -> int:
         if not hub.is_reference(name) and catalogue.find(name) is None:
             catalogue.resolve(name)  # neither a known model nor a file
 
-    from specsparse.experiments.decoding import bar_on  # after the names: JAX takes a second
-    from specsparse.measure.costs import acceptance
+    from specsparse.measure.costs import acceptance  # after the names: JAX takes a second
     from specsparse.support import terminal
     from specsparse.tools.advise.advise import Question, advise, figure, parts
 
@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
     counted = acceptance.from_record(args.acceptance) if args.acceptance else None
     sizes_given = {"batches": batches, "contexts": contexts, "alphas": alphas}
     question = from_args(Question, args, draft_models=tuple(args.drafts), counted=counted, **sizes_given)
-    advice = advise(question, bar=bar_on(out))
+    advice = advise(question, bar=partial(terminal.counting, out))
     if args.json != STDOUT:
         show(out, parts(advice))
     write_json(args.json, report := advice.to_dict(), out)

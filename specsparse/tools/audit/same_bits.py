@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -251,11 +250,10 @@ def _case(
     try:
         ours = OurRows(model, plan.room)
         engine = ours if name == OURS else Peer(name, option="--engine", patient=True)
-        with closing(engine), terminal.counting(out, said, len(cut) * len(plan.widths)) as bar:
+        with closing(engine), terminal.counting(out, said, len(cut) * len(plan.widths)) as done:
             found["version"] = engine.version
             if engine is not ours:
                 engine.load(model.path, threads=count, room=plan.room, flash=flash)
-            done = partial(bar.advance, bar.task_ids[0])
             found |= audit(engine, plan, cut, real, ours=None if name == OURS else ours, done=done)
     except PeerError as error:
         found |= _failed(FAILED, " ".join(str(error).split()))

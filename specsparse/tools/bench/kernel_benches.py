@@ -193,13 +193,13 @@ class KernelBench(abc.ABC):
         subjects = [(kind, shape) for kind in self.types for shape in self.all_shapes()]
         total = (self.repeats + 1) * len(self.cases()) * len(subjects)
         buffer, rows, reads = processor.ReadBuffer(), [], []
-        with terminal.counting(out, f"timing {self.title}", total) as bar:
+        with terminal.counting(out, f"timing {self.title}", total) as step:
             for subject in subjects:
                 weights, machine = self.make(*subject), MachinePeaks()
                 taken = interleaved(
                     {case: partial(self.once, chosen, weights, case) for case in self.cases()},
                     repeats=self.repeats, order=self.order, before=partial(machine.measure, buffer),
-                    done=partial(bar.advance, bar.task_ids[0]),
+                    done=step,
                 )  # fmt: skip
                 rows += [{"type": subject[0], **self.row(weights, case, taken, machine)} for case in taken]
                 reads += machine.read

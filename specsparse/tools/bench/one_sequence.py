@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -97,8 +96,8 @@ class SequenceBench(ModelBench):
             memory["load"] = peak_memory()
             trials.need_room(model, self.depth + room, "--pp, --tg, --widths or --depth")
             ours, tests = Ours(model, depth=self.depth, room=room, rows=self.rows), len(plan.tests())
-            with terminal.counting(out, "compiling and warming up", tests) as bar:
-                trials.warm_up(plan, ours, partial(bar.advance, bar.task_ids[0]))
+            with terminal.counting(out, "compiling and warming up", tests) as step:
+                trials.warm_up(plan, ours, step)
             memory["load_and_warm_up"] = peak_memory()
             threads, sides = kernels.status()["threads"] or 1, list[Side]([ours])
             for peer in peers:
@@ -112,8 +111,8 @@ class SequenceBench(ModelBench):
                     peer.check(model, widest=widest, one=one, wide=wide)
                     trials.warm_up(plan, peer)
                 sides.append(peer)
-            with terminal.counting(out, "timing", plan.repeats * tests * len(sides)) as bar:
-                results = trials.run(plan, sides, partial(bar.advance, bar.task_ids[0]))
+            with terminal.counting(out, "timing", plan.repeats * tests * len(sides)) as step:
+                results = trials.run(plan, sides, step)
             facts = [peer.facts() for peer in peers]
         found = _report(plan, results, model, ours, peers=facts, threads=threads, memory=memory)
         return {**found, "notes": [*notes, *_notes(found, model)]}

@@ -230,8 +230,8 @@ class DraftBench(SpeculationBench):
             started = time.perf_counter()
             how = {"drafted": self.drafted, "tg": self.tg, "sampling": self.sampling}
             writers = writers_of(model, peer, self.drafter, **how)
-            with terminal.counting(out, "timing texts", len(jobs) * len(writers) * (self.repeats + 1)) as bar:
-                found = measure(writers, jobs, repeats=self.repeats, done=partial(bar.advance, bar.task_ids[0]))
+            with terminal.counting(out, "timing texts", len(jobs) * len(writers) * (self.repeats + 1)) as step:
+                found = measure(writers, jobs, repeats=self.repeats, done=step)
         return {
             "bench": "specsparse speculation", "plan": asdict(self), **summary_of(found, self.tg),
             "peer": peer and {"name": peer.name, "version": peer.version, "flash": peer.flash["speculate"]},
@@ -347,8 +347,8 @@ class BatchBench(SpeculationBench):
             for peer in peers:
                 peer.open(model.path, model.config, threads=threads, room=self.tg, depth=0)
             started = time.perf_counter()
-            with terminal.counting(out, "timing batches", len(self.sizes) * (self.repeats + 1)) as bar:
-                rows = self.measure(model, partial(bar.advance, bar.task_ids[0]), peers=peers)
+            with terminal.counting(out, "timing batches", len(self.sizes) * (self.repeats + 1)) as step:
+                rows = self.measure(model, step, peers=peers)
         return {
             "bench": "specsparse batch", "plan": asdict(self), "rows": rows,
             "break_even": {name: break_even(rows, name) for name in self.methods()},

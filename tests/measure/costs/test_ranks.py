@@ -1,11 +1,9 @@
 """Measured acceptance, of chains and by rank, and what policies and trees make of it."""
 
 import dataclasses
-import io
 import os
 
 import pytest
-from rich.console import Console
 
 import specsparse
 from specsparse.engine.sampling.params import SamplingParams
@@ -145,7 +143,7 @@ def cfg(model):
 
 
 def found(cfg, model):
-    return configured.filled(cfg, model, Console(file=io.StringIO()))
+    return configured.filled(cfg, model, measuring.silent)
 
 
 def shape(cfg):
