@@ -30,7 +30,7 @@ STDOUT = "-"
 """The file of `--json` if none is named."""
 MODEL = "smollm2-135m"
 """The default model."""
-ANY_MODEL = "a known name, a GGUF file or owner/repo:Q4_K_M of the Hub"
+ANY_MODEL = "a known name, a GGUF file, owner/repo:Q4_K_M of the Hub or hf://owner/repo/file.gguf"
 DRAFT_MODEL = ("-md", "--model-draft", "--draft")
 DRAFT_LENGTH = ("--gamma", "--draft-max", "--spec-draft-n-max")
 GROUPS = ("drafter", "verifier", "policy", "tree")

@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
                 print(text, end="", flush=True)
         finally:  # a text that fails has an end, too
             print(flush=True)
-        _say_figures([stream.generation])
+        _say_figures([stream.generation], drafting=bool(method))
         return 0
     try:
         result = api.generate(model, prompt, sampling=params, **method)
@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     for i, completion in enumerate(completions, 1):
         print(f"--- {i} of {len(completions)}\n{completion.text}")
-    _say_figures(completions)
+    _say_figures(completions, drafting=bool(method))
     return 0
 
 
@@ -93,14 +93,15 @@ def _prompt(args: argparse.Namespace) -> str | list[dict[str, str]]:
     return [*first, {"role": "user", "content": text}]
 
 
-def _say_figures(completions: Sequence[Any]) -> None:
+def _say_figures(completions: Sequence[Any], *, drafting: bool) -> None:
     """Rate and acceptance of all completions together, and the prompt, on the standard error."""
     from specsparse.runtime.metrics import Counters, figures
 
     stats = completions[0].stats
     counters = sum((completion.stats.counters for completion in completions), Counters())
     prompt = f"prompt of {len(completions[0].prompt_token_ids)} tokens in {stats.prefill_s:.2f} s"
-    print(f"{figures(counters, stats.decode_s)}; {prompt}", file=sys.stderr)
+    none = ", nothing drafted" if drafting and not counters.num_draft_tokens else ""
+    print(f"{figures(counters, stats.decode_s)}{none}; {prompt}", file=sys.stderr)
 
 
 def _as_json(completion: Any) -> dict[str, Any]:

@@ -71,6 +71,15 @@ def test_json_is_one_object_with_ids_counters_seed_and_reason(answer, expected):
     assert found["seconds"]["decode"] > 0 and len(found["logprobs"]) == 12
 
 
+def test_figures_are_on_the_standard_error(capsys, file, expected):
+    for options, said in ((("--gamma", "3", "--option", "ngram_min=1"), "% of the drafted ones kept; "),
+                          (("--drafter", "none"), " tok/s; ")):  # fmt: skip
+        assert cli.main(["generate", "-m", str(file), "-p", PROMPT, *options, *SHORT]) == 0
+        out, err = capsys.readouterr()
+        assert out == expected.text + "\n" and err.count("\n") == 1
+        assert err.startswith("12 tokens, ") and f"{said}prompt of {len(expected.prompt_token_ids)} tokens in " in err
+
+
 def test_several_completions(answer):
     options = ("--n", "2", "--temperature", "1.0", "--seed", "3")
     found = json.loads(answer(PROMPT, "--json", *options))["completions"]
