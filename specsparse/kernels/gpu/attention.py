@@ -52,11 +52,13 @@ def attend(q, keys, values, first, low, near, start, keep, *, interpret: bool = 
     batch, n, groups, h, d = q.shape
     parts, vector = parts_of(n, h, d, values.shape[2]), d // 32
     f32, shared, ops = jnp.float32, plgpu.SMEM, registers(interpret)
-    # The thread of each number of scores and weights by slot, two lanes a thread; of sums; of a row of any warp; of
-    # queries [n, h, d]; of the newest values [2 n, d].
+    # Which thread has which numbers of
+    # scores and weights [n, h, warp, block, lane], two lanes a thread;
     by_slot = arrangement(((1, 1, 4, _BLOCKS, _LANES), (1, 1, 1, 1, 2)), (-8,), (-7, -6))
+    # sums of values [warp, n, h, d], and a row [h, d], the same in each warp;
     summed = arrangement(((4, 1, 1, d), (1, 1, 1, vector)), (-8,), (-5,))
     row = arrangement(((1, d), (1, vector)), (Replicated(4),), (-3,))
+    # queries [n, h, d], and the newest values [2 n, d].
     of_queries = arrangement(((8, 1, d), (2, 1, d), (1, 1, vector)), (-9,), (-4,))
     of_newest = arrangement(((8, d), (2, d), (1, vector)), (-6,), (-3,))
     per_head, per_warp, one = by_slot.reduce((2, 3, 4)), by_slot.reduce((3, 4)), row.reduce((1,))
@@ -73,6 +75,7 @@ def attend(q, keys, values, first, low, near, start, keep, *, interpret: bool = 
             count = -(-n // parts)
             jax.lax.fori_loop(0, count, lambda i, _: step(jnp.minimum(part * count + i, n - 1)), 0)
 
+        # Queries and the newest values go to shared memory.
         @pl.when(part == 0)
         def _():
             ops.write(queries, ops.read(q.at[sequence, :, group], of_queries), of_queries, (2, 0, 1))
@@ -81,6 +84,7 @@ def attend(q, keys, values, first, low, near, start, keep, *, interpret: bool = 
 
         meet(barrier)
 
+        # Scores of this warpgroup's slots, and the highest that each row sees; the lowest number if it does not see one.
         def add_scores(i, scores):
             for j in range(8):
                 at = i * 8 + j
@@ -101,6 +105,7 @@ def attend(q, keys, values, first, low, near, start, keep, *, interpret: bool = 
         ops.write(tops.at[part], jnp.max(jnp.max(seen, axis=4), axis=3), per_warp, (2, 0, 1))
         meet(barrier)
 
+        # Weights of each row's newest positions, from scores in shared memory.
         def weigh_newest(r):
             own = []
             for j in range(n):
@@ -116,6 +121,7 @@ def attend(q, keys, values, first, low, near, start, keep, *, interpret: bool = 
 
         each_row(weigh_newest)
 
+        # Weights of this warpgroup's slots below the highest score of all.
         def highest(i, top):
             return jnp.maximum(top, ops.read(tops.at[i // 4, i % 4], per_head))
 
@@ -126,6 +132,7 @@ def attend(q, keys, values, first, low, near, start, keep, *, interpret: bool = 
         ops.write(weights.at[part], weight, by_slot, (2, 3, 4, 0, 1))
         meet(barrier)
 
+        # Values of this warpgroup's slots by their weights, a sum a warp.
         def add_values(i, acc):
             for j in range(8):
                 at = i * 8 + j
