@@ -88,9 +88,9 @@ class Tokenizer:
             UserError: `text` is not a valid Unicode string.
         """
         try:
-            str.encode(text)
-        except (TypeError, UnicodeEncodeError) as error:
-            raise UserError(f"text must be a valid Unicode string: {error}") from None
+            text.encode()
+        except (AttributeError, UnicodeEncodeError):
+            raise UserError(f"text={text!r:.40} must be a valid Unicode string, without lone surrogates") from None
         ids = [self._vocab.special["bos"]] if add_special and self.add_bos else []
         after_special = True
         for part in self._split(text, parse_special):

@@ -84,7 +84,7 @@ def attend(q, keys, values, first, low, near, start, keep, *, interpret: bool = 
 
         meet(barrier)
 
-        # Scores of this warpgroup's slots, and the highest that each row sees; the lowest number if it does not see one.
+        # Scores of this warpgroup's slots, and the highest that each row sees.
         def add_scores(i, scores):
             for j in range(8):
                 at = i * 8 + j
