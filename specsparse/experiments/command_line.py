@@ -64,6 +64,8 @@ def shorthand(argv: list[str]) -> list[str]:
     for arg in argv:
         key, eq, value = arg.partition("=")
         key = _OLD_KEYS.get(key) or config_key(key)
+        if key == "drafter.model" != arg.partition("=")[0] and "drafter" not in keys:  # assistant_model=FILE says both
+            out.append("drafter=model")
         value = ",".join(PARTS[key].canonical(name) for name in value.split(",")) if key in PARTS else value
         if eq and key in ("model", "data") and re.search(r"\.(gguf|jsonl|txt)$|^[~.]|/", value):
             path = os.path.expanduser(value)

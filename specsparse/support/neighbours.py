@@ -199,8 +199,10 @@ def sampling_name(name: str) -> str:
 def config_key(key: str) -> str:
     """The key of a run's config that a neighbour's word stands for, or the key itself."""
     word = WORDS.get(key)
-    if word is None or not word.whose or "." not in word.here:
+    if word is None or word.line or not word.whose or word.here == "sampling":
         return key
+    if word.here == "drafter":
+        return "drafter"
     owner, _, own = word.here.rpartition(".")
     if own in ("max_tokens", "gamma"):
         return "max_tokens" if own == "max_tokens" else "policy.gamma"

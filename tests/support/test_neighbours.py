@@ -118,6 +118,8 @@ def test_neighbours_keys_of_a_config_are_its_own():
     assert shorthand(["max_new_tokens=5", "temp=0.5", "n_threads=2", "draft_max=3", "gamma=1"]) == [
         "max_tokens=5", "sampling.temperature=0.5", "model.threads=2", "policy.gamma=3", "gamma=1"
     ]  # fmt: skip
+    assert shorthand(["assistant_model=a"]) == ["drafter=model", "drafter.model=a"]
+    assert shorthand(["spec_type=ngram-simple", "model_draft=a"])[0] == "drafter=ngram_simple"
     assert config_key("prompt_lookup_max") == "drafter.ngram_max" and config_key("num_beams") == "num_beams"
 
 
