@@ -222,12 +222,22 @@ class Passes:
             with terminal.busy(self._ctx.console, "compiling the decode loops"):
                 for side in self.sides:
                     self._keep(jobs[0], side, WARM_UP, self.generate(jobs[0], side))
+
+        def order(names: Sequence[tuple[PreparedPrompt, str]], repeat: int) -> Iterator[tuple[PreparedPrompt, str]]:
+            """Job after job, the sides of every other one in reverse."""
+            for index, start in enumerate(range(0, len(names), len(self.sides))):
+                yield from alternating(names[start : start + len(self.sides)], repeat + index)
+
+        def enough(done: int) -> bool:
+            self.repeats = speedups.decide_repeats(self._cfg.repeats, done, self._widths)
+            return self.repeats is not None
+
         most = speedups.LIMIT if self._cfg.repeats == speedups.AUTO else self._cfg.repeats
         total = most * len(jobs) * len(self.sides)
         self._meter = machine.Meter()  # what was compiled before is no load of others
         with self._ctx.counting("timing", total) as step:
             names = [(job, side) for job in jobs for side in self.sides]
-            passes = schedule(names, repeats=self._enough, order=self._order, before=self._meter.sample)
+            passes = schedule(names, repeats=enough, order=order, before=self._meter.sample)
             for repeat, (job, side) in passes:
                 generation = self.generate(job, side)
                 done = self._keep(job, side, repeat, generation)
@@ -244,16 +254,6 @@ class Passes:
             done.append(one)
             self._tracker.log(one.row())
         return done
-
-    def _order(self, names: Sequence[tuple[PreparedPrompt, str]], repeat: int) -> Iterator[tuple[PreparedPrompt, str]]:
-        """Job after job, the sides of every other one in reverse."""
-        sides = len(self.sides)
-        for index, start in enumerate(range(0, len(names), sides)):
-            yield from alternating(names[start : start + sides], repeat + index)
-
-    def _enough(self, done: int) -> bool:
-        self.repeats = speedups.decide_repeats(self._cfg.repeats, done, self._widths)
-        return self.repeats is not None
 
     def _widths(self, first: int) -> list[Width]:
         """How well the first repeats know the speed-up of each side; of plain decoding alone, its time."""

@@ -22,9 +22,7 @@ NAMING = ("model", "model.path", "drafter", "drafter.name", "drafter.model", "dr
 def replaced(cfg: RunConfig, why: UserError) -> RunConfig:
     """The run with its models replaced, named as the stand-in's.
 
-    Raises:
-        UserError: `why`, if the run has no stand-in or the command line names a model or a drafter; a stand-in with a
-            drafter for an experiment without one, or the other way round.
+    Raises `why` if the run has no stand-in, or the command line names a model or a drafter.
     """
     given = {word.lstrip("+").partition("=")[0] for word in cfg.words}
     if cfg.stand_in is None or given & set(NAMING):

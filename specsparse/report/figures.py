@@ -370,11 +370,8 @@ def front(points: Sequence[tuple[float, float]]) -> set[int]:
 
 
 def _qualities(run: Run) -> Iterator[Json]:
-    """A row for each lossy choice of a run, all with the same columns.
-
-    Of predictors the bytes of an FFN that are not read are the speed that could be, sparse models are decoded beside
-    the dense one, and types of weights have rates.
-    """
+    """A row for each lossy choice of a run: predictors by the bytes of an FFN that are not read, sparse models beside
+    the dense one, types of weights by their rates."""
 
     def row(method: str, unit: str, speed: float, quality: Json, **bounds: float | None) -> Json:
         spread = {key: bounds.get(key) for key in ("speed_low", "speed_high", "kl_low", "kl_high")}

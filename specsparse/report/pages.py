@@ -30,11 +30,7 @@ class WrittenReport:
 
 
 def write(runs: Sequence[Run], directory: Path, *, title: str) -> WrittenReport:
-    """The report of these runs, into `directory`.
-
-    Raises:
-        OSError, UserError: the directory cannot be written.
-    """
+    """The report of these runs, into `directory`. OSError, UserError: it cannot be written."""
     found = methods.from_runs(runs)
     made, missing = figures.make(runs, found)
     for figure in made:
@@ -84,7 +80,7 @@ def warnings(runs: Sequence[Run]) -> list[str]:
         out.append("some runs used the slow reference kernels and some the native ones")
     folder = _folder(runs)
     out += conditions.all_busy([(_below(folder, run.directory), run.conditions) for run in runs])
-    return out + disagreements(runs)
+    return disagreements(runs) + out
 
 
 def doubts(found: Sequence[ReportedMethod]) -> list[str]:

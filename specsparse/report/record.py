@@ -152,8 +152,7 @@ class RunRecord:
         method: drafter, verifier, policy, gamma, and what the verifier promises.
         groups: a `Group` per task, and "all".
         identity: None for plain decoding alone.
-        load_s, compile_s: seconds.
-        first_text_s: from the start of the run to the first text; None if none was streamed.
+        first_text_s: seconds from the start of the run to the first text; None if none was streamed.
         read_bandwidth: bytes per second that this machine read while the passes were timed.
         bytes_per_pass: bytes of the model file that one target pass reads.
         findings: what else was measured, by name, as plain values.

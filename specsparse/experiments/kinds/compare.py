@@ -190,9 +190,7 @@ def pairs(cfg: CompareSettings) -> tuple[dict[str, CompareSettings], tuple[str, 
 
     Without a list of verifiers: every lossless rule that fits, under its first name. The drafter and the verifier of
     the config keep their options; others have their defaults. A drafter that drafts no trees drafts chains.
-
-    Raises:
-        UserError: an unknown name, a mistaken option, or no valid pair.
+    UserError: no valid pair.
     """
     valid: dict[str, CompareSettings] = {}
     refused: list[str] = []

@@ -266,11 +266,7 @@ def _companion(cfg: PlacementSettings) -> Path | None:
 
 
 def activations_of_run(cfg: PlacementSettings, f: GGUFFile, config: ModelConfig, ctx: RunContext) -> ActivationStats:
-    """Counts of `placement.activations`, those that travel with the model, or of the run's text.
-
-    Raises:
-        UserError: files of another model, or a text that is too short.
-    """
+    """Counts of `placement.activations`, those that travel with the model, or of the run's text."""
     given: str | Path | None = cfg.placement.activations
     if given is None and cfg.predictor.name == "none" and cfg.placement.active_share is None:
         given = _companion(cfg)
@@ -296,11 +292,7 @@ def activations_of_run(cfg: PlacementSettings, f: GGUFFile, config: ModelConfig,
 
 
 def text_ids(cfg: PlacementSettings, f: GGUFFile, config: ModelConfig) -> np.ndarray:
-    """int32[n]: the last window of the run's text, or all of a shorter one; what is decoded fits the context after it.
-
-    Raises:
-        UserError: no context is left for it.
-    """
+    """int32[n]: the last window of the run's text, or all of a shorter one. UserError: no context is left for it."""
     room = config.context_length - cfg.placement.decode
     if room < 2:
         raise UserError(

@@ -50,7 +50,6 @@ class Agreement:
     """How our numbers agree with PowerInfer's.
 
     Attributes:
-        logits: one entry a variant.
         greedy: (tokens that are equal, tokens compared), or None if PowerInfer wrote none.
         threads: thread counts that were tried; one without native kernels.
         identical: whether the logits had the same bits with each.
@@ -142,11 +141,7 @@ class PowerInferOracle(Kind[PowerInferSettings]):
 
 
 def _results(cfg: PowerInferSettings) -> dict[str, np.ndarray]:
-    """PowerInfer's arrays for this model by name, the logits of a variant by the variant's.
-
-    Raises:
-        UserError: no such file, or none of this model in it.
-    """
+    """PowerInfer's arrays for this model, logits by variant. UserError: no such file, or no array of this model."""
     path, given = Path(catalogue.resolve(cfg.model.path)), cfg.powerinfer.logits
     file = Path(given).expanduser() if given else path.parent / "logits.npz"
     if not file.is_file():

@@ -75,13 +75,9 @@ class Relufy(Training):
         out_type(Options.from_settings(cfg).own.quantise)
 
     def run(self, cfg: TrainSettings, ctx: RunContext) -> RunResult:
-        """Writes text, rebuilds, distils, exports; each goes on where an earlier run of the same output stopped.
+        """Writes text, rebuilds, distils, exports; each goes on if an earlier run of the same output was stopped.
 
         Steps, their rates, their precision and the amount of text may change between two runs; nothing else may.
-
-        Raises:
-            UserError: a model without a gate or with ReLU already, another training's output directory, or no more
-                texts than are held out.
         """
         model, chosen = ctx.load(cfg.model), Options.from_settings(cfg)
         relu.check(model.config)

@@ -78,14 +78,7 @@ class SparsitySettings(ModelSettings):
 
 @dataclass(frozen=True)
 class Point:
-    """One setting.
-
-    Attributes:
-        value: what was varied: an option's value or a predictor's name; None if nothing was.
-        quality: against the dense model.
-        by_bytes: the speed-up that bytes would give.
-        tokens_per_second, dense_tokens_per_second, speedup: None if nothing was decoded.
-    """
+    """One setting: `value` of the option that is varied, or a predictor's name; no speeds if nothing was decoded."""
 
     value: float | str | None
     quality: Evaluation

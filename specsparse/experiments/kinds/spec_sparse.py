@@ -56,14 +56,9 @@ class SpecSparseSettings(DecodingSettings):
 
 @dataclass(frozen=True)
 class SparseCell:
-    """One way to decode, all prompts together.
+    """One way to decode, all prompts together; the speed-up is over plain dense decoding.
 
     Attributes:
-        name: of the cell.
-        counters: sums over the timed passes.
-        seconds_per_token: decoding only.
-        speedup: over plain dense decoding.
-        by_bytes: the speed-up that bytes would give.
         read: share of the FFNs' neurons that a pass reads.
         differing: tokens that are not those of plain decoding with the same FFN, or of plain dense decoding if the
             sparse model has the dense one's bits.
@@ -96,8 +91,6 @@ class Joined:
         promised: whether the verifier promises plain decoding's tokens.
         exact: whether the sparse model has the dense one's bits; then its cells are compared with plain dense decoding.
         labels: the promise in words of each cell in `quality`.
-        conditions: what the cells were taken at, in turn.
-        repeats: how often.
     """
 
     cells: dict[str, SparseCell]

@@ -81,12 +81,9 @@ class TrainDrafter(Training):
         cfg.data.prompts()
 
     def run(self, cfg: TrainSettings, ctx: RunContext) -> RunResult:
-        """Writes text, trains, exports, judges; each of these goes on where an earlier run of the same output stopped.
+        """Writes text, trains, exports, judges; each goes on if an earlier run of the same output was stopped.
 
-        The number of steps, their rates, documents and the amount of text may change between two runs; nothing else.
-
-        Raises:
-            UserError: another training's output directory, or text without answers.
+        Steps, their rates, documents and the amount of text may change between two runs; nothing else may.
         """
         model = ctx.load(cfg.model)
         own, data, train, small = train_settings.options(cfg, *OWNERS)

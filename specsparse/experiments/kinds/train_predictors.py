@@ -57,13 +57,7 @@ class TrainPredictors(Training):
         cfg.data.prompts()
 
     def run(self, cfg: TrainSettings, ctx: RunContext) -> RunResult:
-        """Collects, trains or fits, judges. A stopped training goes on.
-
-        The predictors of a PowerInfer file are judged as they are.
-
-        Raises:
-            UserError: a text that is too short, a model without dense matrices, another run's output directory.
-        """
+        """Collects, trains or fits, judges. A stopped training goes on; predictors of a PowerInfer file are judged."""
         model, notes, rows = ctx.load(cfg.model, ffn="dense"), dict[str, object](), None
         text, judged = split(cfg, model)
         evaluator = Evaluator(model, judged)
