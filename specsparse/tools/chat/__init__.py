@@ -1,7 +1,8 @@
 """Chat with a model by any method; on a terminal, colours tell where each token came from. /help lists the commands.
 
-Ctrl-C ends the answer, and at the prompt the chat. If the output is no terminal it is the answers alone. Each line of a
-piped input is a message; with --prompt - all of it is one.
+Arrow keys edit the line and find earlier ones, of earlier chats too; `/set temperature=0.7` changes how tokens are
+chosen. Ctrl-C ends the answer, and at the prompt the chat. If the output is no terminal it is the answers alone. Each
+line of a piped input is a message; with --prompt - all of it is one.
 """
 
 import argparse

@@ -3,19 +3,22 @@ source: the draft, the verifier, or no draft at all."""
 
 import contextlib
 import dataclasses
+import json
 import os
 import select
+import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from specsparse import api
-from specsparse.cli.arguments import drafter_of
+from specsparse.cli.arguments import ONE_TEXT, drafter_of
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
@@ -24,6 +27,7 @@ from specsparse.runtime.metrics import Counters, figures
 from specsparse.runtime.results import Generation
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.token_sources import KINDS, PLAIN, TokenSource
+from specsparse.support.neighbours import hint, sampling_name
 from specsparse.support.terminal import decoding_input
 
 STYLES = {"accepted": "green", "recovered": "yellow", "bonus": "cyan", "plain": ""}
@@ -33,6 +37,7 @@ COMMANDS = {
     "/help": "this list",
     "/reset": "forget what was said",
     "/method": f"show the method; {_METHOD} changes it, /method none decodes plainly",
+    "/set": "show how tokens are chosen; /set temperature=0.7 top_p=0.9 changes it, of the answers to come",
     "/stats": "tokens, rate and acceptance of all answers, and how full the context is",
     "/exit": "end, as do /quit, Ctrl-D, and Ctrl-C at the prompt",
 }
@@ -149,16 +154,20 @@ class Chat:
             for kind in KINDS:
                 self._note(f"{kind}: {KINDS[kind]}", style=STYLES[kind])
         self._note("/help lists the commands; Ctrl-C ends an answer")
-        for line in self._typed_lines() if self._typed else _piped_lines():
-            if line.strip() in ("/exit", "/quit"):
-                break
-            self.take(line.rstrip("\n"))
+        lines = _piped_lines()
+        if self._typed:
+            lines = _edited_lines() if self._out.is_terminal else self._typed_lines()
+        with contextlib.closing(lines):
+            for line in lines:
+                if line.strip() in ("/exit", "/quit"):
+                    break
+                self.take(line.rstrip("\n"))
 
     def take(self, line: str) -> None:
         """A line of the user, a command or a message; a mistake or an interrupt ends the chat unless somebody types."""
         try:
             if line.startswith("/"):
-                self._command(*line.split())
+                self._command(*_words(line))
             elif line.strip():
                 self.answer(line.strip())
         except UserError as error:
@@ -182,8 +191,8 @@ class Chat:
         self._context = len(answer.prompt_token_ids) + len(answer.token_ids)
         self._note(figures(counters, seconds))
 
-    def _typed_lines(self) -> Iterator[str]:
-        """Lines typed after each prompt, until Ctrl-D or Ctrl-C."""
+    def _typed_lines(self) -> Generator[str, None, None]:
+        """Lines typed after each prompt, until Ctrl-D or Ctrl-C; the answers go elsewhere."""
         assert self._aside is not None
         while True:
             try:
@@ -221,6 +230,34 @@ class Chat:
             if words:
                 self._use(self._how.changed(words))
             self._say_method()
+        elif name == "/set":
+            self._set(words)
+
+    def _set(self, words: tuple[str, ...]) -> None:
+        """Changes sampling parameters by `NAME=VALUE`, and says those that are not the defaults."""
+        talk, given, usual = self._talk, dict[str, Any](), SamplingParams()
+        for word in words:
+            key, equals, value = word.partition("=")
+            name = sampling_name(key.replace("-", "_"))
+            if name not in (*ONE_TEXT, "seed"):
+                raise UserError(f"/set does not know {key!r}{hint(key, (*ONE_TEXT, 'seed'))}")
+            if not equals:
+                raise UserError(f"/set {word}: say /set {word}=VALUE")
+            try:
+                given[name] = json.loads(value)
+            except ValueError:
+                given[name] = value
+        before, sampling = talk.sampling, talk.sampling.merged(**given)
+        talk.sampling = dataclasses.replace(sampling, seed=None)
+        try:
+            self._use(self._how)  # another verifier may fit
+        except UserError:
+            talk.sampling = before
+            raise
+        talk.seed = talk.seed if sampling.seed is None else sampling.seed
+        always = ("temperature", "max_tokens")
+        named = {n: v for n in ONE_TEXT if (v := getattr(sampling, n)) != getattr(usual, n) or n in always}
+        self._note(" ".join(f"{name}={value}" for name, value in (named | {"seed": talk.seed}).items()))
 
     def _say_method(self) -> None:
         method = self._talk.method
@@ -240,7 +277,58 @@ class Chat:
         self._how, self._talk.method = how, method
 
 
-def _piped_lines() -> Iterator[str]:
+def _words(line: str) -> list[str]:
+    """The words of a command; quotes hold one together."""
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise UserError(f"{line}: {str(error).lower()}; close the quotes") from None
+
+
+def _edited_lines() -> Generator[str, None, None]:
+    """Lines typed at a prompt until Ctrl-D or Ctrl-C, edited by readline if this Python has it: arrow keys, a history
+    that later chats have too, and Tab for commands."""
+    try:
+        import readline
+        import termios
+    except ImportError:  # as on Windows, whose own console edits lines
+        with contextlib.suppress(EOFError, KeyboardInterrupt):
+            while True:
+                yield input("> ")
+        return
+    file = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "specsparse" / "chat_history"
+    libedit = "libedit" in (readline.__doc__ or "")
+    readline.set_completer(lambda text, i: [*(c for c in COMMANDS if text and c.startswith(text)), None][i])
+    readline.set_completer_delims(" ")
+    readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")
+    readline.clear_history()
+    readline.set_history_length(1000)
+    with contextlib.suppress(OSError):
+        readline.read_history_file(file)
+    # A signal that comes just before the read would be seen after the next key. So Ctrl-C is a key here: it empties the
+    # line and ends it, as Ctrl-D does.
+    settings, keys = termios.tcgetattr(sys.stdin), termios.tcgetattr(sys.stdin)
+    if not libedit:
+        readline.parse_and_bind(r'"\C-c": "\C-e\C-u\C-d"')
+        keys[6][termios.VINTR] = b"\0"
+    try:
+        while True:
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, keys)
+            try:
+                line = input("> ")
+            finally:
+                termios.tcsetattr(sys.stdin, termios.TCSANOW, settings)
+            yield line
+    except (EOFError, KeyboardInterrupt):
+        print()
+    finally:
+        readline.set_completer(None)
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            readline.write_history_file(file)
+
+
+def _piped_lines() -> Generator[str, None, None]:
     while True:
         with decoding_input():
             line = sys.stdin.readline()

@@ -180,6 +180,36 @@ def test_stats_are_those_of_all_answers_and_reset_forgets_the_messages(chat):
     assert not talk._talk.messages and out.getvalue().splitlines()[-1] == "context: 0 of 512 tokens"
 
 
+def test_set_shows_and_changes_how_tokens_are_chosen(chat):
+    talk, out = chat
+
+    def said(line):
+        out.seek(0)
+        out.truncate()
+        talk.take(line)
+        return out.getvalue().strip()
+
+    before = talk._talk.sampling
+    assert said("/set") == "temperature=0.0 max_tokens=6 ignore_eos=True seed=0"
+    assert talk._talk.method["verifier"].name == "greedy"
+    assert said("/set temperature=0.7 seed=5") == "temperature=0.7 max_tokens=6 ignore_eos=True seed=5"
+    assert talk._talk.method["verifier"].name == "match" and talk._talk.seed == 5
+    assert said("/set temp=0 'stop=a b' top-k=3 n_predict=2").startswith(
+        "temperature=0.0 top_k=3 max_tokens=2 stop=('a b',)"
+    )
+    assert said("a message") and talk._answers == 1
+    for line, says in (
+        ("/set temperature=-1", "temperature=-1 must be"),
+        ("/set temprature=1", "/set does not know 'temprature'; did you mean temperature?"),
+        ("/set temperature", "/set temperature: say /set temperature=VALUE"),
+        ("/set mirostat=2", "temperature, top_k, top_p and min_p choose tokens here"),
+        ("/set 'stop=a", "close the quotes"),
+        ("/set logprobs=2", "/set does not know 'logprobs'"),
+    ):
+        now = talk._talk.sampling
+        assert says in said(line) and talk._talk.sampling is now is not before
+
+
 # Through pipes.
 
 
@@ -229,11 +259,11 @@ def test_ctrl_c_ends_the_answer_and_at_the_prompt_the_chat(tmp_path):
         "100,101,102",
     ]  # letters, so that no answer looks like a prompt
     argv = ["chat", str(file), "--ignore-eos", "--max-tokens", str(LONG), *sampling, "--system", "be brief"]
-    with Typed(argv) as typed:
+    with Typed(argv, tmp_path) as typed:
         legend = typed.until("> ")
         assert "accepted: proposed by the draft and kept" in legend and "/help lists the commands" in legend
         typed.press("abc abc abc\n")
-        typed.until("abc abc abc\r\n")
+        typed.until("abc abc abc\n")
         typed.more()
         typed.press("\x03")
         assert "stopped" in typed.until("> ") and typed.running()
@@ -241,16 +271,24 @@ def test_ctrl_c_ends_the_answer_and_at_the_prompt_the_chat(tmp_path):
         assert "answers: 0" in typed.until("> ")
         typed.press("/rest\n")
         assert "unknown command /rest; there are /help" in typed.until("> ")
-        typed.press("\x03")
+        typed.press("\x1b[A")  # up: the line before; Ctrl-A and right, to change it in place
+        assert "/rest" in typed.until("/rest")
+        typed.press("\x01\x1b[C\x1b[C\x1b[C\x1b[Cs\x0b\n")
+        assert "unknown command /ress; there are /help" in typed.until("> ")
+        typed.press("/st\t\n")
+        assert "answers: 0" in typed.until("> ")
+        typed.press("half a line\x03")
         assert typed.ended() == 0
+    history = tmp_path / "specsparse" / "chat_history"
+    assert history.read_text().split("\n")[:4] == ["abc abc abc", "/stats", "/rest", "/ress"]
 
 
 class Typed:
     """A chat on a pseudo-terminal of its own, whose Ctrl-C reaches it as a signal."""
 
-    def __init__(self, argv):
+    def __init__(self, argv, folder):
         self._ours, theirs = pty.openpty()
-        env = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+        env = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "XDG_STATE_HOME": str(folder)}
         self._child = subprocess.Popen(
             [sys.executable, "-c", ON_A_TERMINAL, *argv],
             stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env=env,
@@ -272,7 +310,7 @@ class Typed:
         """The next thing shown, without its colours."""
         ready, _, _ = select.select([self._ours], [], [], 120)
         assert ready, "nothing was shown"
-        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", os.read(self._ours, 65536).decode(errors="replace"))
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\a]", "", os.read(self._ours, 65536).decode(errors="replace"))
 
     def until(self, end):
         """Everything shown up to a text that ends in `end`."""
