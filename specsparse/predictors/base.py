@@ -97,6 +97,7 @@ class Predictor(abc.ABC):
 
     Attributes:
         name: in the registry and in `conf/predictor`; by default that of the class.
+        needs: the data that `fit` reads.
     """
 
     name: ClassVar[str]
@@ -104,33 +105,20 @@ class Predictor(abc.ABC):
     def __init_subclass__(cls) -> None:
         cls.name = vars(cls).get("name", cls.__name__)
 
-    @property
-    @abc.abstractmethod
-    def needs(self) -> Needs:
-        """The data that `fit` reads."""
+    needs: ClassVar[Needs] = Needs.NOTHING
 
-    @abc.abstractmethod
     def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> Pytree:
-        """The predictor's weights for a layer: a pytree of arrays, made once on the host.
+        """The predictor's weights for a layer: a pytree of arrays, made once on the host; by default none.
 
-        Args:
-            layer: with its dense matrices.
-            rows_ND: f32[N, D] residuals before `ffn_norm`, if `needs` asks for them.
-            index: of the layer.
-
-        Raises:
-            UserError: what `needs` asks for is not there.
+        `rows_ND` are residuals before `ffn_norm`, f32[N, D]; UserError if `needs` asks for them and they are None.
         """
+        return None
 
     @abc.abstractmethod
     def keep(self, weights: Pytree, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
         """The neurons to compute: uint8[R, F], 1 = compute; all 0 in rows i >= n_valid[b] of sequence b.
 
-        Args:
-            weights: of this layer, from `fit` or from a file.
-            layer: the layer.
-            x_RD: f32[R, D] residual before `ffn_norm`, R = B * n.
-            n_valid_B: int32[B].
+        `weights` are the layer's, from `fit` or from a file; `x_RD` are residuals before `ffn_norm`, R = B * n.
         """
 
 
@@ -184,10 +172,7 @@ PREDICTORS: Registry[Predictor] = Registry(
 
 
 def get_predictor(name: str, ffn: FFN, **options: object) -> Predictor:
-    """The predictor of that name, or `module:Class`, for an FFN; None is an option that was not given.
-
-    Raises:
-        UserError: an unknown name or option (with the nearest valid one), a value of the wrong type or out of range.
-    """
+    """The predictor of that name, or `module:Class`, for an FFN; an option None counts as not given. UserError for an
+    unknown name or option (with the nearest valid one), and for a value of the wrong type or out of range."""
     rule = {"rule": name} if name in ("coreinfer", "griffin") and options.get("rule") is None else {}
     return read(PREDICTORS.find(name), {**options, **rule}, group="predictor", name=name, internal={"ffn": ffn})

@@ -14,11 +14,8 @@ from specsparse.errors import UserError
 
 
 def windows(texts: Iterable[list[int]], length: int) -> np.ndarray:
-    """Texts as token ids, one after the other, cut into int32[W, length]; a rest is dropped.
-
-    Raises:
-        UserError: not enough for one window.
-    """
+    """Texts as token ids, one after the other, cut into int32[W, length]; a rest is dropped. UserError if there is not
+    one window."""
     stream = np.concatenate([np.asarray(ids, np.int32) for ids in texts] or [np.zeros(0, np.int32)])
     count = len(stream) // length
     if count == 0:
@@ -38,11 +35,9 @@ def watched(
     """The results of `watch` on every FFN's input, stacked over the layers: window by window, each on its own.
 
     Args:
-        model: any.
         windows_Wn: int32[W, n] token ids, n at most the model's context.
         watch: watch(layer, x_RD, n_valid_B) -> an array.
         ffn: of the model, if it does not run the dense one.
-        params: in place of the model's.
         progress: called with the windows done.
     """
     run = ffn or dense_ffn(model.config, model.kernels)

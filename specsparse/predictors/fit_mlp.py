@@ -51,10 +51,7 @@ def label(ffn: FFN, layer: Layer, rows_ND: np.ndarray, *, active_share: float | 
     """Labels of rows f32[N, D]: |a| > 0, or for `active_share` |a| above the quantile that leaves this share.
 
     The label is on a itself, gate and up together, and on its size: `relu(gate) * up > 0` would drop the neurons whose
-    product is negative.
-
-    Raises:
-        UserError: a layer that is never or always active.
+    product is negative. UserError for a layer that is never or always active.
     """
     neurons = jax.jit(ffn.neurons)
     chunks = [rows_ND[i : i + _CHUNK] for i in range(0, len(rows_ND), _CHUNK)]
@@ -141,12 +138,7 @@ class LayerTrainer:
     changes no sign of the output (there is no bias, and a ReLU is homogeneous), the second is folded into fc1 at the
     end, so that the result reads the residual as it is, at threshold 0.
 
-    Args:
-        options: how.
-        layer: with its gate, for the start.
-        rows_ND: f32[N, D] residuals; a UserError if they are too few.
-        labels: of those rows.
-        index: of the layer.
+    Training begins with the layer's gate. Rows are residuals f32[N, D]; UserError if they are too few.
     """
 
     def __init__(self, options: FitOptions, layer: Layer, rows_ND: np.ndarray, labels: Labels, index: int = 0):
@@ -255,11 +247,7 @@ def save_predictors(
 
 
 def load_pairs(path: Path) -> tuple[list[tuple[np.ndarray, np.ndarray]], float]:
-    """Pairs and threshold that `save_predictors` wrote.
-
-    Raises:
-        UserError: no such file, a damaged one, or one of another kind.
-    """
+    """Pairs and threshold that `save_predictors` wrote; UserError for a missing or damaged file, or another kind."""
     tensors, meta = read_tensors(path)
     count = int(meta["layers"]) if meta.get("format") == _FORMAT else 0
     names = [(f"layers.{i}.fc1.weight", f"layers.{i}.fc2.weight") for i in range(count)]

@@ -19,11 +19,7 @@ class Oracle(Predictor, InOneCall):
     """keep_j if the neuron is not zero: recall and precision are 1, the output is the dense one."""
 
     name: ClassVar[str] = "oracle"
-    needs: ClassVar[Needs] = Needs.NOTHING
     ffn: Annotated[FFN, Internal()]
-
-    def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> None:
-        """There are no weights but the layer's."""
 
     def keep(self, weights: None, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
         return as_mask(self.ffn.neurons(layer, x_RD, n_valid_B) != 0, n_valid_B)
@@ -44,7 +40,6 @@ class Random(Predictor):
     """
 
     name: ClassVar[str] = "random"
-    needs: ClassVar[Needs] = Needs.NOTHING
     ffn: Annotated[FFN, Internal()]
     share: Share = 0.5
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0

@@ -42,10 +42,7 @@ class Scored(Predictor):
 
     def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> Pytree:
         """The method's own weights; with `recall`, under the highest threshold that keeps so much of `rows_ND`.
-
-        Raises:
-            UserError: no rows, an activation without zeros (every neuron counts as active), or no active neuron.
-        """
+        UserError for an activation without zeros (every neuron counts as active), and if no neuron is active."""
         weights = self.own_weights(layer)
         if self.recall is None:
             return weights
@@ -151,11 +148,8 @@ def settled(predictor: Predictor, layer: Layer) -> tuple[Predictor, Codes]:
 
 
 def mlp_weights(fc1: np.ndarray, fc2: np.ndarray, threshold: float = 0.0, *, codes: Codes = "f16") -> Factors:
-    """Packs fc1 f32[r, D] and fc2 f32[F, r] with `pack_factor`.
-
-    Raises:
-        UserError: ranks that differ, a threshold that is NaN, or values that the type cannot hold.
-    """
+    """Packs fc1 f32[r, D] and fc2 f32[F, r] with `pack_factor`; UserError for ranks that differ, a threshold that is
+    NaN, or values that the type cannot hold."""
     limit = np.inf if codes in ("f32", "bf16") else 65504.0
     good = all(np.isfinite(m).all() and np.abs(m).max(initial=0) <= limit for m in (fc1, fc2))
     if fc1.ndim != 2 or fc2.ndim != 2 or fc1.shape[0] != fc2.shape[1] or np.isnan(threshold) or not good:

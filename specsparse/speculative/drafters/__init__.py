@@ -58,10 +58,8 @@ def draw_temperature(verifier: str, temperature: float) -> float | None:
 def get_drafter(name: str, **options: object) -> "Drafter | DrafterSpec":
     """The drafter of that name or `module:Class`, with its options under their own or other projects' names.
 
-    A drafter that needs a model comes as a spec, to be built for a target; `specsparse.generate` does that.
-
-    Raises:
-        UserError: unknown name or option (with the nearest valid one), or a value out of range.
+    A drafter that needs a model comes as a spec, to be built for a target; `specsparse.generate` does that. UserError
+    for an unknown name or option (with the nearest valid one), or a value out of range.
     """
     named = _own_names(name)
     if "max_nodes" in named:  # everybody's names of it, for a class that does not list them
@@ -80,11 +78,7 @@ def check_is_drafter(value: object) -> None:
 
 
 def takes(name: str) -> frozenset[str]:
-    """Names of a drafter's options; empty for an unknown drafter.
-
-    Raises:
-        UserError: a `module:Class` that cannot be had.
-    """
+    """Names of a drafter's options; empty for an unknown drafter; UserError for a `module:Class` that is not there."""
     named = _own_names(name) if DRAFTERS.holds(name) else frozenset()
     return named | set(GAMMA_NAMES) if "max_nodes" in named else named
 

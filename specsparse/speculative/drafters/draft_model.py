@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,8 +18,7 @@ from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError, refuse
 from specsparse.kernels import take_rows
-from specsparse.speculative.base import DraftContext, DraftKind, Feedback
-from specsparse.speculative.drafters.model_drafter import ModelDrafter
+from specsparse.speculative.base import DraftContext, Drafter, DraftKind, Feedback
 from specsparse.speculative.drafters.slem import StringDrafter, Translator
 from specsparse.speculative.drafters.sources import (
     PREFILL_ROWS,
@@ -158,21 +157,22 @@ class DraftModel(DrafterSpec):
         if self.model is None:
             raise UserError("drafter.model: a value is needed, the draft model's GGUF file")
         model = load("model", str(self.model)) if isinstance(self.model, str | Path) else self.model
+        size, slem = model.config.vocab_size, self.vocabulary == "slem"
         if self._by_id(target, model):
-            columns = min(model.config.vocab_size, target.config.vocab_size)
-            weights, columns = self.style.trim(target, model.params.output, columns)
+            weights, columns = self.style.trim(target, model.params.output, min(size, target.config.vocab_size))
             return self._by_ids(target, model, weights, columns)
-        common = common_tokens(target, model, text=self.vocabulary == "slem")
-        method, how = ("slem", "stepped") if self.vocabulary == "slem" else ("tli", "jitted")
-        about = {"vocabulary": {"method": method, "rounds": how, **common.facts()}}
+        common = common_tokens(target, model, text=slem)
+        expansion = max(1.0, common.pieces_per_token)
+        if slem:
+            writer = self.style.drafter(_source(model, size, size), target)
+            drafter = StringDrafter(writer, Translator(target.tokenizer, model.tokenizer, common), expansion)
+            loaded = _loaded(drafter, drafter.slots, model, DraftWeights())
+        else:
+            loaded = self._by_ids(target, model, *shared_weights(self.style, target, model, common), expansion)
+        method, how = ("slem", "stepped") if slem else ("tli", "jitted")
         note = f"drafter.vocabulary={method}: {model.path.name} has other tokens than the target; {common.sentence()}"
         log.log(logging.WARNING if self.vocabulary == "auto" else logging.INFO, "%s", note)
-        if method == "slem":
-            loaded = self._writing(target, model, common)
-        else:
-            weights, columns = shared_weights(self.style, target, model, common)
-            loaded = self._by_ids(target, model, weights, columns, expansion=max(1.0, common.pieces_per_token))
-        return loaded._replace(about=about, notes=(note,))
+        return loaded._replace(about={"vocabulary": {"method": method, "rounds": how, **common.facts()}}, notes=(note,))
 
     @property
     def kind(self) -> DraftKind:
@@ -188,28 +188,10 @@ class DraftModel(DrafterSpec):
         return {"model": self.model} if isinstance(self.model, str) else {}
 
     def _by_ids(
-        self, target: Model, model: Model, weights: DraftWeights, columns: int, *, expansion: float = 1.0
+        self, target: Model, model: Model, weights: DraftWeights, columns: int, expansion: float = 1.0
     ) -> LoadedDrafter:
         source = _source(model, target.config.vocab_size, columns, expansion)
-
-        def weights_for(capacity: int) -> DraftWeights:
-            params = model.params_for(source.capacity(capacity))
-            return weights._replace(params=params if weights.head is None else params._replace(output=weights.head))
-
-        reads = bytes_of(model.params.layers, model.params.output if weights.head is None else weights.head)
-        return LoadedDrafter(self.style.drafter(source, target), weights_for, reads)
-
-    def _writing(self, target: Model, model: Model, common: Intersection) -> LoadedDrafter:
-        size = model.config.vocab_size
-        writer = self.style.drafter(_source(model, size, size, 1.0), target)
-        assert isinstance(writer, ModelDrafter)
-        translator = Translator(target.tokenizer, model.tokenizer, common)
-        drafter = StringDrafter(writer, translator, max(1.0, common.pieces_per_token))
-
-        def weights_for(capacity: int) -> DraftWeights:
-            return DraftWeights(params=model.params_for(drafter.slots(capacity)))
-
-        return LoadedDrafter(drafter, weights_for, bytes_of(model.params.layers, model.params.output))
+        return _loaded(self.style.drafter(source, target), source.capacity, model, weights)
 
     def _by_id(self, target: Model, model: Model) -> bool:
         """Whether an id is the same token in both vocabularies; UserError if it must be and is not."""
@@ -224,7 +206,19 @@ class DraftModel(DrafterSpec):
         return self.vocabulary in ("auto", "same")
 
 
-def _source(model: Model, target_size: int, columns: int, expansion: float) -> OwnModel:
+def _loaded(drafter: Drafter, slots: Callable[[int], int], model: Model, weights: DraftWeights) -> LoadedDrafter:
+    """The drafter, whose cache has `slots` of so many tokens of the target."""
+    head = weights.head
+
+    def weights_for(tokens: int) -> DraftWeights:
+        params = model.params_for(slots(tokens))
+        return weights._replace(params=params if head is None else params._replace(output=head))
+
+    reads = bytes_of(model.params.layers, model.params.output if head is None else head)
+    return LoadedDrafter(drafter, weights_for, reads)
+
+
+def _source(model: Model, target_size: int, columns: int, expansion: float = 1.0) -> OwnModel:
     """A draft model as a source of `columns` logits, for a target of that many ids."""
     c, unknown = model.config, model.tokenizer.unknown_id
     vocab = VocabMap(target_size, c.vocab_size, columns, 0 if unknown is None else unknown)
@@ -233,11 +227,7 @@ def _source(model: Model, target_size: int, columns: int, expansion: float) -> O
 
 
 def common_tokens(target: Model, draft: Model, *, text: bool = False) -> Intersection:
-    """The tokens that both models have.
-
-    Raises:
-        UserError: they have no text in common, and not `text` goes between them.
-    """
+    """The tokens that both models have; UserError if none has a text, unless `text` goes between the models."""
     common = intersect(
         target.tokenizer, draft.tokenizer, target_size=target.config.vocab_size, draft_size=draft.config.vocab_size
     )
@@ -253,10 +243,8 @@ def shared_weights(style: Drafting, target: Model, draft: Model, common: Interse
     """Weights of a draft by token-level intersection, and how many tokens it scores.
 
     The rows of the draft's output matrix for the tokens that both have: the distribution of these logits is q
-    restricted to them and normalised anew, before the draft's temperature and truncation see it.
-
-    Raises:
-        UserError: none of the ids of `drafter.draft_vocab` is shared.
+    restricted to them and normalised anew, before the draft's temperature and truncation see it. UserError if no id of
+    `drafter.draft_vocab` is shared.
     """
     wanted, keep = style.ids(target, target.config.vocab_size), np.ones(len(common.target_ids), bool)
     if wanted is not None:

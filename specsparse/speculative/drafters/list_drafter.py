@@ -76,11 +76,7 @@ class ListDrafter(Drafter):
         return draft_BK, count_B
 
     def checked(self, tokens: list[int], limit: int, vocab: int | None) -> list[int]:
-        """The ids that `propose` returns.
-
-        Raises:
-            UserError: it raised an error, or returned something else than ids; the line names the class.
-        """
+        """The ids that `propose` returns; UserError if it raises an error or returns anything else."""
         called = f"{type(self).__name__}.propose"
         try:
             found = self.propose(tokens, limit)

@@ -303,15 +303,8 @@ class DraftSampling:
     def propose(
         self, logits_RN: jax.Array, u_RU: jax.Array, ids_N: jax.Array | None, size: int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """`draw`, ok of `probs`, and q over a larger vocabulary, by one call of kernels that have `propose`: int32[R],
-        bool[R], float32[R, V].
-
-        Args:
-            logits_RN: of the draft's columns.
-            u_RU: uniforms for `draw`.
-            ids_N: int32[N], the token of each column, or None if column i is token i.
-            size: V.
-        """
+        """`draw`, ok of `probs`, and q over a larger vocabulary of `size` ids: int32[R], bool[R], float32[R, V], by one
+        call of kernels that have `propose`. `ids_N` is the token of each column, or None if column i is token i."""
         assert self.kernels.propose is not None
         truncation = compile_params(self.sampling, vocab_size=self.columns)[1].truncation
         truncation = jax.tree.map(jnp.asarray, truncation)
@@ -319,13 +312,8 @@ class DraftSampling:
 
 
 def draft_uniforms(ctx: DraftContext, *, depth, node) -> jax.Array:
-    """Uniforms in [0, 1) of noise stream `draft`, float32[B, n, 4], for the tokens of n nodes.
-
-    Args:
-        ctx: whose seed, sample and round key the noise.
-        depth: int32, broadcasts to [B, n]: depth of the node, 1 for a child of the root.
-        node: int32, broadcasts to [B, n]: index of the node.
-    """
+    """Uniforms in [0, 1) of noise stream `draft`, float32[B, n, 4], for the tokens of n nodes, keyed by seed, sample
+    and round of `ctx`. `depth` (1 for a child of the root) and index `node` are int32 and broadcast to [B, n]."""
     return token_uniforms(
         ctx.seed[:, None],
         sample=ctx.sample[:, None],

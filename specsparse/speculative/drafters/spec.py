@@ -155,9 +155,6 @@ class Drafting:
         """The rows of an output matrix that are scored, and how many; without trimming no matrix and `columns`.
 
         `rows`: the ids of its rows if row i is not id i: the matrix then always comes back, its ids ascending.
-
-        Raises:
-            UserError: no row has an id that is to be scored.
         """
         ids = self.ids(target, columns)
         if rows is not None:

@@ -72,11 +72,7 @@ class SyntheticRates(Rule):
             )
 
     def conditional(self, gamma: int) -> tuple[float, ...]:
-        """r_i of a draft of `gamma` tokens.
-
-        Raises:
-            UserError: so long a mean length is beyond it.
-        """
+        """r_i of a draft of `gamma` tokens; UserError if `length` is beyond it."""
         if self.rates is not None:
             reach = (1.0, *self.rates, *(0.0,) * gamma)[: gamma + 1]
             return tuple(after / before if before > 0 else 0.0 for before, after in itertools.pairwise(reach))
@@ -96,11 +92,6 @@ class SyntheticRates(Rule):
     def mean_acceptance_length(self, gamma: int) -> float:
         """1 + sum_i P(accepted >= i), bonus token included; geometric: (1 - r^(gamma+1)) / (1 - r)."""
         return 1.0 + sum(self.unconditional(gamma))
-
-    def variance(self, gamma: int) -> float:
-        """Of the acceptance length: sum_i (2i - 1) P(accepted >= i) - (sum_i P(accepted >= i))^2."""
-        reach = self.unconditional(gamma)
-        return sum((2 * i + 1) * r for i, r in enumerate(reach)) - sum(reach) ** 2
 
     needs_p = False
 

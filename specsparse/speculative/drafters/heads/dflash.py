@@ -141,13 +141,8 @@ def context_keys(
 ) -> list[BlockKeys]:  # fmt: skip
     """Keys and values of rows of the context in every layer.
 
-    Args:
-        linear: the products.
-        shape: of the drafter.
-        w: its weights.
-        features_RE: f32[R, features * feature_width], the target's rows side by side.
-        cos_RP, sin_RP: f32[R, d/2], the rotation at their positions.
-        each: how norms of heads go over rows.
+    `features_RE` are the target's rows side by side, f32[R, features * feature_width], and `cos_RP`, `sin_RP` the
+    rotation at their positions, f32[R, d/2].
     """
     (fused_RD,) = linear(features_RE, (w.fc,))
     found = []
@@ -161,17 +156,7 @@ def block_rows(
     linear: Linear, shape: BlockShape, w: BlockWeights, x_RD: jax.Array, cos_RP: jax.Array, sin_RP: jax.Array,
     attend: Attend, each: Each = at_once,
 ) -> jax.Array:  # fmt: skip
-    """f32[R, D]: rows of blocks after all layers, before the output norm.
-
-    Args:
-        linear: the products.
-        shape: of the drafter.
-        w: its weights.
-        x_RD: the embedded tokens of the blocks.
-        cos_RP, sin_RP: f32[R, d/2], the rotation at their positions.
-        attend: attention over the context and the block.
-        each: how norms of heads go over rows.
-    """
+    """Rows of blocks after all layers, before the output norm, f32[R, D], of their embedded tokens `x_RD`."""
     for i, layer in enumerate(w.layers):
         with jax.named_scope(f"block{i}"):
             q, k, v = linear(
@@ -188,7 +173,7 @@ def block_rows(
 def masked_attention(
     shape: BlockShape, q_nHd: jax.Array, keys: Sequence[BlockKeys], seen_nm: Sequence[jax.Array]
 ) -> jax.Array:
-    """f32[n, H * d]: each query over those rows of several lots of keys that it sees; at least one."""
+    """Attention of each query over the keys that it sees, at least one, of several lots: f32[n, H * d]."""
     q = q_nHd.reshape(len(q_nHd), shape.kv_heads, -1, shape.head_dim) * (shape.head_dim**-0.5)
     scores = [
         jnp.where(seen[None, None], jnp.einsum("ngid,mgd->ginm", q, key.k, precision=_HIGHEST), _NOT)
@@ -200,13 +185,13 @@ def masked_attention(
 
 
 def sees_context(window: int | None, position_n: jax.Array, context_m: jax.Array) -> jax.Array:
-    """bool[n, m]: whether rows at `position` see keys at `context`, which stand before them."""
+    """Whether rows at `position` see keys at `context`, which stand before them: bool[n, m]."""
     back_nm = position_n[:, None] - context_m[None]
     return back_nm >= 0 if window is None else (back_nm >= 0) & (back_nm < window)
 
 
 def sees_block(causal: bool, window: int | None, rows: int) -> jax.Array:
-    """bool[n, n]: whether a row of a block sees another of it."""
+    """Whether a row of a block sees another row of it: bool[n, n]."""
     ahead = jnp.arange(rows)[None] - jnp.arange(rows)[:, None]
     seen = ahead <= 0 if causal else jnp.ones((rows, rows), bool)
     return seen if window is None else seen & (ahead < window) & (-ahead < window)
@@ -345,11 +330,8 @@ def tensor_shapes(shape: BlockShape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def read_gguf(f: GGUFFile) -> DFlashFile:
-    """A drafter of an open GGUF file.
-
-    Raises:
-        UserError: another architecture, a key or tensor that is missing, wrong, or of a drafter of another kind.
-    """
+    """A drafter of an open GGUF file; UserError for another architecture, and for a key or tensor that is missing,
+    wrong or of a drafter of another kind."""
     keys = HeadKeys(f, DFlashFile.architecture, "DFlash drafter", _OWN_KEYS)
     sizes, layers = keys.sizes(), keys.size("block_count", most=1 << 10)
     features, fields = tuple(keys.numbers("target_layers", "layers").tolist()), keys.fields(sizes["head_dim"])
@@ -389,7 +371,7 @@ class BlockDraft(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BlockSource(FeatureSource[KVCache]):
+class BlockSource(FeatureSource):
     """A block drafter with a cache of the context's keys and values. Static.
 
     Attributes:

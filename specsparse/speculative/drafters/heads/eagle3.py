@@ -289,11 +289,8 @@ def tensor_shapes(shape: HeadShape, target_width: int) -> Iterator[tuple[str, tu
 
 
 def read_gguf(f: GGUFFile) -> Eagle3File:
-    """A head of an open GGUF file.
-
-    Raises:
-        UserError: another architecture, a key or tensor that is missing or wrong, or an option that is not known.
-    """
+    """A head of an open GGUF file; UserError for another architecture, an unknown option, and for a key or tensor that
+    is missing or wrong."""
     keys = HeadKeys(f, Eagle3File.architecture, "EAGLE-3 head", _FLAGS)
     if keys.size("block_count") != 1:
         raise UserError(f"{f.path}: has {keys.size('block_count')} layers; an EAGLE-3 head of one layer is supported")

@@ -6,14 +6,13 @@ are tokens. A verdict appends the rows of the tokens it kept. Drafted rows lie b
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from specsparse.engine import cache as kv
-from specsparse.engine.cache import KVCache
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.kernels import Kernels
@@ -39,7 +38,8 @@ class HeadState(NamedTuple):
     rows: jax.Array
 
 
-State = TypeVar("State", HeadState, KVCache)
+State = Any
+"""Of a source: a `HeadState` or a `KVCache`."""
 
 
 def of_target(target: Model, columns: int, eps: float) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def of_target(target: Model, columns: int, eps: float) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class FeatureSource(Source, Generic[State]):
+class FeatureSource(Source):
     """Base of the drafters on features. Static.
 
     Attributes:
@@ -118,7 +118,7 @@ class FeatureSource(Source, Generic[State]):
 
 
 @dataclasses.dataclass(frozen=True)
-class OneLayerSource(FeatureSource[HeadState]):
+class OneLayerSource(FeatureSource):
     """Base of EAGLE's heads: one layer, which reads the target's rows and the token after each, and scores the token
     after that. Behind drafted tokens it reads its own rows in place of the target's. Static.
 

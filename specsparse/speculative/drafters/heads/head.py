@@ -172,11 +172,7 @@ def fingerprint(output_norm: ArrayLike) -> str:
 
 
 def find(spec: str | Path | None, output_norm: ArrayLike | None) -> Path:
-    """The file of a head: a path, the name of a shipped one, or None for the shipped one that fits the target.
-
-    Raises:
-        UserError: no such head.
-    """
+    """The file of a head: a path, the name of a shipped one, or None for the shipped one that fits the target."""
     shipped = sorted(SHIPPED.glob("*.gguf"))
     if spec is None:
         if (own := shipped_for(output_norm)) is not None:
@@ -211,10 +207,7 @@ def tensor_shapes(config: ModelConfig, below: int = 0) -> dict[str, tuple[int, .
 
 def read_head(path: Path, config: ModelConfig, *, floats: bool) -> HeadFile:
     """Reads a head for a target of that config; `floats` keeps float32 for kernels without quantised products.
-
-    Raises:
-        UserError: another kind of file, or a head for a model of other shapes.
-    """
+    UserError for another kind of file, or a head for a model of other shapes."""
     f = open_gguf(path)
     if f.get("general.architecture", "str", "") != ARCHITECTURE:
         raise UserError(f"{path}: is no head; +experiment=train_drafter makes one")
@@ -261,16 +254,10 @@ def write_head(
     """Writes a head; the file appears whole or not at all.
 
     Args:
-        path: the file, overwritten.
-        target: the model it is for.
         tensors: float32 by the names of `tensor_shapes`.
         ids: int32[N], ascending, the target's ids of its columns.
-        quant: type of the matrices: F32, F16, Q8_0, Q4_0, Q4_1 or another that gguf can write.
-        name: `general.name`.
+        quant: type of the matrices: F32, F16, Q8_0, Q4_0, Q4_1 or another that gguf can write and that fits the width.
         below: ids of the layers whose entering rows it reads beside the last ones.
-
-    Raises:
-        UserError: a type that cannot be written, or that does not fit the width.
     """
     kind = matrix_type(quant, tensor_shapes(target.config).values(), path)
     keys = {

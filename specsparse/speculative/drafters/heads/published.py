@@ -118,11 +118,7 @@ class PublishedHead(abc.ABC):
     def from_arrays(
         cls, arrays: Mapping[str, np.ndarray], *, path: Path, ids: np.ndarray | None = None, **facts: Any
     ) -> Self:
-        """A head of float32 arrays by GGUF name, such as a trained one; `facts` are the other fields.
-
-        Raises:
-            UserError: an array is missing, has another shape, or does not belong to such a head.
-        """
+        """A head of float32 arrays by GGUF name, such as a trained one; `facts` are the other fields."""
 
         def load(name: str) -> TensorInfo:
             values = np.ascontiguousarray(arrays[name], np.float32)
@@ -147,15 +143,8 @@ class PublishedHead(abc.ABC):
         """Weights but embedding and output matrix; `floats` keeps float32 for kernels without quantised products."""
 
     def check_tensors(self, wanted: Iterable[tuple[str, tuple[int, ...]]], *, most_ids: int) -> None:
-        """Compares tensors and ids with those of such a head.
-
-        Args:
-            wanted: name and shape of every tensor that it must have.
-            most_ids: ids that it may be for.
-
-        Raises:
-            UserError: heads that do not divide, or a tensor or an id that is missing, wrong or does not belong here.
-        """
+        """UserError for heads that do not divide, and for a tensor or an id that is missing, wrong or does not belong
+        here: `wanted` are name and shape of every tensor, and ids lie below `most_ids`."""
         s, shapes, problems = self.shape, dict(wanted), []
         if s.heads % s.kv_heads or s.head_dim % 2:
             sizes = f"{s.heads} heads of {s.head_dim} elements with {s.kv_heads} of keys"
@@ -180,16 +169,8 @@ class PublishedHead(abc.ABC):
             raise UserError(f"{self.path}: {problems[0]}")
 
     def check_target(self, target: Model, *, layers: Sequence[int], width: int) -> None:
-        """Compares the head with a target.
-
-        Args:
-            target: the model.
-            layers: ids of the target's layers whose incoming rows it reads.
-            width: of one of these rows.
-
-        Raises:
-            UserError: it was made for a model of other shapes or another vocabulary.
-        """
+        """UserError if the head was made for a model of other shapes or another vocabulary. It reads rows of `width`
+        numbers that enter `layers`."""
         c, name, own = target.config, target.path.name, [t for t in (EMBEDDING, OUTPUT) if t in self.tensors]
         rows = {tensor: self.tensors[tensor][0] for tensor in own}
         last = -1 if self.ids is None else self.ids.max()
@@ -210,11 +191,8 @@ class PublishedHead(abc.ABC):
 
     @abc.abstractmethod
     def gguf_keys(self) -> Json:
-        """Keys of its GGUF file behind the architecture, beside those of every head, and of the tokenizer.
-
-        Raises:
-            UserError: an option of the head for which the format has no key.
-        """
+        """Keys of its GGUF file behind the architecture, beside those of every head, and of the tokenizer; UserError
+        if the format has no key for an option of the head."""
 
     def gguf_values(self, name: str) -> np.ndarray:
         """A tensor as a GGUF file holds it."""
@@ -224,7 +202,6 @@ class PublishedHead(abc.ABC):
         """Writes a head as GGUF with llama.cpp's names and keys; the file appears whole or not at all.
 
         Args:
-            path: the file, overwritten.
             tokenizer: the `tokenizer.ggml.*` keys of the target's GGUF file, which llama.cpp reads from the head's.
             quant: type of the matrices: F32, F16, BF16, Q8_0, Q4_0, Q4_1 or another that can be written. Norms are F32.
             name: `general.name`, the file's stem by default.
@@ -270,14 +247,8 @@ class PublishedHead(abc.ABC):
 class HeadKeys:
     """The keys of an open GGUF file behind its architecture, each with its range.
 
-    Args:
-        f: the file.
-        architecture: of such a head; `what` it is then, for messages.
-        own: keys beside LAYER_KEYS.
-
-    Raises:
-        UserError: another architecture, an unknown option, which would change what the head computes, or a tensor of a
-            type that is not supported.
+    UserError for another architecture, for a key that is neither in LAYER_KEYS nor `own`, since it would change what
+    the head computes, and for a type of tensors that is not supported. `what` names such a head.
     """
 
     def __init__(self, f: GGUFFile, architecture: str, what: str, own: Iterable[str]):
@@ -337,11 +308,7 @@ class HeadKeys:
         }
 
     def fields(self, head_dim: int) -> Json:
-        """The fields of a `PublishedHead` that are read alike in every file, but for `load`.
-
-        Raises:
-            UserError: values of another size than keys, a rotation that is not supported, or ids of another type.
-        """
+        """The fields of a `PublishedHead` that are read alike in every file, without `load`."""
         f, factors, ids = self.f, self.f.tensors.get(ROPE_FACTORS), self.f.tensors.get(DRAFT_IDS)
         factor = self.number("rope.scaling.factor", 1.0, most=1e6)
         scaling = f.get(f"{self.architecture}.rope.scaling.type", "str", "linear" if factor != 1.0 else "none")
@@ -378,11 +345,8 @@ class HeadKeys:
 
 
 def matrix_type(quant: str, shapes: Iterable[tuple[int, ...]] = (), path: Path | str = "") -> GGMLQuantizationType:
-    """The type of that name, for matrices of those shapes; `path` is the file, for messages.
-
-    Raises:
-        UserError: nothing writes it, or a matrix has rows that are no multiple of its block.
-    """
+    """The type of that name, for matrices of those shapes of a file; UserError if nothing writes it, or rows of a
+    matrix are no multiple of its block."""
     try:
         kind = GGMLQuantizationType[quant.upper()]
         encode(np.zeros((1, GGML_QUANT_SIZES[kind][0]), np.float32), kind)
