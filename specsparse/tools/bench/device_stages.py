@@ -137,7 +137,9 @@ def run(plan: CardPlan, names: Sequence[str], say: Say, *, apart: bool = True) -
         if done:  # before the first figure: if there is no such device, one line says so and no other
             say(heading.pop())
         if not apart:
-            done.append(run_here(stage, plan, told))
+            done.append(run_here(stage, plan, lambda row: told(shown(row))))
+            if done[-1].error:
+                told(f"failed: {done[-1].error}")
             continue
         command = [sys.executable, "-u", "-m", f"{__package__}.device_stages", stage.name, json.dumps(asdict(plan))]
         only = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"} if plan.device == "cpu" else {}
@@ -154,16 +156,17 @@ def run(plan: CardPlan, names: Sequence[str], say: Say, *, apart: bool = True) -
     }
 
 
-def run_here(stage: Stage, plan: CardPlan, say: Say) -> StageReport:
-    """The stage in this process; its time limit is not kept."""
+def run_here(stage: Stage, plan: CardPlan, show: Callable[[Json], None]) -> StageReport:
+    """The stage in this process, which ends it at no time; `show` takes each row."""
     out, begun = StageReport(stage.name, stage.limit_s), time.monotonic()
     try:
         for row in stage.rows(plan):
             out.rows.append(row)
-            say(shown(row))
+            show(row)
     except Exception as error:  # whatever it is, the other stages go on
-        out.error = _line(error)
-        say(f"failed: {out.error}")
+        traceback.print_exc()
+        first = next((line for line in str(error).splitlines() if line.strip()), "")
+        out.error = first if isinstance(error, UserError) else f"{type(error).__name__}: {first}"[:300]
     out.seconds = time.monotonic() - begun
     return out
 
@@ -214,11 +217,6 @@ def run_apart(
     return out
 
 
-def _line(error: Exception) -> str:
-    first = next((line for line in str(error).splitlines() if line.strip()), "")
-    return first if isinstance(error, UserError) else f"{type(error).__name__}: {first}"[:300]
-
-
 def shown(row: Json) -> str:
     """A row as a line: "what: key=value, ..."."""
     values = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items() if key != "what"}
@@ -235,14 +233,10 @@ def main(stage: Stage, plan: CardPlan) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return NO_DEVICE
-    try:
-        for row in stage.rows(plan):
-            print(ROW + to_json(row), flush=True)
-    except Exception as error:
-        traceback.print_exc()
-        print(_line(error), file=sys.stderr, flush=True)
-        return 1
-    return 0
+    out = run_here(stage, plan, lambda row: print(ROW + to_json(row), flush=True))
+    if out.error:
+        print(out.error, file=sys.stderr, flush=True)
+    return int(bool(out.error))
 
 
 if __name__ == "__main__":

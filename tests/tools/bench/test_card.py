@@ -112,10 +112,9 @@ def test_a_stage_that_raises_leaves_its_rows():
         yield {"what": "first", "seconds": 0.25}
         raise ValueError("no such kernel\nwith a trace")
 
-    said: list[str] = []
-    found = run_here(Stage("x", rows, 1.0), TINY, said.append)
-    assert found.rows and found.error == "ValueError: no such kernel"
-    assert said == ["first: seconds=0.25", "failed: ValueError: no such kernel"]
+    found = run_here(Stage("x", rows, 1.0), TINY, (said := []).append)
+    assert found.rows == said == [{"what": "first", "seconds": 0.25}] and shown(said[0]) == "first: seconds=0.25"
+    assert found.error == "ValueError: no such kernel"
 
 
 def test_no_time_left_is_said_and_nothing_begun(monkeypatch):
