@@ -114,7 +114,7 @@ def _chat(model: Model, text: str) -> str:
 # Texts one by one.
 
 
-def ours(model: Model, method: Method, ids: Sequence[int], tokens: int, sampling: SamplingParams) -> TimedText:
+def ours(model: Model, method: Method, ids: Sequence[int], tokens: int, sampling: SamplingParams = GREEDY) -> TimedText:
     """Tokens after a prompt and a first round, whose tokens are not timed; as if it had written one."""
     params = sampling.merged(max_tokens=tokens + 1, ignore_eos=True)
     session = Session(model, [Request(np.asarray(ids, np.int32), params, seed=0)], method)
