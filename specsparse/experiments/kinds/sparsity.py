@@ -20,7 +20,6 @@ from specsparse.errors import refuse
 from specsparse.experiments import sparse_model
 from specsparse.experiments.kind import Kind, RunContext, RunResult
 from specsparse.experiments.settings import DataSpec, ModelSettings, choice_from_file
-from specsparse.experiments.sparse_model import GatedModel
 from specsparse.measure import conditions, intervals, machine, speedups
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.speedups import Speedup, timing_ends
@@ -124,7 +123,17 @@ class SparsityKind(Kind[SparsitySettings]):
                 step()
         sides, ids = [dense, *(one.model for one in sparse)], text[0, :_PROMPT].tolist()
         seconds, taken = _timed(cfg, ctx, sides, ids) if spec.tokens else (None, None)
-        points, vary = _points(cfg, dense, sparse, judged, seconds), "predictor" if spec.predictors else spec.vary
+        vary, points = "predictor" if spec.predictors else spec.vary, list[Point]()
+        whole, values = dense.footprint.packed, spec.predictors or spec.values or (None,)
+        rest = whole - sum(m.nbytes for layer in dense.params.layers for m in matrices(layer))
+        for i, (value, one, quality) in enumerate(zip(values, sparse, judged, strict=True)):
+            own, following = bytes_read(one.model, one.predictor)
+            timing: list[Any] = []
+            if seconds is not None:
+                mine, plain = seconds[i + 1], seconds[0]
+                timing = [1 / float(s.mean()) for s in (mine, plain)]
+                timing.append(speedups.speedup(plain, mine, prompts=[0] * len(mine)))
+            points.append(Point(value, quality, whole / (rest + own + quality.mean.kept * following), *timing))
         names = ", ".join(dict.fromkeys(p.quality.name for p in points))
         title = f"{cfg.name}: {Path(dense.path).name}, {names} (lossy)"
         return RunResult(
@@ -178,23 +187,6 @@ def _timed(cfg: SparsitySettings, ctx: RunContext, sides: list[Model], ids: list
     meter.sample()
     timed = np.array(list(taken.values()))
     return timed, meter.conditions(1 / float(timed[0].mean()), timed[0].tolist())
-
-
-def _points(
-    cfg: SparsitySettings, dense: Model, sparse: list[GatedModel], judged: list[Evaluation], seconds: np.ndarray | None
-) -> list[Point]:
-    values = cfg.sparsity.predictors or cfg.sparsity.values or (None,)
-    whole, out = dense.footprint.packed, []
-    rest = whole - sum(m.nbytes for layer in dense.params.layers for m in matrices(layer))
-    for i, (value, one, quality) in enumerate(zip(values, sparse, judged, strict=True)):
-        own, following = bytes_read(one.model, one.predictor)
-        timing: list[Any] = []
-        if seconds is not None:
-            mine, plain = seconds[i + 1], seconds[0]
-            timing = [1 / float(s.mean()) for s in (mine, plain)]
-            timing.append(speedups.speedup(plain, mine, prompts=[0] * len(mine)))
-        out.append(Point(value, quality, whole / (rest + own + quality.mean.kept * following), *timing))
-    return out
 
 
 def table(points: Sequence[Point], *, vary: str) -> Table:

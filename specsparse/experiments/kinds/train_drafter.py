@@ -95,9 +95,14 @@ class TrainDrafter(Training):
         train_settings.claim(folder, cfg, model, {"text": vars(data), own.form: shape})
         found, written = texts(cfg, model, folder, ctx)
         trainer = Trainer(model, train, form_of(cfg, model))
+
+        def point(_: TrainState, recent: Sequence[HeadLosses]) -> dict[str, object]:
+            means = (np.mean([np.asarray(x) for x in each], axis=0).tolist() for each in zip(*recent, strict=True))
+            return dict(zip(("loss", "agreement"), means, strict=True))
+
         log = Log(
             folder / STATE, train.steps, own.save_every, "rows",
-            count=lambda batch: int((batch.windows.depth >= 0).sum()), point=_point,
+            count=lambda batch: int((batch.windows.depth >= 0).sum()), point=point,
         )  # fmt: skip
         state = log.resume(trainer.start(None)) or trainer.start(found)
         with log.shown(ctx.console, "training", state) as on_step:
@@ -132,11 +137,6 @@ class TrainDrafter(Training):
             definitions=DEFINITIONS,
             objective=drafting.acceptance,
         )
-
-
-def _point(_: TrainState, recent: Sequence[HeadLosses]) -> dict[str, object]:
-    loss, agreement = (np.mean([np.asarray(x) for x in each], axis=0).tolist() for each in zip(*recent, strict=True))
-    return {"loss": loss, "agreement": agreement}
 
 
 def held_out(cfg: TrainSettings, model: Model, ctx: RunContext) -> list[corpus.Text]:
