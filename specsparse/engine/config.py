@@ -14,7 +14,7 @@ import numpy as np
 from specsparse.engine.architectures import ARCHITECTURES, Architecture, LayerKind, supported_architecture
 from specsparse.engine.gguf.reader import POWERINFER_MAGIC, GGUFFile, can_dequantise, show, supported_types
 from specsparse.engine.rope import SCALINGS, RopeConfig
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.support.options import Range, options_of, read
 
 MAX_CONTEXT = 1 << 24
@@ -217,8 +217,11 @@ class _Reader:
         self.f, self.arch = f, supported_architecture(f)
         self.family, self.sparse = ARCHITECTURES[self.arch], f.magic == POWERINFER_MAGIC
 
-    def fail(self, key: str, value: object, wanted: str) -> UserError:
-        return UserError(f"{self.f.path}: metadata key '{self.arch}.{key}' is {show(value)}, {wanted}")
+    def need(self, key: str, value: Any, holds: bool, wanted: str) -> Any:
+        """The value, which must be as `wanted`."""
+        if not holds:
+            raise UserError(f"{self.f.path}: metadata key '{self.arch}.{key}' is {show(value)}, {wanted}")
+        return value
 
     def get(self, key: str, kind: str, default: Any = None) -> Any:
         """The value of a key, which is required unless a default is given."""
@@ -229,18 +232,19 @@ class _Reader:
         array = self.f.metadata.get(f"{self.arch}.{key}")
         by_layer = isinstance(array, np.ndarray) and array.dtype.kind in "iu" and len(array) > 0
         value = int(array[0]) if by_layer else self.get(key, "int", default)
-        if by_layer and (array != value).any():
-            raise self.fail(key, array.tolist(), "a value that differs between layers, which is not supported")
-        if not 1 <= value <= most:
-            raise self.fail(key, value, f"1 to {most} is allowed")
-        return value
+        if by_layer:
+            self.need(
+                key,
+                array.tolist(),
+                bool((array == value).all()),
+                "and a value that differs between layers is not supported",
+            )
+        return self.need(key, value, 1 <= value <= most, f"1 to {most} is allowed")
 
     def number(self, key: str, default: float | None = None, low: float = 0.0, most: float = 1e12) -> float:
         """A finite float above `low` and up to `most`."""
         value = self.get(key, "float", default)
-        if not low < value <= most:
-            raise self.fail(key, value, f"a number above {low:g} and up to {most:g} is needed")
-        return value
+        return self.need(key, value, low < value <= most, f"a number above {low:g} and up to {most:g} is needed")
 
     def config(self) -> ModelConfig:
         f, family = self.f, self.family
@@ -254,26 +258,19 @@ class _Reader:
             ("rope.scaling.yarn_attn_factor", "float", 1),
             ("rope.scaling.yarn_log_multiplier", "float", 0),
         ):
-            if (value := self.get(key, kind, only)) != only:
-                raise self.fail(key, value, f"only {only} is supported")
+            value = self.get(key, kind, only)
+            self.need(key, value, value == only, f"only {only} is supported")
         d_model, n_heads = self.size("embedding_length"), self.size("attention.head_count")
         n_kv_heads = self.size("attention.head_count_kv", n_heads)
+        wanted = f"which does not divide the {n_heads} heads"
+        self.need("attention.head_count_kv", n_kv_heads, n_heads % n_kv_heads == 0, wanted)
+        fits = f"{self.arch}.attention.key_length" in f.metadata or d_model % n_heads == 0
+        self.need("attention.head_count", n_heads, fits, f"which does not divide the width {d_model}")
         head_dim = self.size("attention.key_length", max(d_model // n_heads, 1))
-        divided = f"{self.arch}.attention.key_length" not in f.metadata
-        widths = [(key, self.size(key, head_dim)) for key in ("attention.value_length", "rope.dimension_count")]
-        for key, value, wrong, wanted in (
-            ("attention.head_count_kv", n_kv_heads, n_heads % n_kv_heads, f"which does not divide the {n_heads} heads"),
-            (
-                "attention.head_count",
-                n_heads,
-                divided and d_model % n_heads,
-                f"which does not divide the width {d_model}",
-            ),
-            ("attention.key_length", head_dim, head_dim % 2, "RoPE needs an even head dimension"),
-            *((key, value, value != head_dim, f"the head dimension {head_dim} is needed") for key, value in widths),
-        ):
-            if wrong:
-                raise self.fail(key, value, wanted)
+        self.need("attention.key_length", head_dim, head_dim % 2 == 0, "RoPE needs an even head dimension")
+        for key in ("attention.value_length", "rope.dimension_count"):
+            value = self.size(key, head_dim)
+            self.need(key, value, value == head_dim, f"the head dimension {head_dim} is needed")
         n_layers, context = self.size("block_count", most=1 << 14), self.size("context_length", most=MAX_CONTEXT)
         activation = f.get(ACTIVATION_KEY, "str", family.sparse_activation if self.sparse else family.activation)
         parse_activation(activation, where=f"{f.path}: metadata key '{ACTIVATION_KEY}'")
@@ -313,9 +310,9 @@ class _Reader:
         pattern = self.f.metadata.get(f"{self.arch}.{key}")
         if isinstance(pattern, np.ndarray):  # of each layer, whether it has a window
             given = pattern.astype(bool).tolist()
-            if given != [not period or (i + 1) % period != 0 for i in range(len(given))]:
-                wanted = f"all layers but every {period}th" if period else "all layers"
-                raise self.fail(key, given, f"only a window on {wanted} is supported")
+            wanted = [not period or (i + 1) % period != 0 for i in range(len(given))]
+            which = f"all layers but every {period}th" if period else "all layers"
+            self.need(key, given, given == wanted, f"only a window on {which} is supported")
         elif pattern is not None or period:
             period = self.size(key, period or None, most=1 << 14)
         local = None
@@ -328,10 +325,8 @@ class _Reader:
         factor = self.number("rope.scaling.factor", self.number("rope.scale_linear", 1.0), most=1e6)
         # As in llama.cpp: a factor without a type is linear, and type "none" switches a factor off.
         scaling = self.get("rope.scaling.type", "str", "linear" if factor != 1.0 else "none")
-        if scaling not in SCALINGS:
-            raise self.fail("rope.scaling.type", scaling, f"supported are {', '.join(SCALINGS)}")
-        if scaling == "yarn" and factor < 1.0:
-            raise self.fail("rope.scaling.factor", factor, "YaRN needs at least 1")
+        self.need("rope.scaling.type", scaling, scaling in SCALINGS, f"supported are {', '.join(SCALINGS)}")
+        self.need("rope.scaling.factor", factor, scaling != "yarn" or factor >= 1.0, "YaRN needs at least 1")
         return RopeConfig(
             base=self.number("rope.freq_base", 10000.0, low=1.0),
             dim=head_dim,
@@ -371,14 +366,16 @@ OVERRIDES = tuple(options_of(Overrides))
 def _with_overrides(config: ModelConfig, overrides: Mapping[str, object]) -> ModelConfig:
     given, rope = read(Overrides, overrides, group=""), config.rope
     scaling, factor = given.rope_scaling or rope.scaling, given.rope_scale or rope.factor
-    if given.rope_scale is not None:
-        if given.rope_scaling == "none":
-            raise UserError("rope_scale does nothing with rope_scaling='none': give 'linear' or 'yarn'")
-        scaling = "linear" if scaling == "none" else scaling
-    elif scaling != "none" and rope.scaling == "none":
-        raise UserError(f"rope_scaling={scaling!r} needs rope_scale: this model has no factor of its own")
-    if scaling == "yarn" and factor < 1.0:
-        raise UserError(f"rope_scale is {factor:g}; YaRN needs at least 1")
+    unscaled = given.rope_scale is None and rope.scaling == "none"
+    if given.rope_scale is not None and given.rope_scaling is None and scaling == "none":
+        scaling = "linear"
+    refuse({
+        "rope_scale does nothing with rope_scaling='none': give 'linear' or 'yarn'":
+            given.rope_scale is not None and scaling == "none",
+        f"rope_scaling={scaling!r} needs rope_scale: this model has no factor of its own":
+            unscaled and scaling != "none",
+        f"rope_scale is {factor:g}; YaRN needs at least 1": scaling == "yarn" and factor < 1.0,
+    })  # fmt: skip
     factor = 1.0 if scaling == "none" else factor
     if given.activation is not None:
         parse_activation(given.activation)

@@ -229,6 +229,10 @@ class Cursor:
     def fail(self, what: str) -> NoReturn:
         raise UserError(f"{self.path}: {what}")
 
+    def need(self, holds: bool, problem: str) -> None:
+        if not holds:
+            self.fail(problem)
+
     def take(self, n: int, what: str) -> int:
         """Moves past n bytes and returns where they start."""
         if n > self.size - self.at:
@@ -244,8 +248,9 @@ class Cursor:
     def count(self, smallest: int, what: str) -> int:
         """A u64 count of entries of at least `smallest` bytes, refused if they could not fit in the rest."""
         n = self.scalar("Q", what)
-        if n > (self.size - self.at) // smallest:
-            self.fail(f"{what} is {n}, more than the file's {self.size} bytes can hold")
+        self.need(
+            n <= (self.size - self.at) // smallest, f"{what} is {n}, more than the file's {self.size} bytes can hold"
+        )
         return n
 
     def string(self, what: str) -> str:
@@ -293,8 +298,7 @@ def _read_value(cur: Cursor, what: str) -> Value:
     if kind != GGUFValueType.ARRAY:
         return cur.scalar(SCALARS[kind], what)
     kind = value_type(f"the items of {what}")
-    if kind == GGUFValueType.ARRAY:
-        cur.fail(f"{what} is an array of arrays, which is not supported")
+    cur.need(kind != GGUFValueType.ARRAY, f"{what} is an array of arrays, which is not supported")
     if kind == GGUFValueType.STRING:
         return cur.strings(cur.count(8, f"the length of {what}"), what)
     dtype = np.dtype("<" + SCALARS[kind])
@@ -310,20 +314,18 @@ def _read_tensors(cur: Cursor, n: int, metadata: dict[str, Value], magic: bytes)
         name = cur.name(f"tensor {i}")
         what = f"tensor {show(name)}"
         n_dims = cur.scalar("I", f"the dimensions of {what}")
-        if not 1 <= n_dims <= MAX_DIMS:
-            cur.fail(f"{what} has {n_dims} dimensions, 1 to {MAX_DIMS} are allowed")
+        cur.need(1 <= n_dims <= MAX_DIMS, f"{what} has {n_dims} dimensions, 1 to {MAX_DIMS} are allowed")
         shape = tuple(cur.scalar("Q", f"the shape of {what}") for _ in range(n_dims))[::-1]
-        if 0 in shape and magic == MAGIC:  # a gpuidx file has empty buckets
-            cur.fail(f"{what} has an empty shape {shape}")
+        # A gpuidx file has empty buckets.
+        cur.need(0 not in shape or magic != MAGIC, f"{what} has an empty shape {shape}")
         code = cur.scalar("I", f"the type of {what}")
         if code not in codes:
             known = ", ".join(f"{kind.name} ({value})" for value, kind in sorted(codes.items()))
             cur.fail(f"{what} has unknown type {code}; known are {known}")
         block, block_bytes = GGML_QUANT_SIZES[codes[code]]
-        if shape[-1] % block:
-            cur.fail(f"{what} has rows of {shape[-1]}, not a multiple of {codes[code].name}'s block of {block}")
-        if name in found:
-            cur.fail(f"{what} is there twice")
+        problem = f"{what} has rows of {shape[-1]}, not a multiple of {codes[code].name}'s block of {block}"
+        cur.need(shape[-1] % block == 0, problem)
+        cur.need(name not in found, f"{what} is there twice")
         start, stored = cur.scalar("Q", f"the offset of {what}"), (*shape[:-1], shape[-1] // block * block_bytes)
         found[name] = start, start + prod(stored), codes[code], shape, stored
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
@@ -332,12 +334,11 @@ def _read_tensors(cur: Cursor, n: int, metadata: dict[str, Value], magic: bytes)
     data, last, end = -(-cur.at // alignment) * alignment, "", 0
     for name, (start, stop, *_) in sorted(found.items(), key=lambda item: item[1][0]):
         what = f"tensor {show(name)}"
-        if start % alignment:
-            cur.fail(f"{what} starts at offset {start}, not a multiple of the alignment {alignment}")
-        if data + stop > cur.size:
-            cur.fail(f"{what} ends at byte {data + stop}, past the end of the file ({cur.size} bytes): truncated")
-        if start < end:
-            cur.fail(f"{what} overlaps tensor {show(last)}")
+        misaligned = f"{what} starts at offset {start}, not a multiple of the alignment {alignment}"
+        cur.need(start % alignment == 0, misaligned)
+        beyond = f"{what} ends at byte {data + stop}, past the end of the file ({cur.size} bytes): truncated"
+        cur.need(data + stop <= cur.size, beyond)
+        cur.need(start >= end, f"{what} overlaps tensor {show(last)}")
         last, end = name, stop
     mapped = np.frombuffer(cur.buffer, np.uint8)[data:] if data < cur.size else np.empty(0, np.uint8)
     tensors = {
@@ -382,12 +383,12 @@ def open_one(path: str | os.PathLike[str]) -> GGUFFile:
     cur = Cursor(_map(path), path)
     start = cur.take(min(4, cur.size), "the magic")
     magic = bytes(cur.buffer[start : start + 4])
-    if magic not in TYPE_CODES:
-        cur.fail(f"is not a GGUF file: it starts with {magic!r}, not {MAGIC!r} or {POWERINFER_MAGIC!r}")
+    kinds = f"it starts with {magic!r}, not {MAGIC!r} or {POWERINFER_MAGIC!r}"
+    cur.need(magic in TYPE_CODES, f"is not a GGUF file: {kinds}")
     version = cur.scalar("I", "the version")
-    if version not in VERSIONS:
-        big = "big-endian " if version and version & 0xFFFF == 0 else ""
-        cur.fail(f"is a {big}GGUF file of version {version}; versions 2 and 3, little-endian, are supported")
+    big = "big-endian " if version and version & 0xFFFF == 0 else ""
+    known = "versions 2 and 3, little-endian, are supported"
+    cur.need(version in VERSIONS, f"is a {big}GGUF file of version {version}; {known}")
     n_tensors = cur.count(_MIN_TENSOR, "the number of tensors")
     n_keys = cur.count(_MIN_KEY_VALUE, "the number of metadata keys")
     if max(n_tensors, n_keys) > MAX_ENTRIES:
@@ -395,8 +396,7 @@ def open_one(path: str | os.PathLike[str]) -> GGUFFile:
     metadata, places = {}, {}
     for i in range(n_keys):
         key = cur.name(f"metadata key {i}")
-        if key in metadata:
-            cur.fail(f"metadata key {show(key)} is there twice")
+        cur.need(key not in metadata, f"metadata key {show(key)} is there twice")
         start = cur.at
         metadata[key] = _read_value(cur, f"metadata key {show(key)}")
         places[key] = start, cur.at
