@@ -88,14 +88,12 @@ class TokenizerKeys:
     def strings(self, name: str) -> list[str]:
         """The values of an array of valid Unicode strings."""
         values = self.array(name)
-        if set(map(type, values)) - {str}:  # asked in C first, because vocabularies are long
-            i = next(i for i, value in enumerate(values) if not isinstance(value, str))
-            self.fail(f"tokenizer.ggml.{name}[{i}] is {values[i]!r:.40}, not a string")
         try:
-            "".join(values).encode()
-        except UnicodeEncodeError:
-            i = next(i for i, value in enumerate(values) if any("\ud800" <= c <= "\udfff" for c in value))
-            self.fail(f"tokenizer.ggml.{name}[{i}] is not valid UTF-8: {values[i]!r:.40}")
+            "".join(values).encode()  # in C, because vocabularies are long
+        except (TypeError, UnicodeEncodeError):
+            wrong = (not isinstance(v, str) or any("\ud800" <= c <= "\udfff" for c in v) for v in values)
+            i = next(i for i, is_wrong in enumerate(wrong) if is_wrong)
+            self.fail(f"tokenizer.ggml.{name}[{i}] is {values[i]!r:.40}, not a string of valid Unicode")
         return values
 
 
