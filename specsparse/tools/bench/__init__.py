@@ -222,7 +222,7 @@ _OLD_COMMANDS = {
 }  # fmt: skip
 """The first that is given counts."""
 _OLD_FLAGS = {
-    "speed": {"--n": "--widths", "--model": None},
+    "speed": {"--n": "--widths"},
     "batch": {"--n": "--gamma"},
     "draft": {"--n": "--gamma"},
     "ffn": {"--n": "--widths", "--quantise": "--types"},
@@ -230,7 +230,7 @@ _OLD_FLAGS = {
     "lut": {"--n": "--widths", "--quantise": "--types"},
     "device": {},
 }
-"""By sub-command, its flags of today; None: an argument without a flag."""
+"""By sub-command, its flags of today."""
 
 
 def rewritten(argv: Sequence[str]) -> list[str]:

@@ -79,7 +79,7 @@ def test_newcomer_gives_a_model_and_gets_no_report_unless_it_is_asked_for(tiny, 
 def test_old_flags_are_the_sub_commands_of_today_for_one_version(capsys):
     old = {
         "m.gguf --n 1,4 --tg=8": "speed m.gguf --widths 1,4 --tg 8",
-        "--model m.gguf --pp 0 --n none": "speed m.gguf --pp 0 --widths none",
+        "--model m.gguf --pp 0 --n none": "speed --model m.gguf --pp 0 --widths none",
         "m.gguf --batch 1,2 --n 4 --drafter suffix --plot b.png":
             "batch --model m.gguf 1,2 --gamma 4 --drafter suffix --plot b.png",
         "--drafter smollm2-draft --model m --n 2,4": "draft smollm2-draft --model m --gamma 2,4",
@@ -93,7 +93,7 @@ def test_old_flags_are_the_sub_commands_of_today_for_one_version(capsys):
         said = capsys.readouterr().err
         assert sorted(made) == sorted(wanted.split()) and made[0] == wanted.split()[0]
         assert said.count("\n") == 1 and f"write: bench {' '.join(made)}" in said
-    for given in ("m.gguf --widths 1,4", "--tg 4 m.gguf", ""):
+    for given in ("m.gguf --widths 1,4", "--tg 4 m.gguf", "--model m.gguf -n 8 -p 4", ""):
         assert command.rewritten(given.split()) == ["speed", *given.split()]
     for given in ("speed m.gguf", "batch 1,2", "--help"):
         assert command.rewritten(given.split()) == given.split()
