@@ -383,19 +383,22 @@ def race(p, q, drafts, uniforms):
         (race, {"arrays": "numpi"}, "did you mean numpy"),
         (race, {"randomness": "dice"}, "is none of uniforms, generator"),
         (race, {"drafts": DraftKind.WOR}, "drafts are a chain"),
-        (race, {"samples": -1}, "samples=-1 must be at least 0"),
+        (race, {"samples": -1}, "samples=-1 must be a whole number of at least 0"),
         (
             lambda p, q: (0, 0),
             {},
             r"must be verifier\(p \[K\+1, V\], .*\) -> \(number of accepted drafts, next token\)$",
         ),
-        (lambda p, q, x, parents, u: (0, 0), {}, "indices of accepted drafts, a path"),
+        (lambda p, q, x, parents, u: (0, 0), {}, "path of accepted indices, next token"),
         (
             lambda p, q, x, parents, u: ([1, 0], 0),
             {},
             r"parents int\[K\], uniforms \[n\]\) -> \(indices of",
         ),
         (lambda p, q, x, parents, u: ([7], 0), {}, "returned"),
+        (race, {"uniforms": 1.5}, "uniforms=1.5 must be a whole number"),
+        (lambda p, q, x, u: {"accepted": 1}, {}, "returned {'accepted': 1}"),
+        (lambda p, q, x, u: [1j], {}, "returned"),
         (race, {"tree": True, "drafts": DraftKind.SAMPLED}, "drafts are of a tree"),
     ],
 )
@@ -509,9 +512,8 @@ def test_trees_are_certified_by_what_they_accept_and_by_samples():
         paths, tokens = zip(*map(siblings, p, q, drafts, parents, u))
         return np.array([path + [PAD] * (4 - len(path)) for path in paths]), np.array(tokens)
 
-    for kind in (DraftKind.IID, DraftKind.WOR):
-        how = ExternalVerifier(rows, batched=True, drafts=kind, samples=2000)
-        assert all(r.holds and r.part == SAMPLED for r in measure_external(how, vocab=3, gamma=2, seed=0))
+    how = ExternalVerifier(rows, batched=True, drafts=DraftKind.WOR, samples=400)
+    assert all(r.holds and r.part == SAMPLED for r in measure_external(how, vocab=3, gamma=2, seed=0))
 
 
 def test_heat_before_the_callable_is_its_own_business():
