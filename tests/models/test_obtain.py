@@ -7,10 +7,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from hydra import compose, initialize_config_dir
 
 from specsparse import run
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
+from specsparse.experiments import runner
+from specsparse.experiments.settings import from_omegaconf
 from specsparse.models import catalogue
 from specsparse.models.convert.hf import convert_hf
 from specsparse.powerinfer.torch_zip import write_torch
@@ -195,3 +198,19 @@ def test_the_experiment_runs_on_a_fresh_machine(server, fresh, capsys, monkeypat
     assert run.main(["+experiment=spec_llama160m", *FEW, "download=yes"]) == 0
     record = json.loads(next((fresh / "runs").rglob("record.json")).read_text())
     assert record["summary"]["identity"]["differing"] == 0
+
+
+def test_a_stand_in_runs_without_consent_though_there_is_a_network(server, monkeypatch):
+    """No terminal to ask on, a repository that asks for consent, and a reader who says no."""
+    with initialize_config_dir(str(run.conf_dir()), version_base="1.3"):
+        cfg = from_omegaconf(compose("config", ["+experiment=spec_llama160m"]))
+    reasons = [runner.check(cfg).cfg.stood_in.why]
+    server.gated = {TARGET}
+    reasons.append(runner.check(cfg).cfg.stood_in.why)
+    server.gated = set()
+    monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    reasons.append(runner.check(cfg).cfg.stood_in.why)
+    said = ("download=yes fetches", "asks for consent", "not downloaded")
+    assert all(part in why for part, why in zip(said, reasons, strict=True)), reasons
+    assert server.sent(FILE) == []
