@@ -111,7 +111,7 @@ WORDS: Mapping[str, Word] = {
     "prompt_lookup_max": Word((VLLM,), "drafter.ngram_max"),
     "prompt_lookup_min": Word((VLLM,), "drafter.ngram_min"),
     "num_assistant_tokens_schedule": Word((HF,), line="policy='fixed' is constant, policy='heuristic' is heuristic"),
-    "assistant_confidence_threshold": Word((HF,), line="policy='threshold' ends a draft that is not sure"),
+    "assistant_confidence_threshold": Word((HF,), line="policy='confidence' ends a draft that is not sure"),
     "disable_by_batch_size": Word((VLLM,), line="policy='auto_off' leaves out drafts that do not pay"),
     "draft_tensor_parallel_size": Word((VLLM,), line="leave it out: the draft model lies whole on each device"),
     # How a model is loaded.
