@@ -254,7 +254,7 @@ def test_the_options_of_the_shipped_files_are_taken(name):
 
 
 def test_only_a_relu_model_of_the_same_shape_is_gone_on_from(cfg, model):
-    with pytest.raises(UserError, match=r"train\.begin=.*: not a ReLU model of the shape of"):
+    with pytest.raises(UserError, match=r"train\.begin=.*: neither a ReLU model of the shape of"):
         relufy._begin(model, str(model.path))
 
 
@@ -265,7 +265,7 @@ def test_a_checkpoint_is_gone_on_from(model, distiller, tmp_path):
     for w, wanted in zip(found, begin, strict=True):
         np.testing.assert_array_equal(w, wanted)
     save_state(tmp_path / "other.safetensors", relu.FfnMatrices(*(w[:1] for w in begin)), {})
-    with pytest.raises(UserError, match=r"train\.begin=.*: not a checkpoint of a training of"):
+    with pytest.raises(UserError, match=r"train\.begin=.*: neither a ReLU model"):
         relufy._begin(model, str(tmp_path / "other.safetensors"))
 
 

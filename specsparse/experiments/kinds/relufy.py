@@ -150,19 +150,22 @@ def rebuilt(
 
 def _begin(model: Model, name: str) -> FfnMatrices:
     """The FFNs of a ReLU model, or those of another training's checkpoint, before they were rounded."""
-    if not name.endswith(Path(STATE).suffix):
-        other = load(name, ffn="dense")
-        shape = ("n_layers", "d_model", "d_ff", "gated", "vocab_size")
-        same = all(getattr(other.config, n) == getattr(model.config, n) for n in shape)
-        if other.config.activation != "relu" or not same:
-            raise UserError(f"train.begin={name}: not a ReLU model of the shape of {model.path}")
-        return relu.ffns_of(other)
-    tensors, c = read_tensors(Path(name))[0], model.config
-    shapes = FfnMatrices(*((c.n_layers, c.d_ff, c.d_model),) * 2, (c.n_layers, c.d_model, c.d_ff))
-    found = [tensors.get(str(i)) for i in range(len(shapes))]
-    if any(w is None or w.shape != shape for w, shape in zip(found, shapes, strict=True)):
-        raise UserError(f"train.begin={name}: not a checkpoint of a training of {model.path}")
-    return FfnMatrices(*map(jnp.asarray, found))
+    c = model.config
+    if name.endswith(Path(STATE).suffix):
+        up, down, tensors = (
+            (c.n_layers, c.d_ff, c.d_model),
+            (c.n_layers, c.d_model, c.d_ff),
+            read_tensors(Path(name))[0],
+        )
+        shapes = (up, up, down)
+        found = [tensors.get(str(i)) for i in range(len(shapes))]
+        if all(w is not None and w.shape == shape for w, shape in zip(found, shapes, strict=True)):
+            return FfnMatrices(*map(jnp.asarray, found))
+    else:
+        other, shape = load(name, ffn="dense"), ("n_layers", "d_model", "d_ff", "gated", "vocab_size")
+        if other.config.activation == "relu" and all(getattr(other.config, n) == getattr(c, n) for n in shape):
+            return relu.ffns_of(other)
+    raise UserError(f"train.begin={name}: neither a ReLU model of the shape of {model.path} nor a checkpoint of one")
 
 
 def _inputs(chosen: Options, model: Model, folder: Path, found: list[corpus.Text], ctx: RunContext) -> list[Path]:
