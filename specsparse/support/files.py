@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
 
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.support.cgroup import memory_left
 
 if TYPE_CHECKING:
@@ -129,21 +129,16 @@ def need_place(path: str | os.PathLike[str], *sources: str | os.PathLike[str] | 
         sources: files that the work reads, and folders whose files it reads; None and other names are ignored.
         picture: whether a figure is written, which is a PNG and nothing else.
     """
-    path, folder, read, why = Path(path), Path(path).parent, [Path(source) for source in sources if source], ""
-    if path.is_dir():
-        why = "is a folder; name a file to write"
-    elif picture and path.suffix.lower() != ".png":
-        why = "figures are written as PNG; name a file that ends in .png"
-    elif not folder.is_dir():
-        why = f"there is no folder {folder} to write it in"
-    elif not os.access(folder, os.W_OK):
-        why = f"cannot be written: the folder {folder} is not writable here"
-    elif path.is_file() and any(
-        there.is_file() and path.samefile(there) for source in read for there in (source, source / path.name)
-    ):
-        why = "is a file that is read; give another file to write"
-    if why:
-        raise UserError(f"{path}: {why}")
+    path, folder = Path(path), Path(path).parent
+    read = [there for source in map(Path, filter(None, sources)) for there in (source, source / path.name)]
+    refuse({
+        "is a folder; name a file to write": path.is_dir(),
+        "figures are written as PNG; name a file that ends in .png": picture and path.suffix.lower() != ".png",
+        f"there is no folder {folder} to write it in": not folder.is_dir(),
+        f"cannot be written: the folder {folder} is not writable here": not os.access(folder, os.W_OK),
+        "is a file that is read; give another file to write":
+            path.is_file() and any(there.is_file() and path.samefile(there) for there in read),
+    }, path)  # fmt: skip
 
 
 @contextmanager
