@@ -63,16 +63,23 @@ class Inspected:
 def report(found: Inspected, device: Device, *, draft: Inspected | None = None, each: bool = False) -> Json:
     """Everything as plain values; facts that need a model that runs are None if it does not.
 
-    `draft` is judged as its draft model; with `each` tensors stand one by one, not those of all layers together.
+    `draft` is judged as its draft model; with `each` tensors stand one by one, else those of all layers together
+    (`blk.*.attn_q.weight`).
     """
-    f, runs = found.file, found.config is not None
+    f, runs, tensors = found.file, found.config is not None, dict[tuple, list[int]]()
+    for t in f.tensors.values():
+        name = t.name if each else re.sub(r"^blk\.\d+\.", "blk.*.", t.name)
+        tensors.setdefault((name, t.type.name, t.shape), []).append(t.nbytes)
     return {
         "file": str(f.path),
         "format": {"magic": f.magic.decode(), "version": f.version, "alignment": f.alignment},
         "runs_here": found.problem is None,
         "problem": found.problem,
         "metadata": {key: _shown(value) for key, value in f.metadata.items()},
-        "tensors": _tensor_groups(f, each=each),
+        "tensors": [
+            {"name": name, "type": kind, "shape": shape, "count": len(sizes), "nbytes": sum(sizes)}
+            for (name, kind, shape), sizes in tensors.items()
+        ],
         "sizes": f.sizes(),
         "model": model_facts(found.config) if found.config else None,
         "head": None if found.head is None else head_facts(found.head),
@@ -95,18 +102,6 @@ def _shown(value: object) -> str:
     if isinstance(value, str):
         return cut(repr(value)[1:-1], 100) + (f" ({len(value)} characters)" if len(value) > 100 else "")
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _tensor_groups(f: GGUFFile, *, each: bool) -> list[Json]:
-    """The tensors in their order; without `each` those of all layers (`blk.*.attn_q.weight`) together."""
-    found: dict[tuple, list[int]] = {}
-    for t in f.tensors.values():
-        name = t.name if each else re.sub(r"^blk\.\d+\.", "blk.*.", t.name)
-        found.setdefault((name, t.type.name, t.shape), []).append(t.nbytes)
-    return [
-        {"name": name, "type": kind, "shape": shape, "count": len(sizes), "nbytes": sum(sizes)}
-        for (name, kind, shape), sizes in found.items()
-    ]
 
 
 def model_facts(config: ModelConfig) -> dict[str, str]:

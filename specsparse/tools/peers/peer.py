@@ -120,7 +120,14 @@ class Peer:
             self._child.stdin.flush()
             reply = json.loads(self._child.stdout.readline())
         except (OSError, ValueError):  # of an empty line too
-            reply = {"error": f"its process ended: {self._last_words()}"}
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(timeout=2)
+            self._errors.seek(0)
+            lines = [line.strip() for line in self._errors.read().splitlines() if line.strip()]
+            lines = [line for line in lines if _FAILURE.search(line)] or lines  # a backtrace may follow
+            code = self._child.returncode
+            ending = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+            reply = {"error": ": ".join(["its process ended", ending, *(line[:300] for line in lines[-1:])])}
         finally:
             watchdog.cancel()
         if "missing" in reply:
@@ -131,16 +138,6 @@ class Peer:
         if "error" in reply:
             raise PeerError(f"the peer {self.name} failed: {reply['error']}")
         return reply
-
-    def _last_words(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(timeout=2)
-        self._errors.seek(0)
-        lines = [line.strip() for line in self._errors.read().splitlines() if line.strip()]
-        lines = [line for line in lines if _FAILURE.search(line)] or lines  # a backtrace may follow
-        code = self._child.returncode
-        ending = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-        return f"{ending}: {lines[-1][:300]}" if lines else ending
 
     def timed(self, **request: object) -> Json:
         """`ask` for a request whose reply has times; returns when the child's threads rest."""

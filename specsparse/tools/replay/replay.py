@@ -75,12 +75,17 @@ def replay(
     """
     about, depth = recording.about, recording.about["depth"]
     verifier = get_verifier(verifier) if isinstance(verifier, str) else verifier
-    if widths is not None:
-        shape = _narrower(recording, widths)
-    elif gamma is None or 1 <= gamma <= depth:
+    if widths is None:
+        if gamma is not None and not 1 <= gamma <= depth:
+            raise UserError(f"gamma={gamma}: the record has drafts of 1..{depth} tokens")
         shape = (recording.tokens.shape[1],) * (gamma or depth)
     else:
-        raise UserError(f"gamma={gamma}: the record has drafts of 1..{depth} tokens")
+        shape, most = tuple(widths), Counter[int]()  # most siblings by level
+        for level, rank in (place for r in range(len(recording)) for place in _places(recording, r)):
+            most[level] = max(most[level], rank + 1)
+        if not shape or min(shape) < 1 or any(width > most[level] for level, width in enumerate(shape, 1)):
+            there = ",".join(str(most[level]) for level in sorted(most)) or "no"
+            raise UserError(f"tree={','.join(map(str, shape))}: the record has at most {there} siblings on its levels")
     judged_at = about["temperature"] if temperature is None else temperature
     if not verifier.accepts(DraftKind(about["kind"]), tree=about["tree"], temperature=judged_at):
         names = ", ".join(valid_verifiers(DraftKind(about["kind"]), tree=about["tree"], temperature=judged_at))
@@ -102,19 +107,6 @@ def replay(
         verifier.name, len(shape), len(recording), drafts, drafted, float(total.sum()), per_position, realised,
         None if widths is None else shape,
     )  # fmt: skip
-
-
-def _narrower(recording: Recording, widths: Sequence[int]) -> tuple[int, ...]:
-    """`widths`, which must be found on the levels of some recorded draft."""
-    most = [0] * recording.about["depth"]
-    for r in range(len(recording)):
-        for depth, rank in _places(recording, r):
-            most[depth - 1] = max(most[depth - 1], rank + 1)
-    most = most[: most.index(0)] if 0 in most else most
-    if not (widths and min(widths) >= 1 and len(widths) <= len(most) and all(a <= b for a, b in zip(widths, most))):
-        there = ",".join(map(str, most)) or "no"
-        raise UserError(f"tree={','.join(map(str, widths))}: the record has at most {there} siblings on its levels")
-    return tuple(widths)
 
 
 def _places(recording: Recording, r: int) -> list[tuple[int, int]]:
