@@ -238,7 +238,7 @@ class Clocks:
 
 
 def device_of(table: CostTable) -> Device:
-    """The machine a table was measured on."""
+    """The machine that a table was measured on."""
     title = str(table.identity.get("cpu", THIS))
     return Device(THIS, title, table.bandwidth, table.f32, None, table.int8, overlap=0.0, measured=True)
 
@@ -253,11 +253,6 @@ class DraftShape:
     @classmethod
     def tree(cls, template: TreeTemplate) -> "DraftShape":
         return cls(template.size, template)
-
-    @property
-    def levels(self) -> int | None:
-        """Levels of a tree; None for a chain."""
-        return None if self.template is None else self.template.max_depth
 
     def tokens(self, a: Accepted) -> float:
         """E[tokens] of a round, the bonus included. What was counted of a chain's positions holds for levels."""
@@ -282,7 +277,7 @@ class DraftShape:
     def steps(self, clock: Clock, candidate: Candidate, a: Accepted) -> float:
         """Time of a mean round in plain steps."""
         rows = a.rows(self.room) if self.template is None else float(self.room)
-        drafted = rows if self.levels is None else float(self.levels)  # tokens or levels
+        drafted = rows if self.template is None else float(self.template.max_depth)  # tokens or levels
         c, c0 = clock.costs(candidate, self.room, width=rows / drafted if drafted else 1.0)
         if not rows:
             return clock.v(1)
@@ -456,4 +451,5 @@ def at_shape(clocks: Clocks, candidate: Candidate, acceptance: AcceptedRates, sh
     middle, slow, fast = (speedup(clock) for clock in (clocks.expected, clocks.slow, clocks.fast))
     ends = [end for found in (middle, slow, fast) for end in (found.value, found.low, found.high) if end is not None]
     tokens = sum(a.weight for a in tasks) / sum(a.weight / shape.tokens(a) for a in tasks)
-    return ForecastPoint(shape.room, tokens, tokens / middle.value, middle.value, min(ends), max(ends), shape.levels)
+    levels = shape.template and shape.template.max_depth
+    return ForecastPoint(shape.room, tokens, tokens / middle.value, middle.value, min(ends), max(ends), levels)

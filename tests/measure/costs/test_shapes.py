@@ -41,7 +41,7 @@ def test_the_tokens_of_a_tree_are_the_chances_of_its_nodes():
     pair = DraftShape.tree(TreeTemplate.kary((2, 1)))  # two children, one child each
     alone = Accepted(0.5, ranks=(0.5, 0.2), share=0.5)
     assert pair.tokens(alone) == pytest.approx(1 + 0.5 * (0.7 + 0.7 * 0.5))
-    assert (pair.room, pair.levels) == (4, 2)
+    assert (pair.room, pair.template.max_depth) == (4, 2)
     rarer = Accepted(0.5, (0.5, 0.1), ranks=(0.5, 0.2))  # the second place is right in a fifth, not in half
     assert pair.tokens(rarer) == pytest.approx(1 + 0.7 + 0.7 * 0.2)
     assert DraftShape.tree(TreeTemplate.chain(4)).tokens(rarer) == pytest.approx(1 + 0.5 + 0.1 + 0.1 * 0.2 + 0.1 * 0.04)
@@ -52,7 +52,7 @@ def test_a_forecast_of_trees_is_tokens_over_rows_and_levels():
     found = forecast(clock, candidate, swept(0.7), lengths=(2, 8))
     for point in found.points:
         tree = tree_for(clock.expected, candidate, swept(0.7), point.gamma)
-        assert (tree.room, tree.levels) == (point.gamma, point.levels) and point.gamma <= 8
+        assert (tree.room, tree.template.max_depth) == (point.gamma, point.levels) and point.gamma <= 8
         level, c0 = clock.expected.costs(candidate, point.gamma, width=point.gamma / point.levels)
         time = clock.expected.v(point.gamma + 1) + point.levels * level + c0
         assert point.speedup == pytest.approx(tree.tokens(Accepted(0.7)) / time)
