@@ -273,11 +273,7 @@ def resolve(spec: str | Path) -> Path:
 
 def locate(entry: Entry, *, make: bool = False) -> Path | None:
     """The file of an entry, or None for a model of the Hub that is not here; with `make` the file of a difference
-    from another model is made.
-
-    Raises:
-        UserError: its package is not installed.
-    """
+    from another model is made. UserError if its package is not installed."""
     if entry.repo:  # in the folders of models, then in the Hub's cache
         given, cache = os.environ.get("SPECSPARSE_MODELS"), Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
         folders = [*([Path(given)] if given else []), model_folder(), Path("models"), cache / "specsparse" / "models"]
@@ -436,12 +432,8 @@ def _say(line: str) -> None:
 
 
 def plan(entry: Entry) -> DownloadPlan:
-    """Asks the Hub for an entry and keeps what it says for the next time.
-
-    Raises:
-        UnreachableError: the Hub cannot be reached.
-        UserError: no such repository, revision or file; no access; another checksum than the entry has.
-    """
+    """Asks the Hub for an entry and keeps what it says for the next time; raises as `hub.look_up`, and a UserError for
+    another checksum than the entry has."""
     from huggingface_hub import get_token
 
     assert entry.repo is not None

@@ -112,20 +112,17 @@ class Reference:
         return self.text or f"{SCHEME}{self.repo}{named}{f'@{self.revision}' if self.revision else ''}"
 
     def with_file(self) -> "Reference":
-        """With the file that is meant, if it names none: the one of its type, else of the usual one, else the first.
-
-        Raises:
-            UserError: no such repository or file, or no connection and nothing in the cache.
-        """
+        """With the file that is meant, if it names none: the one of its type, else of the usual one, else the first."""
         if self.file is not None:
             return self
         try:
             names = _gguf_names(self.repo, self.revision, endpoint())
-        except UnreachableError:  # files in the cache that were fetched before
+        except UnreachableError as error:  # files in the cache that were fetched before
             found = cached("**/*.gguf", repo=self.repo)
             names = tuple(path.as_posix().partition("/snapshots/")[2].partition("/")[2] for path in found)
             if not names:
-                raise
+                why = re.sub(r"^hf://\S+: ", "", str(error))
+                raise UnreachableError(f"{self}: nothing of it is in the cache, and {why}; give a GGUF file") from None
         for tag in (self.tag,) if self.tag else (*_USUAL, ""):
             fits = re.compile(rf"(?:.*[-._/])?{re.escape(tag)}(?:-\d+-of-\d+)?\.gguf", re.IGNORECASE) if tag else None
             file = next((n for n in names if parts(n)[0] == n and (fits is None or fits.fullmatch(n))), None)
@@ -163,12 +160,7 @@ def download(text: str) -> Path:
 
 
 def look_up(repo: str, revision: str | None = None) -> Repository:
-    """Asks the Hub for a repository.
-
-    Raises:
-        UnreachableError: the Hub cannot be reached.
-        UserError: no such repository or revision, or no access.
-    """
+    """Asks the Hub for a repository; UnreachableError if that cannot be, UserError without such a one or access."""
     from huggingface_hub import HfApi
 
     wanted = Reference(repo, None, revision)
@@ -389,11 +381,12 @@ def _explained(wanted: Reference, get: Callable[[], _T]) -> _T:
             case errors.LocalEntryNotFoundError() if offline():
                 kind, why = UnreachableError, "is not in the cache, and HF_HUB_OFFLINE forbids to download it"
             case errors.LocalEntryNotFoundError():
-                kind, why = UnreachableError, f"cannot be reached: {str(error.__cause__ or error).splitlines()[0]}"
+                cause = str(error.__cause__ or error).splitlines()[0]
+                kind, why = UnreachableError, f"the Hub cannot be reached: {cause}"
             case errors.EntryNotFoundError():
                 why = f"no such file; {_choices(wanted)}"
             case _ if not isinstance(error, OSError | ValueError) and "connect" in type(error).__name__.lower():
-                kind, why = UnreachableError, f"cannot be reached: {first_line}"
+                kind, why = UnreachableError, f"the Hub cannot be reached: {first_line}"
             case _:
                 why = f"the download failed: {first_line}; run the command again"
         raise kind(f"{wanted}: {why}") from None

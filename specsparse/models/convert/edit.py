@@ -34,29 +34,19 @@ _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
 def set_metadata(
-    source: str | os.PathLike[str],
-    key: str,
-    value: str,
-    path: str | os.PathLike[str] | None = None,
-    *,
-    type_name: str | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> tuple[str, str]:
-    """Writes `source` with `key` set to `value`.
+    source: str | os.PathLike[str], key: str, value: str, path: str | os.PathLike[str] | None = None, *,
+    type_name: str | None = None, progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[str, str]:  # fmt: skip
+    """Writes `source` with `key` set to `value`, to `path` or in its place.
 
     Args:
         source: a GGUF file, a shard or a PowerInfer file too.
-        key: replaced if it is there, else appended.
         value: as text, read as the type that the key has.
-        path: of the new file; None replaces `source`. It appears when it is whole.
         type_name: of `TYPES`; needed for a key that is not there, refused if the key has another type.
         progress: called with (bytes done, bytes in all).
 
     Returns:
         The old value ("nothing" if there was none) and the new one, as text.
-
-    Raises:
-        UserError: an array, a value that is not of the type, a key that the layout of the file depends on.
     """
     f, kind = open_one(source), type_name
     there = f.metadata.get(key)
@@ -120,23 +110,15 @@ def tensors_hash(f: GGUFFile) -> str:
 
 
 def make_delta(base: str | os.PathLike[str], model: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
-    """Writes the tensors and metadata of `model` that `base` has not, or not so.
-
-    Args:
-        base, model: GGUF files with tensors of the same names and shapes.
-        path: of the new file; it appears when it is whole.
-
-    Returns:
-        Tensors in the file.
+    """Writes the tensors and metadata of `model` that `base` has not, or not so; returns how many tensors.
 
     Raises:
-        UserError: other names or shapes, a key that only the base has, or nothing that differs.
+        UserError: tensors of other names or shapes, a key that only the base has, or nothing that differs.
     """
 
-    def same(a: TensorInfo, b: TensorInfo) -> bool:
-        return a.type == b.type and np.array_equal(a.raw, b.raw)
-
-    def equal(a: object, b: object) -> bool:
+    def same(a: object, b: object) -> bool:
+        if isinstance(a, TensorInfo) and isinstance(b, TensorInfo):
+            return a.type == b.type and np.array_equal(a.raw, b.raw)
         return type(a) is type(b) and (np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b)
 
     old, new = open_gguf(base), open_gguf(model)
@@ -147,7 +129,7 @@ def make_delta(base: str | os.PathLike[str], model: str | os.PathLike[str], path
             f"{new.path}: tensor {other[0]} is in one only of this file and {old.path}, or of another shape"
         )
     tensors = [NewTensor.from_file(t) for name, t in new.tensors.items() if not same(old.tensors[name], t)]
-    keys = {key: value for key, value in new.metadata.items() if not equal(old.metadata.get(key), value)}
+    keys = {key: value for key, value in new.metadata.items() if not same(old.metadata.get(key), value)}
     if gone or not (tensors or keys):
         why = f"has no key {gone[0]}, and a difference takes no key away" if gone else "is the same model"
         raise UserError(f"{new.path}: {why} (beside {old.path})")
@@ -163,16 +145,7 @@ def make_delta(base: str | os.PathLike[str], model: str | os.PathLike[str], path
 
 
 def apply_delta(base: str | os.PathLike[str], delta: str | os.PathLike[str], path: str | os.PathLike[str]) -> Path:
-    """Writes the model that `delta` was made of.
-
-    Args:
-        base: the GGUF file that it was made for.
-        delta: from `make_delta`.
-        path: of the new file; it appears when it is whole.
-
-    Raises:
-        UserError: no such difference, another base, or a file that cannot be written.
-    """
+    """Writes the model that `delta` was made of; UserError for another base, or a file that is no difference."""
     old, change = open_gguf(base), open_gguf(delta)
     if change.metadata.get("general.architecture") != ARCHITECTURE:
         raise UserError(f"{change.path}: is no difference to a model; make one with `specsparse convert make-delta`")

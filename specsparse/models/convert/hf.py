@@ -65,20 +65,10 @@ class StoredTensor(NamedTuple):
 
 
 class Checkpoint:
-    """A folder of a model, its tensors read one at a time.
-
-    Attributes:
-        folder: where it is.
-        config: config.json.
-        shapes: shape of each tensor, by name.
-    """
+    """A folder of a model with its config.json and the shapes of its tensors, which are read one at a time."""
 
     def __init__(self, folder: str | Path):
-        """Opens a folder.
-
-        Raises:
-            UserError: no config, no tensors, a file missing or damaged.
-        """
+        """Opens a folder; UserError if its config or a file of its tensors is missing or damaged."""
         self.folder = Path(folder)
         self.config: Json = read_json(self.folder / "config.json")
         self._tensors: dict[str, StoredTensor] = {}
@@ -109,11 +99,7 @@ class Checkpoint:
         raise UserError(f"{self.folder}: has no {names}{also}")
 
     def load(self, name: str) -> np.ndarray:
-        """A tensor as float32.
-
-        Raises:
-            UserError: it is of another type than F64, F32, F16 or BF16 (a quantised checkpoint), or not finite.
-        """
+        """A tensor as float32; UserError if it holds no floats (a quantised checkpoint), or is not finite."""
         kind, floats = self.kind(name), tuple(_KINDS.values())
         if kind not in floats:
             raise UserError(f"{self.folder}: tensor {name} is of type {kind}; only {', '.join(floats)} are supported")
@@ -257,11 +243,7 @@ def convert_hf(
 
 
 def text_part(checkpoint: Checkpoint) -> Checkpoint:
-    """The text model of a checkpoint that holds other parts too; any other checkpoint as it is.
-
-    Raises:
-        UserError: its config has no table `text_config`.
-    """
+    """The text model of a checkpoint that holds other parts too; any other checkpoint as it is."""
     part = TEXT_PARTS.get(class_name(checkpoint.config) or "")
     if part is None:
         return checkpoint
@@ -277,13 +259,8 @@ def text_part(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _sources(checkpoint: Checkpoint, config: HfConfig) -> Iterator[Source]:
-    """Every tensor of the new file, in the order embedding, layers, output.
-
-    Norms and the rows of queries and keys are as GGUF has them.
-
-    Raises:
-        UserError: a tensor that its architecture does not have; it would be lost.
-    """
+    """Every tensor of the new file, in the order embedding, layers, output; norms and the rows of queries and keys as
+    GGUF has them. UserError for a tensor that its architecture does not have: it would be lost."""
     hf_class, named = config.hf_class, {}
     family = hf_class.family
     layer = LAYER | (QK_NORMS if family.qk_norm else {}) | (_POST_NORMS if family.post_norms else {})

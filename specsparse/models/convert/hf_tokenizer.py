@@ -29,11 +29,9 @@ NAMES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def tokenizer_keys(folder: Path, config: Json, *, vocab_size: int, pre: str | None = None) -> Json:
-    """`tokenizer.*` keys.
+    """`tokenizer.*` keys of a checkpoint.
 
     Args:
-        folder: of the checkpoint.
-        config: config.json.
         vocab_size: rows of the embedding; ids without a token become unused ones.
         pre: name of the pre-tokenizer of a byte-level BPE; None finds the one that cuts a test text alike.
 
@@ -187,15 +185,7 @@ def _from_json(folder: Path, fast: tokenizers.Tokenizer, pre: str | None) -> tup
 
 def write_tokenizer(file: GGUFFile, folder: Path) -> Path:
     """Writes the tokenizer of a GGUF file for transformers and load generators: tokenizer.json and
-    tokenizer_config.json, which holds the chat template.
-
-    Args:
-        file: the model.
-        folder: made if need be; files of these names in it are replaced.
-
-    Raises:
-        UserError: a tokenizer that tokenizer.json cannot say, or the folder cannot be written.
-    """
+    tokenizer_config.json, which holds the chat template; UserError for one that tokenizer.json cannot say."""
     metadata = file.metadata
     tokenizer = Tokenizer.from_metadata(metadata, where=str(file.path))
     library = tokenizer.library()
