@@ -15,6 +15,7 @@ from specsparse.cli.main import main
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import GenerationFailed
 from specsparse.speculative.base import Draft, Drafted, Drafter, DraftKind
+from specsparse.support.options import options_of
 from specsparse.testing import check_drafter, write_tiny_gguf
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
@@ -70,18 +71,22 @@ def test_the_text_is_plain_decodings_and_the_drafts_time_is_known(model, most_fr
     assert loop == "jit" or 0 < counters.times.draft < counters.times.total
 
 
-def test_limits_are_those_of_the_policy_and_options_are_fields(model):
+def test_limits_are_those_of_the_policy_and_attributes_are_options(model):
     seen = []
 
-    @dataclasses.dataclass(frozen=True)
     class Same(ListDrafter):
-        back: int = 1
+        max_nodes = 3
+        back: int = 2
 
         def propose(self, tokens, limit):
             seen.append((len(tokens), limit))
-            return tokens[-self.back :] * limit
+            return (tokens[-self.back :] * limit)[:limit]
 
-    specsparse.generate(model, [PROMPT, PROMPT[:5]], max_tokens=6, drafter=Same(max_nodes=3), verifier="greedy")
+    decorated = dataclasses.dataclass(frozen=True)(type("Own", (Same,), {"__annotations__": {"more": int}, "more": 1}))
+    assert decorated(more=4).more == 4 and decorated().max_nodes == 3
+    assert Same() == Same(3, 2) != Same(back=1) and hash(Same()) == hash(Same(3)) and Same(5).max_nodes == 5
+    assert [*options_of(Same)] == ["max_nodes", "back"] and options_of(Same)["max_nodes"].aliases[0] == "gamma"
+    specsparse.generate(model, [PROMPT, PROMPT[:5]], max_tokens=6, drafter=Same(), verifier="greedy")
     assert {limit for _, limit in seen} <= {1, 2, 3} and {n for n, _ in seen} >= {5, 8}
     assert all(n + limit <= 8 + 6 for n, limit in seen)  # room for the token that every round adds
 

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import inspect
 import operator
 from typing import ClassVar
 
@@ -25,7 +26,7 @@ class ListDrafter(Drafter):
     """Base of drafters in plain Python: derive a class and write `propose`; `drafter=mine:Mine` runs it.
 
     The compiled program calls `propose` for each text of a batch, in each round that may draft (`jax.pure_callback`).
-    The time of these calls is that of the draft stage. A class with options of its own is a frozen dataclass.
+    The time of these calls is that of the draft stage. Attributes with a type, such as `back: int = 2`, are options.
 
     Attributes:
         max_nodes: tokens drafted at most.
@@ -33,6 +34,13 @@ class ListDrafter(Drafter):
 
     max_nodes: MaxNodes = SHORT_GAMMA
     kind: ClassVar[DraftKind] = DraftKind.ONE_HOT
+
+    def __init_subclass__(cls) -> None:
+        """Makes each class a frozen dataclass, also one that only says `max_nodes = 8`."""
+        if isinstance(vars(cls).get("max_nodes"), int):
+            cls.__annotations__ = {"max_nodes": MaxNodes} | inspect.get_annotations(cls)
+        dataclasses.dataclass(frozen=True)(cls)
+        del cls.__setattr__, cls.__delattr__  # the base's hold: a class may still be decorated by its author
 
     @abc.abstractmethod
     def propose(self, tokens: list[int], limit: int) -> list[int]:
