@@ -40,7 +40,8 @@ FIRST_BYTES, MOST_BYTES = 1 << 20, 1 << 27
 """Bytes of a header that are asked for at first, and at most; most of it is the vocabulary, some megabytes."""
 _REFERENCE = re.compile(
     r"(?P<scheme>hf://)?(?P<repo>\w[\w.-]*/[\w.-]+)"
-    r"(?::(?P<tag>[\w.-]+)|/(?P<file>[^@:]+?)|@(?P<before>[^@\s]+?)/(?P<named>[^@\s]+\.(?:gguf|json|safetensors|bin)))?"
+    r"(?::(?P<tag>[\w.-]+)|/(?P<file>[^@:]+?)"
+    r"|@(?P<before>refs/(?:pr|convert)/[^@/\s]+|[^@/\s]+)/(?P<named>[^@\s]+\.(?:gguf|json|safetensors|bin)))?"
     r"(?:@(?P<revision>[^@\s]+?))?/?"
 )
 _T = TypeVar("_T")

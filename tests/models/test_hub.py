@@ -208,6 +208,7 @@ def test_a_reference_reads_back():
         ("hf://a/b@v1/c/d.gguf", ("a/b", "c/d.gguf", "v1", None)),
         ("hf://a/b@refs%2Fpr%2F3/d.gguf", ("a/b", "d.gguf", "refs/pr/3", None)),
         ("hf://a/b@refs/pr/3", ("a/b", None, "refs/pr/3", None)),
+        ("hf://a/b@refs/pr/3/d.gguf", ("a/b", "d.gguf", "refs/pr/3", None)),
         ("hf://a/b/c.gguf@feature/x", ("a/b", "c.gguf", "feature/x", None)),
     ],
 )
