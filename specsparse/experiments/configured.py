@@ -73,16 +73,17 @@ def filled(cfg: D, model: Model, bar: Bar) -> D:
 
 
 def rates(
-    cfg: MethodSettings, model: Model, draw: str | None, prompts: Sequence[Sequence[int]], bar: Bar
+    cfg: DecodingSettings, model: Model, draw: str | None, prompts: Sequence[Sequence[int]], bar: Bar
 ) -> tuple[float, ...]:
-    """Acceptance of chains (one rate), or by rank of siblings drawn in that way."""
+    """Acceptance of chains (one rate), or by rank of siblings drawn in that way; that of a stand-in is not kept."""
     gamma = min(cfg.gamma, 4) if draw is None else acceptance.FAN.size
     tree = None if draw is None else StaticTree(acceptance.FAN, DRAWS[draw])
     spec = MethodSpec(cfg.drafter, cfg.verifier, Fixed(gamma), tree, cfg.params)
     name = cost_key(cfg.drafter.name, cfg.drafter.options)
     key = acceptance_key(cfg, name, "chain" if draw is None else f"{draw} siblings")
     make = partial(resolve, spec, model)
-    return acceptance.table_with_acceptance(model, key, make, prompts, cfg.params, bar=bar).acceptance[key]
+    keep = cfg.stood_in is None
+    return acceptance.table_with_acceptance(model, key, make, prompts, cfg.params, keep=keep, bar=bar).acceptance[key]
 
 
 def acceptance_key(cfg: MethodSettings, drafter: str, shape: str) -> str:

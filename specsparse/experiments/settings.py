@@ -138,7 +138,10 @@ class FfnSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """A model, dense or sparse, and a text; `name` is the run's, `seed` that of every draw."""
+    """A model, dense or sparse, and a text; `name` is the run's, `seed` that of every draw.
+
+    `stood_in` is a `report.record.StandIn`, if the run is one.
+    """
 
     model: ModelSpec
     ffn: FfnSpec = FfnSpec()
@@ -146,6 +149,7 @@ class ModelSettings:
     data: DataSpec = DataSpec()
     name: str = "run"
     seed: Seed = 0
+    stood_in: Annotated[Any, Internal()] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +232,6 @@ class RunConfig(DecodingSettings):
         own: the keys that are not everybody's; the kind's class of settings reads them.
         composed: the whole config as plain containers, for the record.
         words: those of the command line, of which a model's or a drafter's name forbids the stand-in.
-        stood_in: a `report.record.StandIn`, if the run is one.
     """
 
     tracker: Choice
@@ -240,7 +243,6 @@ class RunConfig(DecodingSettings):
     own: Annotated[dict[str, Any], Rest()] = field(default_factory=dict)
     composed: Annotated[dict[str, Any], Internal()] = field(default_factory=dict, repr=False)
     words: Annotated[tuple[str, ...], Internal()] = ()
-    stood_in: Annotated[Any, Internal()] = None
 
 
 def from_omegaconf(cfg: DictConfig | Mapping[str, object]) -> RunConfig:
@@ -276,7 +278,8 @@ def of_kind(run: RunConfig, owner: type[S]) -> S:
     """The groups of a run that a kind's class of settings names. UserError: a key of the run that is nobody's."""
     wanted, common = options_of(owner), options_of(RunConfig)
     given = {**{key: getattr(run, key) for key in wanted if key in common}, **run.own}
-    return read(owner, given, group="", name=f"kind={run.kind}", null=True)
+    internal = {"stood_in": run.stood_in} if issubclass(owner, ModelSettings) else {}
+    return read(owner, given, group="", name=f"kind={run.kind}", internal=internal, null=True)
 
 
 def choice_from_file(group: str, name: str) -> Choice:

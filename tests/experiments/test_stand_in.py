@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -16,9 +17,10 @@ from hydra import compose, initialize_config_dir
 from specsparse import run
 from specsparse.engine.config import ACTIVATION_KEY
 from specsparse.errors import UserError
-from specsparse.experiments import runner, sweeps, trackers
-from specsparse.experiments.settings import from_omegaconf
+from specsparse.experiments import configured, runner, sweeps, trackers
+from specsparse.experiments.settings import DecodingSettings, from_omegaconf, of_kind
 from specsparse.measure.costs import acceptance
+from specsparse.measure.costs.measuring import silent
 from specsparse.models import catalogue
 from specsparse.predictors.fit_mlp import load_predictors, save_predictors
 from specsparse.report import pages, runs
@@ -139,6 +141,20 @@ def test_a_stand_in_is_named_by_report_and_wandb_and_teaches_no_table(ran, tmp_p
     assert sent["config"]["stand_in"]["asked"]["model"] == "llama-2-7b"
     with pytest.raises(UserError, match=r"record\.json: is of a stand-in"):
         acceptance.from_record(folder / "record.json")
+
+
+def test_a_stand_ins_acceptance_is_measured_and_not_kept(monkeypatch):
+    kept = []
+
+    def measured(model, key, *_, keep, bar):
+        kept.append(keep)
+        return SimpleNamespace(acceptance={key: (0.5,)})
+
+    monkeypatch.setattr(acceptance, "table_with_acceptance", measured)
+    cfg = of_kind(checked(*TINY), DecodingSettings)
+    assert configured.rates(cfg, None, None, [], silent) == (0.5,)
+    configured.rates(dataclasses.replace(cfg, stood_in=None), None, None, [], silent)
+    assert kept == [False, True]
 
 
 def test_a_sweep_keeps_stand_in_and_pair_apart(ran, tmp_path):

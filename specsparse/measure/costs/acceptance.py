@@ -291,9 +291,10 @@ def table_with_acceptance(
     params: SamplingParams,
     *,
     whole: bool = False,
+    keep: bool = True,
     bar: Bar = silent,
 ) -> CostTable:
-    """The model's table with the acceptance of one method, measured if it is not known yet, and kept.
+    """The model's table with the acceptance of one method, measured if it is not known yet, and kept (if `keep`).
 
     A chain has (accepted / tested,), the tree `FAN` its rates `by_rank`, and a tree that is measured as a `whole`
     (tokens emitted, nodes drafted) a round.
@@ -317,7 +318,8 @@ def table_with_acceptance(
                 if how.drafter.tree:
                     rates = tuple(n / max(c.num_rounds, 1) for n in (c.num_emitted_tokens, c.num_draft_tokens))
         table = dataclasses.replace(table, acceptance={**table.acceptance, key: rates})
-        timing_cache.save(model, table)
+        if keep:
+            timing_cache.save(model, table)
     return table
 
 
