@@ -242,6 +242,8 @@ def understood(given: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(drafter, str | Choice):
             name = said[next(iter(options))]
             raise UserError(f"{name} is no argument beside a drafter that is made: {answer(name)}")
+        if "model" in options and getattr(drafter, "name", drafter) not in ("model", "draft_model"):
+            raise UserError(f"{said['drafter']} and {said['model']} are one thing: give one of them")
         name, own_options = (drafter, {}) if isinstance(drafter, str) else (drafter.name, drafter.options)
         out["drafter"] = Choice(name, {**own_options, **options})
     return out

@@ -44,6 +44,7 @@ def test_neighbours_words_lead_to_names_that_there_are():
         ({"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 2},
          {"drafter": Choice("prompt_lookup", {"gamma": 4, "ngram_max": 2})}),
         ({"assistant_model": "a", "num_assistant_tokens": 3}, {"drafter": Choice("model", {"model": "a", "gamma": 3})}),
+        ({"drafter": "model", "assistant_model": "a"}, {"drafter": Choice("model", {"model": "a"})}),
         ({"drafter": "suffix", "num_speculative_tokens": 3}, {"drafter": Choice("suffix", {"gamma": 3})}),
         ({"spec_type": "ngram-simple", "draft_max": 3}, {"drafter": Choice("ngram-simple", {"gamma": 3})}),
         ({"speculative_config": {"method": "suffix", "model": None}}, {"drafter": Choice("suffix")}),
@@ -74,6 +75,7 @@ def test_neighbours_arguments_are_understood(given, found):
         ({"do_sample": "yes"}, "do_sample=yes must be true or false"),
         ({"max_new_tokens": 1, "max_tokens": 2}, "are one thing"),
         ({"drafter": "head", "speculative_config": {"method": "ngram"}}, "are one thing"),
+        ({"assistant_model": "a", "speculative_config": {"method": "ngram"}}, "are one thing"),
         ({"drafter": get_drafter("suffix"), "num_speculative_tokens": 2}, r"get_drafter\(NAME, gamma=VALUE\)"),
         (
             {"speculative_config": {"method": "ngram", "rejection_sample_method": "block"}, "verifier": "match"},
