@@ -101,55 +101,34 @@ _CLASSES: dict[tuple[str, str], Callable | np.dtype] = {
 def write_torch(path: str | os.PathLike[str], value: np.ndarray | Mapping[str, np.ndarray]) -> None:
     """Writes an array, or a state dict, as `torch.save` does; `torch.load(weights_only=True)` reads it.
 
-    Raises:
-        UserError: the file cannot be written.
+    The opcodes of pickle protocol 2 are written by hand, since the classes of tensors are torch's.
     """
-    out = _TensorPickle()
-    if isinstance(value, Mapping):
-        out.parts.append(b"ccollections\nOrderedDict\n)R(")
-        for name, array in value.items():
-            out.text(name)
-            out.tensor(np.asarray(array))
-        out.parts.append(b"u")
-    else:
-        out.tensor(np.asarray(value))
-    with atomically(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr("archive/data.pkl", b"".join([*out.parts, b"."]))
-        archive.writestr("archive/byteorder", "little")
-        for i, array in enumerate(out.storages):
-            archive.writestr(f"archive/data/{i}", array.tobytes())
-        archive.writestr("archive/version", "3\n")
+    storages: list[np.ndarray] = []
 
+    def text(word: str) -> bytes:
+        return b"X" + struct.pack("<I", len(word.encode())) + word.encode()
 
-class _TensorPickle:
-    """Opcodes of pickle protocol 2 for tensors, written by hand since their classes are torch's."""
+    def ints(numbers: Iterable[int]) -> bytes:
+        return b"".join(b"\x8a\x08" + struct.pack("<q", n) for n in numbers)
 
-    def __init__(self) -> None:
-        self.parts, self.storages = [b"\x80\x02"], []
-
-    def tensor(self, array: np.ndarray) -> None:
+    def tensor(array: np.ndarray) -> bytes:
         """torch._utils._rebuild_tensor_v2(storage, 0, shape, stride, requires_grad=False, hooks={})."""
         array = np.ascontiguousarray(array)
-        stride = [step // array.itemsize for step in array.strides]
-        self.parts.append(b"ctorch._utils\n_rebuild_tensor_v2\n((")
-        self.text("storage")
-        self.parts.append(f"ctorch\n{_NAME_OF[array.dtype]}\n".encode())
-        self.text(str(len(self.storages)))
-        self.text("cpu")
-        self._ints([array.size])
-        self.parts.append(b"tQ")
-        self._ints([0])
-        for numbers in (array.shape, stride):
-            self.parts.append(b"(")
-            self._ints(numbers)
-            self.parts.append(b"t")
-        self.parts.append(b"\x89ccollections\nOrderedDict\n)RtR")
-        self.storages.append(array)
+        kind = f"ctorch\n{_NAME_OF[array.dtype]}\n".encode()
+        storage = text("storage") + kind + text(str(len(storages))) + text("cpu") + ints([array.size]) + b"tQ"
+        shape, stride = ints(array.shape), ints(step // array.itemsize for step in array.strides)
+        storages.append(array)
+        rest = ints([0]) + b"(" + shape + b"t(" + stride + b"t\x89ccollections\nOrderedDict\n)RtR"
+        return b"ctorch._utils\n_rebuild_tensor_v2\n((" + storage + rest
 
-    def text(self, text: str) -> None:
-        data = text.encode()
-        self.parts.append(b"X" + struct.pack("<I", len(data)) + data)
-
-    def _ints(self, numbers: Iterable[int]) -> None:
-        for n in numbers:
-            self.parts.append(b"\x8a\x08" + struct.pack("<q", n))
+    if isinstance(value, Mapping):
+        items = b"".join(text(name) + tensor(np.asarray(array)) for name, array in value.items())
+        content = b"ccollections\nOrderedDict\n)R(" + items + b"u"
+    else:
+        content = tensor(np.asarray(value))
+    with atomically(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + content + b".")
+        archive.writestr("archive/byteorder", "little")
+        for i, array in enumerate(storages):
+            archive.writestr(f"archive/data/{i}", array.tobytes())
+        archive.writestr("archive/version", "3\n")
