@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
 
 from specsparse.engine.pytree import Pytree
-from specsparse.errors import UserError
+from specsparse.errors import refuse
 from specsparse.support.options import Also, Range, shown
 
 if TYPE_CHECKING:  # for the types alone: kinds of draws are known without it
@@ -362,13 +362,13 @@ class Drafter(AnyDrafter):
 
     def check(self) -> None:
         """Refuses facts of the wrong type."""
-        name = type(self).__name__
-        if not isinstance(self.kind, DraftKind):
-            raise UserError(f"{name}.kind={shown(self.kind)} must be a DraftKind, such as DraftKind.ONE_HOT")
+        name, kind = type(self).__name__, self.kind
+        wrong = {f"{name}.kind={shown(kind)} must be a DraftKind, such as ONE_HOT": not isinstance(kind, DraftKind)}
         for fact in ("max_nodes", "max_depth"):
             value = getattr(self, fact)
-            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-                raise UserError(f"{name}.{fact}={shown(value)} must be a whole number of at least 1")
+            whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+            wrong[f"{name}.{fact}={shown(value)} must be a whole number of at least 1"] = not whole or value < 1
+        refuse(wrong)
 
     def build(self, target: "Model", load: Load) -> LoadedDrafter:
         """Itself."""

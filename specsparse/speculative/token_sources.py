@@ -54,7 +54,9 @@ def read(codes_n: np.ndarray) -> tuple[TokenSource, ...]:
 def to_html(pieces: Iterable[tuple[str, TokenSource]]) -> str:
     """A text whose tokens stand on the colours of their origins, with a legend; later positions are darker."""
     shown = [(text, origin) for text, origin in pieces if text]
-    spans = [notebook.span(text, background=_colour(o), title=_title(o)) for text, o in shown]
+    place = ", position {} of its draft".format
+    titles = [o.kind + (place(o.position) if o.position else "") for _, o in shown]
+    spans = [notebook.span(text, background=_colour(o), title=title) for (text, o), title in zip(shown, titles)]
     kinds = {o.kind for _, o in shown}
     first = [TokenSource(kind, 1 if kind == "accepted" else 0) for kind in KINDS if kind in kinds]
     legend = [notebook.span(o.kind, background=_colour(o)) + f": {KINDS[o.kind]}\n" for o in first]
@@ -66,7 +68,3 @@ def _colour(origin: TokenSource) -> str:
     lightness = max(60, 92 - 5 * (origin.position - 1))
     colours = {"accepted": f"hsl(205,75%,{lightness}%)", "recovered": "hsl(38,95%,78%)", "bonus": "hsl(315,55%,86%)"}
     return colours.get(origin.kind, "")
-
-
-def _title(origin: TokenSource) -> str:
-    return f"{origin.kind}, position {origin.position} of its draft" if origin.position else origin.kind

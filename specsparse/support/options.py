@@ -196,6 +196,14 @@ def checked(option: Option, value: object, label: str) -> Any:
     return _value(option.hint, option.marks, value, label)
 
 
+def check_at_most(group: str, part: object, **limits: str) -> None:
+    """Refuses an option that is larger than the one that limits it, both by name; None is not given."""
+    for name, limit in limits.items():
+        value, most = getattr(part, name), getattr(part, limit)
+        if value is not None and most is not None and value > most:
+            raise UserError(f"{group}.{name}={value} must be at most {group}.{limit}={most}")
+
+
 def values_of(options: object) -> dict[str, object]:
     """Each option of an instance, those of its `Inline` parts among them, and its value as YAML and JSON have it."""
     whole = vars(options)

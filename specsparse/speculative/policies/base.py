@@ -16,7 +16,7 @@ import numpy as np
 
 from specsparse.errors import UserError
 from specsparse.speculative.base import DEFAULT_GAMMA, GAMMA_NAMES, MAX_GAMMA, DraftContext, DraftKind, Verdict
-from specsparse.support.options import Also, Count, Positive, Range, Size
+from specsparse.support.options import Also, Count, Positive, Range, Size, check_at_most
 
 Gamma = Annotated[int, Range(1, MAX_GAMMA), Also(*(name for name in GAMMA_NAMES if name != "gamma"))]
 """Most tokens to draft in a round, as an option."""
@@ -153,14 +153,6 @@ class ActivePolicy:
         return self.policy.keep(self.state, count_B)
 
 
-def check_at_most(policy: Policy, **limits: str) -> None:
-    """Refuses an option that is larger than the one that limits it, both by name; None is not given."""
-    for name, limit in limits.items():
-        value, most = getattr(policy, name), getattr(policy, limit)
-        if value is not None and most is not None and value > most:
-            raise UserError(f"policy.{name}={value} must be at most policy.{limit}={most}")
-
-
 def check_policy(policy: Policy, kind: DraftKind) -> None:
     """Refuses a policy that may drop tokens of drafts that are drawn: `n_min`, or a `keep` of its own."""
     if policy.one_hot_only and kind is not DraftKind.ONE_HOT:
@@ -183,7 +175,7 @@ class Fixed(Policy):
     n_min: Annotated[Size, Also("draft_min")] = 0
 
     def __post_init__(self):
-        check_at_most(self, n_min="gamma")
+        check_at_most("policy", self, n_min="gamma")
 
     @property
     def always(self) -> bool:  # type: ignore[override]
@@ -285,7 +277,7 @@ class Heuristic(Policy):
     start: Annotated[Count | None, Also("num_assistant_tokens")] = None
 
     def __post_init__(self):
-        check_at_most(self, start="gamma")
+        check_at_most("policy", self, start="gamma")
 
     def init(self, batch: int) -> jax.Array:
         """int32[B], the length of the next draft."""

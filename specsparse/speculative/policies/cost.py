@@ -21,8 +21,8 @@ from specsparse.errors import UserError
 from specsparse.speculative import expected
 from specsparse.speculative.base import SHORT_GAMMA, Verdict
 from specsparse.speculative.policies import POLICIES, get_policy
-from specsparse.speculative.policies.base import DraftView, Gamma, Policy, PolicyReport, Unit, check_at_most
-from specsparse.support.options import Also, Count, Inline, Positive, Range, Size, instance_of
+from specsparse.speculative.policies.base import DraftView, Gamma, Policy, PolicyReport, Unit
+from specsparse.support.options import Also, Count, Inline, Positive, Range, Size, check_at_most, instance_of
 
 KEPT = "kept"
 """Value of `v` that asks for the times that were kept on this machine."""
@@ -118,7 +118,7 @@ class CostOptimal(Policy):
 
     def __post_init__(self):
         self.cost.check(self.gamma)
-        check_at_most(self, least="gamma")
+        check_at_most("policy", self, least="gamma")
 
     def check_times(self) -> None:
         assert self.cost.times
@@ -190,7 +190,7 @@ class AutoOff(Policy):
 
     def __post_init__(self):
         self.cost.check(self.gamma)
-        check_at_most(self, probe="gamma", every="most")
+        check_at_most("policy", self, probe="gamma", every="most")
         if isinstance(self.inner, Policy) and self.inner.gamma > self.gamma:
             raise UserError(f"policy.gamma={self.gamma} must be at least the inner policy's {self.inner.gamma}")
 

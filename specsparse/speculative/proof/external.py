@@ -27,7 +27,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from specsparse.errors import UserError, own_line
+from specsparse.errors import UserError, own_line, refuse
 from specsparse.speculative.base import PAD, ROOT, DraftKind
 from specsparse.support.options import nearest
 
@@ -101,20 +101,19 @@ class ExternalVerifier:
         fill("tree", names[3:4] == ["parents"] if self.tree is None else self.tree)
         fill("randomness", self.randomness or _randomness_of(names, 4 if self.tree else 3))
         fill("drafts", self.drafts or (DraftKind.IID if self.tree else DraftKind.SAMPLED))
+        wrong = {}
         for option, choices in (("arrays", ARRAYS), ("dtype", GRID), ("randomness", RANDOMNESS)):
-            if (value := getattr(self, option)) not in choices:
-                known = f"{', '.join(choices)}{nearest(value, choices)}"
-                raise UserError(f"{self.name}: {option}={value!r} is none of {known}")
+            value = getattr(self, option)
+            wrong[f"{option}={value!r} is none of {', '.join(choices)}{nearest(value, choices)}"] = value not in choices
         for option in ("uniforms", "samples", "shortest"):
-            if not isinstance(value := getattr(self, option), int) or value < 0:
-                raise UserError(f"{self.name}: {option}={value!r} must be a whole number of at least 0")
+            value = getattr(self, option)
+            wrong[f"{option}={value!r} must be a whole number of at least 0"] = not isinstance(value, int) or value < 0
+        fit = (DraftKind.ONE_HOT, *((DraftKind.IID, DraftKind.WOR) if self.tree else (DraftKind.SAMPLED,)))
+        what = "of a tree" if self.tree else "a chain"
+        wrong[f"drafts are {what}: {', '.join(map(str, fit))}"] = self.drafts not in fit
+        refuse(wrong, self.name)
         for library in {self.arrays, "jax" if self.randomness == "key" else "numpy"} - {"numpy"}:
-            if importlib.util.find_spec(library) is None:
-                raise UserError(f"{self.name} takes arrays or keys of {library}, which is not installed")
-        fit = (DraftKind.IID, DraftKind.WOR) if self.tree else (DraftKind.SAMPLED,)
-        if self.drafts not in (known := (*fit, DraftKind.ONE_HOT)):
-            what = "of a tree" if self.tree else "a chain"
-            raise UserError(f"{self.name}: drafts are {what}: {', '.join(map(str, known))}")
+            refuse({f"needs {library}, which is not installed": not importlib.util.find_spec(library)}, self.name)
         fill("samples", max(self.samples, 2) if self.samples else 200_000 if self.batched else 20_000)
 
     @property

@@ -56,17 +56,15 @@ def transformers_sampling(*, uniforms: bool = True, ensemble: float | None = Non
     try:
         import torch
         from transformers.generation import utils
-    except ImportError as error:
-        raise UserError(f"transformers and torch are needed ({error}): pip install transformers torch") from error
-    if not hasattr(utils, "_speculative_sampling"):
-        raise UserError("this transformers has no generation.utils._speculative_sampling: 4.37 to 5.23 have")
+
+        sampling = utils._speculative_sampling
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"transformers 4.37 to 5.23 and torch are needed ({error}): pip install them") from error
 
     def verify(p, q, drafts, uniforms=None):
         K = len(drafts)
         with _draws_from(utils, uniforms) if uniforms is not None else contextlib.nullcontext():
-            tokens, _ = utils._speculative_sampling(
-                drafts[None], q.log()[None], K, p.log()[None], assistant_ensemble_weight=ensemble
-            )
+            tokens, _ = sampling(drafts[None], q.log()[None], K, p.log()[None], assistant_ensemble_weight=ensemble)
         return tokens[0].tolist()
 
     if not uniforms:

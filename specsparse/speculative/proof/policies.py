@@ -38,12 +38,7 @@ class PolicyCase(Case):
 
     def outcomes(self) -> Iterator[Outcome]:
         """Every draft of the whole chain, cut to the nodes that the policy verifies."""
-        kept = self._kept()
-        for outcome in super().outcomes():
-            yield outcome._replace(draft=outcome.draft._replace(count=kept[tuple(outcome.draft.tokens)]))
-
-    def _kept(self) -> np.ndarray:
-        """int32[V, ..], nodes that the policy verifies of each chain; `drafters.chain` asks it likewise."""
+        # Nodes that the policy verifies of each chain; `drafters.chain` asks it likewise.
         V, K, policy = len(self.q[0]), self.template.size, self.policy
         tokens_KN = np.indices((V,) * K).reshape(K, -1)
         N = tokens_KN.shape[1]
@@ -59,7 +54,9 @@ class PolicyCase(Case):
             last_N = jnp.asarray(q_NV[np.arange(N), tokens_KN[i]])
             count_N = count_N + live_N.astype(jnp.int32)
         kept_N = jnp.clip(policy.keep(state, count_N), 0, count_N)
-        return np.asarray(kept_N, np.int32).reshape((V,) * K)
+        kept = np.asarray(kept_N, np.int32).reshape((V,) * K)
+        for outcome in super().outcomes():
+            yield outcome._replace(draft=outcome.draft._replace(count=kept[tuple(outcome.draft.tokens)]))
 
     def _state(self, N: int) -> Any:
         state, drafted = self.policy.init(N), jnp.full((N,), self.template.size, jnp.int32)

@@ -12,7 +12,7 @@ from specsparse.engine.cache import KVCache
 from specsparse.errors import UserError
 from specsparse.speculative.base import MAX_NODES, ROOT, Draft
 from specsparse.speculative.trees.base import Depth, Expanded, Expander, Nodes, TreeShape
-from specsparse.support.options import Also, Range
+from specsparse.support.options import Also, Range, check_at_most
 
 Unit = Annotated[float, Range(0, 1)]
 
@@ -299,8 +299,7 @@ class PSplit(TreeShape):
     max_nodes = property(attrgetter("nodes"))
 
     def __post_init__(self):
-        if self.depth is not None and self.depth > self.nodes:
-            raise UserError(f"tree.depth={self.depth} must lie in 1..nodes={self.nodes}")
+        check_at_most("tree", self, depth="nodes")
 
     @property
     def max_depth(self) -> int:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine.cache import KVCache
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.speculative.base import ROOT, Draft, DraftKind
 from specsparse.speculative.drafters.sources import draft_uniforms
 from specsparse.speculative.trees.base import Depth, Expanded, Expander, Nodes, TreeShape
@@ -283,10 +283,11 @@ def sequoia(
         UserError: chances or times that are none.
     """
     rates, cost = np.asarray(acceptance_by_rank, np.float64), np.asarray(cost_of_n, np.float64)
-    if rates.ndim != 1 or rates.size == 0 or (rates < 0).any() or rates.sum() > 1 + 1e-9:
-        raise UserError("tree.acceptance must hold the chance of each rank: at least 0, in all at most 1")
-    if cost.ndim != 1 or cost.size <= max_nodes or not (cost > 0).all():
-        raise UserError(f"tree.cost must hold times above 0 for 0..{max_nodes} nodes")
+    chances = rates.ndim == 1 and rates.size and (rates >= 0).all() and rates.sum() <= 1 + 1e-9
+    refuse({
+        "tree.acceptance must hold the chance of each rank: at least 0, in all at most 1": not chances,
+        f"tree.cost must hold times above 0 for 0..{max_nodes} nodes": cost.size <= max_nodes or not (cost > 0).all(),
+    })  # fmt: skip
     ranks, deepest = len(rates), min(max_depth, max_nodes)
     # gain[d, r, n]: most tokens that n nodes give as children of rank r and up (and their subtrees) of one node, with
     # paths of at most d. first[d, r, n]: nodes of the subtree of child r in that optimum, 0 for no child.

@@ -41,8 +41,7 @@ class TreeTemplate:
         parents: list[int] = []
         level = [ROOT]
         for width in widths:
-            if width < 1:
-                raise UserError(f"tree width {width} must be at least 1")
+            assert width >= 1, f"tree width {width}"
             start = len(parents)
             if len(level) * width > _MOST:
                 raise UserError(f"tree widths {list(widths)} are more than {_MOST} nodes on a level")
@@ -59,8 +58,7 @@ class TreeTemplate:
         wanted: set[tuple[int, ...]] = set()
         for path in paths:
             for depth, rank in enumerate(path):
-                if rank < 0:
-                    raise UserError(f"tree path {tuple(path)} has a negative rank")
+                assert rank >= 0, f"tree path {tuple(path)}"
                 wanted |= {(*path[:depth], elder) for elder in range(rank + 1)}
         order = sorted(wanted, key=lambda path: (len(path), path))
         index = {path: node for node, path in enumerate(order)}

@@ -68,7 +68,7 @@ def get_verifier(name: str, **options: object) -> Verifier:
     if name == SYNTHETIC:
         raise UserError(f"verifier={name} makes up the acceptance of a drafter's chains: it is made with a drafter")
     if name in BUILTIN:
-        verifier = _made(name, options)
+        verifier = dataclasses.replace(BUILTIN[name], rule=RULES.make(name, options))
         return next((known for known in VERIFIERS.values() if known == verifier), verifier)
     found = RULES.look(name)
     if isinstance(found, Verifier):
@@ -84,13 +84,9 @@ def get_verifier(name: str, **options: object) -> Verifier:
     )
 
 
-def _made(name: str, options: Mapping[str, object]) -> Verifier:
-    return dataclasses.replace(BUILTIN[name], rule=RULES.make(name, options))
-
-
 @functools.cache
 def _by_default(name: str) -> Verifier:
-    return _made(name, {})
+    return dataclasses.replace(BUILTIN[name], rule=RULES.make(name, {}))
 
 
 class _Defaults(Mapping[str, Verifier]):
