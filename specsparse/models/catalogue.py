@@ -355,7 +355,7 @@ def published(spec: str | os.PathLike[str], download: Download = "ask") -> Path:
 
 
 def _on_hub(text: str, get: Callable[[str], Path]) -> Path:
-    """`get(text)`; the error of a name without hf:// says that it is no file here either."""
+    """`get(text)`; the error of a name without hf:// says that no such file is here."""
     try:
         return get(text)
     except UserError as error:

@@ -161,7 +161,7 @@ def download(text: str) -> Path:
 
 
 def look_up(repo: str, revision: str | None = None) -> Repository:
-    """Asks the Hub for a repository; UnreachableError if that cannot be, UserError without such a one or access."""
+    """Asks the Hub for a repository; UnreachableError without a connection, UserError for a wrong name or no access."""
     from huggingface_hub import HfApi
 
     wanted = Reference(repo, None, revision)

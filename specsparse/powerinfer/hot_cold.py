@@ -181,7 +181,7 @@ def combine(x_RD, cold_RD, hot_RD):
 
 
 def stats_of(cold: SparseStats | None, hot: SparseStats | None) -> HotColdStats:
-    """Of a layer, from those of its parts; at least one is there."""
+    """A layer's statistics from its parts'; at least one is there."""
     parts = [p for p in (cold, hot) if p is not None]
     kept, union, nonzero, _ = (sum(each[1:], each[0]) for each in zip(*parts))
     return HotColdStats(kept, union, nonzero, jnp.zeros_like(kept) if hot is None else hot.kept)
@@ -417,7 +417,7 @@ def _side_by_side(kept: list[_Residual], n_valid_B) -> jax.Array:
 
 @jax.jit
 def _stacked(stats: tuple[SparseStats | None, ...]) -> SparseStats:
-    """Of one device's part in each layer; a layer without it has done nothing there."""
+    """Statistics of one device's part, stacked over the layers; zeros for a layer without that part."""
     nothing = jax.tree.map(jnp.zeros_like, next(s for s in stats if s is not None))
     return jax.tree.map(lambda *each: jnp.stack(each), *(nothing if s is None else s for s in stats))
 

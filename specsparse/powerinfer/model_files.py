@@ -89,7 +89,7 @@ def write_predictors(
 
 
 def unreadable(config: ModelConfig) -> dict[str, object]:
-    """What PowerInfer's loader does not know: other tensors and another head size; true if the model has it."""
+    """Reasons why PowerInfer's loader cannot read a model, true if they hold."""
     arch = config.architecture
     return {
         f"PowerInfer's sparse loader knows llama and bamboo, not {arch}": arch not in ("llama", "bamboo"),

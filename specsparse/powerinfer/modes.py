@@ -120,7 +120,7 @@ def plan(
     if mode == "oracle" and not floats and not faithful_f16 and zero_skip.in_file(f, config, kernels):
         pack = zero_skip.pack
     elif mode != "dense" or sparse:
-        # Only such a model waits until what computes neuron by neuron is imported.
+        # Imported here, so that a dense model does not wait for it.
         from specsparse.powerinfer import sparse_ffn
         from specsparse.predictors.base import FFN
         from specsparse.predictors.rules import Oracle

@@ -40,7 +40,7 @@ from specsparse.errors import UserError
 GRANULARITY = 256
 """Hot neurons of a layer come in multiples of this: what PowerInfer's CUDA kernels ask for."""
 _CELLS = 1 << 18
-"""Of the table over the budget; with more, sizes are rounded up to a coarser unit."""
+"""Cells of the table over the budget at most; sizes are rounded up to a coarser unit to keep to it."""
 _COUNTED = {2: 2.0, 3: 4.5}
 """Matrices of an FFN -> c; PowerInfer counts 4 neurons as c F elements (llama.cpp:3115), not as those they have."""
 _NEURONS = ("ffn_gate", "ffn_up", "ffn_down", "ffn_down_t")
@@ -167,7 +167,7 @@ class ModelParts:
 
     @staticmethod
     def from_gguf(f: GGUFFile, config: ModelConfig, *, context: int, kv_dtype: str = "f16") -> "ModelParts":
-        """Of an open file, with a cache of `context` positions."""
+        """The parts of an open file, with a cache of `context` positions."""
 
         def each(wanted: Callable[[str], bool]) -> tuple[int, ...]:
             sizes = [0] * config.n_layers

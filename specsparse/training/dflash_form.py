@@ -24,9 +24,9 @@ from specsparse.training.form import FeatureForm, Frozen, ridge, unit
 from specsparse.training.layer import Keys, attention, linear, rms_norm, times
 
 _ROWS, _DRAFTING = 512, 224
-"""Of the windows that the first weights are fitted on."""
+"""Size of the windows that the first weights are fitted on."""
 _FIRST_ROWS = 8_000
-"""Tokens of answers that they are fitted on."""
+"""Tokens of answers that the first weights are fitted on."""
 _NAMES = {"fc": "fc.weight", "hidden_norm": "enc.output_norm.weight", "output_norm": "output_norm.weight"}
 """Fields of `BlockWeights` beside its layers, and their tensors in the file."""
 

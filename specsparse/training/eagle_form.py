@@ -161,11 +161,11 @@ class HeadForm(Form):
         return (*self.below, self.model.config.n_layers)
 
     def size(self, wanted: int) -> int:
-        """That of the file it begins with, if any."""
+        """The size of the file that training begins with, if there is one."""
         return super().size(wanted) if self.begin is None else len(self.begin.ids)
 
     def ids(self, texts: Sequence[Text], wanted: int) -> np.ndarray:
-        """Those of the file it begins with, if any."""
+        """The ids of the file that training begins with, if there is one."""
         return super().ids(texts, wanted) if self.begin is None else self.begin.ids
 
     def first(self, texts: Sequence[Text], *, rows: int = 60_000) -> HeadWeights:

@@ -115,7 +115,7 @@ class FeatureForm(Form):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Those that it reads, and the last rows, for the target's distribution."""
+        """The layers in `read`, and the last rows, for the target's distribution."""
         return (*self.read, self.model.config.n_layers)
 
     def fused(self, texts: Sequence[Text], *, rows: int = 60_000) -> np.ndarray:

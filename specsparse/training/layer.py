@@ -19,7 +19,7 @@ from specsparse.kernels import processor
 from specsparse.kernels.reference.dense import rotate
 
 Precision = Literal["auto", "float32", "bfloat16"]
-"""Of a training's products; `auto` is bfloat16 if the processor has units for it."""
+"""Type of a training's products; `auto` is bfloat16 if the processor has units for it."""
 
 _NOT = -1e30
 _Tree = TypeVar("_Tree")

@@ -9,7 +9,7 @@ size of the activations).
 **Distilled.** The whole model is trained until it says what the original says. The loss is KL(original, this model)
 over candidate ids, plus the squared distance of the two normalised last rows, plus such a measure (see `MEASURES`). The
 matrices are rounded to Q4_0 in every step, and the gradient passes straight through (Bengio et al., arXiv:1308.3432):
-what is trained is what the file holds.
+so the trained values are the file's.
 """
 
 import os
@@ -285,7 +285,7 @@ def _outputs(ffn: FfnMatrices, z_nD: jax.Array) -> jax.Array:
 
 
 def _token_weights(y_nD: jax.Array) -> jax.Array:
-    """[n], by which a token's squared error counts: one over its output's size, bounded where the output is small."""
+    """[n], the weight of a token's squared error: one over its output's size, bounded for small outputs."""
     size = jnp.sum(y_nD * y_nD, axis=1)
     return 1.0 / (size + jnp.median(size))
 
@@ -298,7 +298,7 @@ def hoyer(a_nF: jax.Array) -> jax.Array:
 def nearly_counted(a_nF: jax.Array, softness: float = 0.1) -> jax.Array:
     """[n], mean of a / (a + t) for a >= 0, t that part of the active ones' root mean square: nearly their share.
 
-    Its slope is steep near 0, where a model misses a neuron least, and hardly moves those that say much.
+    Its slope is steep near 0, where a model misses a neuron least, and flat at large activations.
     """
     active = jnp.sum((a_nF > 0).astype(jnp.float32), axis=1)
     t = softness * jnp.sqrt(jnp.sum(a_nF * a_nF, axis=1) / jnp.maximum(active, 1.0))

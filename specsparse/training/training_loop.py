@@ -84,7 +84,7 @@ class Log:
     Attributes:
         path: of the file.
         steps, every: of the training, and from one point of the curve to the next; the last step is one.
-        unit, count: the name of what is counted of a batch, and its count.
+        unit, count: what is counted of a batch, by name and as a function.
         point: its columns beside step, `unit`, seconds and rate, from the state and the losses since the last point.
         curve: the points.
     """

@@ -145,7 +145,7 @@ def make_delta(base: str | os.PathLike[str], model: str | os.PathLike[str], path
 
 
 def apply_delta(base: str | os.PathLike[str], delta: str | os.PathLike[str], path: str | os.PathLike[str]) -> Path:
-    """Writes the model that `delta` was made of; UserError for another base, or a file that is no difference."""
+    """Writes the model that `delta` was made of; UserError for another base or another kind of file."""
     old, change = open_gguf(base), open_gguf(delta)
     if change.metadata.get("general.architecture") != ARCHITECTURE:
         raise UserError(f"{change.path}: is no difference to a model; make one with `specsparse convert make-delta`")

@@ -476,7 +476,7 @@ def _activation(config: HfConfig) -> dict[str, str]:
 
 
 def notes(config: HfConfig, biases: Sequence[str]) -> list[str]:
-    """A line on each thing that other programs do not run as the file says; `biases` are those that the file has."""
+    """A line on each key that other programs read otherwise; `biases` are the file's."""
     a, family, rope = config.architecture, config.hf_class.family, gguf_rope(config.rope).note
     activation = _activation(config).get(ACTIVATION_KEY)
     spoken = {"silu": "SiLU", "gelu_tanh": "GELU"}.get(family.activation)
