@@ -75,16 +75,13 @@ class CheckBeforeStart:
 
 
 def _check(config: Any, words: Sequence[str]) -> Any:
-    """A composed config as `runner.check` finds it; says whose figures come if it is a stand-in."""
+    """A composed config as `runner.check` finds it."""
     from specsparse.experiments.settings import from_omegaconf
 
     run = from_omegaconf(config)  # without jax: what it finds wrong is said at once
     from specsparse.experiments import runner
 
-    checked = runner.check(dataclasses.replace(run, words=tuple(words)))
-    if checked.cfg.stood_in is not None:
-        print(checked.cfg.stood_in, flush=True)
-    return checked
+    return runner.check(dataclasses.replace(run, words=tuple(words)))
 
 
 def _rename(config: Any, values: dict[str, Any], place: Any) -> None:
@@ -105,6 +102,8 @@ def _task(cfg: Any) -> Any:
     directory, is_cell = Path(hydra.runtime.output_dir), hydra.mode is RunMode.MULTIRUN
     try:
         checked = _checked.pop() if _checked else _check(cfg, hydra.overrides.task)
+        if checked.cfg.stood_in is not None:
+            print(checked.cfg.stood_in, flush=True)
         return _cell(checked, directory) if is_cell else _run(checked, directory)
     except UserError as error:
         if cfg.get("debug") is True:

@@ -37,7 +37,7 @@ from specsparse.report.runs import CELL_FILE, measurement, record_hash
 from specsparse.runtime import metrics
 from specsparse.runtime.method import resolve
 from specsparse.support import tables
-from specsparse.support.files import STAND_IN, kept, to_json, write_atomically
+from specsparse.support.files import STAND_IN, Json, kept, to_json, write_atomically
 from specsparse.support.registry import source_of
 
 _RESULTS = (
@@ -63,7 +63,7 @@ class Cell:
         """The cell of a config that has been checked."""
         depends = {
             "config": {k: v for k, v in cfg.composed.items() if k not in _NO_MATTER},
-            "stand_in": cfg.stood_in is not None,
+            "stand_in": cfg.stood_in and cfg.stood_in.asked,
             "files": sorted(_files(cfg)),
             "code": source_hash(),
             "cpu": cpu_info(),
@@ -164,17 +164,43 @@ def records(directory: Path) -> list[dict[str, Any]]:
 
 
 def swept(found: list[dict[str, Any]]) -> list[Setting]:
-    """The settings that differ, and of stand-ins what they stand in for."""
-    parts = tuple(StandIn(**r["stand_in"]).parts if "stand_in" in r else methods.NOTHING for r in found)
-    stood_in = [Setting("stand_in", "stand-in", parts)] if set(parts) != {methods.NOTHING} else []
+    """The settings that differ, and a column of stand-ins if there are any."""
+    words, said = stand_ins(found)
+    stood_in = [Setting("stand_in", "stand-in", words)] if said else []
     return [*methods.differing_settings([r["config"] for r in found]), *stood_in]
+
+
+def stand_ins(found: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[str]]:
+    """A word of each run, and a line of each stand-in that says all parts that differ, but for what is swept.
+
+    The word is the stand-in's model, or the number of its line if there are several.
+    """
+    columns = {setting.key for setting in methods.differing_settings([r["config"] for r in found])}
+
+    def unswept(parts: Json) -> Json:
+        return {
+            group: {key: x for key, x in part.items() if key == "name" or f"{group}.{key}" not in columns}
+            if isinstance(part, dict)
+            else part
+            for group, part in parts.items()
+        }
+
+    each = [StandIn(**r["stand_in"]) if "stand_in" in r else None for r in found]
+    each = [s and StandIn(unswept(s.asked), unswept(s.used), s.why) for s in each]
+    lines = dict[str, str]()
+    for stand_in in filter(None, each):
+        lines.setdefault(stand_in.parts, str(stand_in))
+    if len(lines) < 2:
+        return tuple(s.used["model"] if s else methods.NOTHING for s in each), list(lines.values())
+    numbers = {parts: str(i) for i, parts in enumerate(lines, 1)}
+    words = tuple(numbers[s.parts] if s else methods.NOTHING for s in each)
+    return words, [line.replace(":", f" {numbers[parts]}:", 1) for parts, line in lines.items()]
 
 
 def table(found: list[dict[str, Any]]) -> Table:
     """A row a run: what was swept, then the results; the best speed-up, and what ties with it, is bold."""
     settings, note = swept(found), metrics.lengths_note(per_pass="tokens/pass", length="accept. length")
-    long = [i for i, setting in enumerate(settings) if setting.key == "stand_in"]
-    out = tables.new(*(Text(s.name) for s in settings), *_RESULTS, left=long, wrap=long, close=True, note=note)
+    out = tables.new(*(Text(s.name) for s in settings), *_RESULTS, close=True, note=note)
     for i, (r, rank) in enumerate(zip(found, ranks(found), strict=True)):
         plain, method = (_rates(r, side) for side in (PLAIN, SPECULATIVE))
         interval, identity = _interval(r), r["summary"].get("identity")
@@ -199,8 +225,9 @@ def ranks(found: list[dict[str, Any]]) -> list[Rank | None]:
 
 def lines(found: list[dict[str, Any]]) -> list[str]:
     """Notes on the table: the meaning of ties, and doubts of the ranking."""
-    measured, settings = [_interval(r) for r in found], swept(found)
-    names = [", ".join(f"{setting.name} {setting.values[i]}" for setting in settings) for i in range(len(found))]
+    measured = [_interval(r) for r in found]
+    telling = [setting for setting in swept(found) if len(set(setting.values)) > 1]
+    names = [", ".join(f"{setting.name} {setting.values[i]}" for setting in telling) for i in range(len(found))]
     bounds = [
         (name, faster and faster.value, _rates(r, SPECULATIVE).get("tokens_per_target_pass"))
         for name, r, faster in zip(names, found, measured, strict=True)
@@ -235,6 +262,8 @@ def show(directory: Path, out: Console) -> None:
             out.print(Text(line, style="yellow"), soft_wrap=True)
         if rows is not None:
             out.print(Text(f"records: {directory}", style="dim"), soft_wrap=True)
+        for line in stand_ins(found)[1]:
+            out.print(Text(line, style="yellow"), soft_wrap=True)
 
     if len(points) > 1:
         show_rows(sparsity.sweep_table(points, swept(points)), points, apart(points))

@@ -1,6 +1,7 @@
 """Stand-ins: an experiment whose models cannot be had runs on an embedded pair, and all that it writes says so."""
 
 import contextlib
+import copy
 import dataclasses
 import io
 import json
@@ -168,9 +169,21 @@ def test_a_sweep_keeps_stand_in_and_pair_apart(ran, tmp_path):
         if number == "1":
             del record["stand_in"]
         (tmp_path / number / "record.json").write_text(json.dumps(record))
-    setting = sweeps.swept(sweeps.records(tmp_path))[-1]
-    assert setting.name == "stand-in" and setting.values[1] == "-"
-    assert setting.values[0].startswith("model tiny, drafter prompt_lookup, policy fixed (gamma 2) in place of")
+    setting, lines = sweeps.swept(found := sweeps.records(tmp_path))[-1], sweeps.stand_ins(found)[1]
+    assert setting.name == "stand-in" and setting.values == ("tiny", "-") and lines == [ran[0][0]]
+
+
+def test_a_sweep_says_once_what_its_stand_ins_have_in_common(ran):
+    one = json.loads((ran[1] / "record.json").read_text())
+    two = copy.deepcopy(one)
+    for policy in (two["config"]["policy"], two["stand_in"]["asked"]["policy"], two["stand_in"]["used"]["policy"]):
+        policy["gamma"] = 9
+    swept, (line,) = sweeps.swept([one, two]), sweeps.stand_ins([one, two])[1]
+    assert [(setting.name, setting.values) for setting in swept] == [("gamma", ("2", "9")), ("stand-in", ("tiny",) * 2)]
+    assert "policy fixed in place of model llama-2-7b" in line and "policy p_min (n_min 5, p_min 0.9)" in line
+    two["stand_in"]["asked"]["policy"]["p_min"] = 0.5
+    words, lines = sweeps.stand_ins([one, two, one])
+    assert words == ("1", "2", "1") and "p_min 0.9" in lines[0] and lines[1].startswith("stand-in 2: model tiny")
 
 
 def test_a_stand_in_in_a_sweep_has_a_folder_of_its_name(place, monkeypatch, capsys):
@@ -184,7 +197,8 @@ def test_a_stand_in_in_a_sweep_has_a_folder_of_its_name(place, monkeypatch, caps
     assert first == second == zero.parents[1].name == "spec_llama160m.stand_in"
     assert (zero.name, one.name) == ("0.stand_in", "1.stand_in") and zero.is_dir()
     assert zero.parent == one.parent and zero.parent.name.endswith(".stand_in")
-    assert "policy fixed (gamma 9)" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and "policy fixed (gamma 9)" in lines[0] and "policy fixed (gamma 10)" in lines[1]
 
 
 def test_the_error_of_before_without_a_stand_in(capsys):
