@@ -9,7 +9,7 @@ import numpy as np
 
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.runtime.load import load
 from specsparse.runtime.loops import NOTED_ROUNDS, Watch
 from specsparse.runtime.method import MethodSpec, ready
@@ -138,10 +138,12 @@ def _params(
     model: Model, sampling: SamplingParams | None, max_tokens: int | None, fields: Mapping[str, object]
 ) -> SamplingParams:
     """`sampling`, or greedy for None, with `max_tokens` and `fields` in place of its own."""
-    if not isinstance(model, Model):
-        raise UserError(f"the first argument is a Model, from specsparse.load(...), not {type(model).__name__}")
-    if not isinstance(sampling, SamplingParams | None):
-        raise UserError(f"sampling must be SamplingParams, not {type(sampling).__name__}")
+    refuse({
+        f"the first argument is a Model, from specsparse.load(...), not {type(model).__name__}":
+            not isinstance(model, Model),
+        f"sampling must be SamplingParams, not {type(sampling).__name__}":
+            not isinstance(sampling, SamplingParams | None),
+    })  # fmt: skip
     params = SamplingParams(temperature=0.0, max_tokens=None) if sampling is None else sampling
     if max_tokens is not None:
         fields = {**fields, "max_tokens": max_tokens}

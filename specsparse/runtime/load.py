@@ -22,7 +22,7 @@ from specsparse.engine.fixed_width import AUTO, check_width, fixed_width
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.engine.model import KV_DTYPES, Model
 from specsparse.engine.text.tokenizer import Tokenizer
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.kernels.reference import q8_cache
 from specsparse.models import catalogue
 from specsparse.powerinfer import modes
@@ -131,9 +131,11 @@ def load(
         f, config, chosen, ffn=ffn, threshold=threshold, faithful_f16=faithful_f16, placement=placement, hot=hot,
         devices=devices,
     )  # fmt: skip
-    if (float_weights and plan.pack is not None) or (mesh is not None and (plan.ffn or plan.pack)):
-        given = "mesh" if mesh is not None else "float_weights"
-        raise UserError(f"{path}: {given} is for dense models; this one's FFN is computed neuron by neuron")
+    by_neuron = "is for dense models; this one's FFN is computed neuron by neuron"
+    refuse({
+        f"float_weights {by_neuron}": float_weights and plan.pack is not None,
+        f"mesh {by_neuron}": mesh is not None and (plan.ffn is not None or plan.pack is not None),
+    }, path)  # fmt: skip
     tokenizer = Tokenizer.from_metadata(f.metadata, where=str(path))
     floats = plan.floats or float_weights
     if mesh is not None:
@@ -189,9 +191,11 @@ def _width(f: GGUFFile, plan: modes.LoadPlan, wished: int | Literal["auto"] | No
         return kernels.automatic_width(plan.kernels.name) if plain else 0
     if wished == AUTO:
         return kernels.TILE_ROWS if plain and kernels.depends_on_rows(plan.kernels.name) else 0
-    if wished and not (plain and kernels.depends_on_rows(plan.kernels.name)):
-        why = f"backend=xla, packed or bf16 ({plan.kernels.name} kernels give equal bits at any width)"
-        raise UserError(f"{f.path}: width={wished} is for dense models on one device, and {why}")
+    refuse({
+        f"is for backend=xla, packed or bf16: {plan.kernels.name} kernels give equal bits at any width":
+            wished and not kernels.depends_on_rows(plan.kernels.name),
+        "is for dense models on one device": wished and not plain,
+    }, f"{f.path}: width={wished}")  # fmt: skip
     return wished
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.models import catalogue
 from specsparse.runtime.load import load
 from specsparse.runtime.timing_cache import STEP_FLOOR, policy_times
@@ -59,10 +59,12 @@ class MethodSpec:
             object.__setattr__(self, "drafter", None)
         if not isinstance(self.drafter, Choice | None):
             check_is_drafter(self.drafter)
-        if not isinstance(self.verifier, Choice | Verifier | None):
-            raise UserError(f"verifier must be a registered name or a Verifier, not {type(self.verifier).__name__}")
-        if self.drafter is None and self.verifier is not None:
-            raise UserError("a verifier needs a drafter: give drafter=prompt_lookup, or leave the verifier out")
+        refuse({
+            f"verifier must be a registered name or a Verifier, not {type(self.verifier).__name__}":
+                not isinstance(self.verifier, Choice | Verifier | None),
+            "a verifier needs a drafter: give drafter=prompt_lookup, or leave the verifier out":
+                self.drafter is None and self.verifier is not None,
+        })  # fmt: skip
 
     @property
     def bare_name(self) -> str | None:

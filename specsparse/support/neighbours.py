@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.support.options import nearest, shown
 from specsparse.support.registry import Choice
 
@@ -266,18 +266,18 @@ def speculative(config: object) -> dict[str, Any]:
     if model in ("ngram", "[ngram]"):  # vLLM's older form
         model, options["method"] = None, "ngram"
     method = options.pop("method", None if model is None else "draft_model")
-    if method not in SPECULATIVE_METHODS:
-        name = "" if method is None else f".method={shown(method)}"
-        raise UserError(f"speculative_config{name}: give one of the methods {', '.join(SPECULATIVE_METHODS)}")
-    drafter, rule = METHODS.get(method, method), options.pop("rejection_sample_method", "standard")
-    if rule not in ("standard", "strict", "block"):
-        raise UserError(f"speculative_config.rejection_sample_method={shown(rule)}: give standard or block")
-    if (model is not None) != (drafter in _FILES) and drafter != "head":  # a target finds its own trained head
-        wanted = f"is for {method} a file or a name" if drafter in _FILES else f"is not for {method}, leave it out"
-        raise UserError(f"speculative_config.model={shown(model)}: it {wanted}")
-    for key in options:
-        if key in WORDS and not WORDS[key].here:
-            raise UserError(f"speculative_config.{key}: {answer(key)}")
+    drafter, rule = METHODS.get(str(method), str(method)), options.pop("rejection_sample_method", "standard")
+    wanted = f"is for {method} a file or a name" if drafter in _FILES else f"is not for {method}, leave it out"
+    name = "speculative_config"
+    refuse({
+        f"{name}.method={shown(method)}: give one of the methods {', '.join(SPECULATIVE_METHODS)}":
+            method not in SPECULATIVE_METHODS,
+        f"{name}.rejection_sample_method={shown(rule)}: give standard or block":
+            rule not in ("standard", "strict", "block"),
+        f"{name}.model={shown(model)}: it {wanted}":  # a target finds its own trained head
+            (model is not None) != (drafter in _FILES) and drafter != "head",
+        **{f"{name}.{key}: {answer(key)}": not WORDS[key].here for key in options if key in WORDS},
+    })  # fmt: skip
     files = {} if model is None else {_FILES[drafter]: model}
     verifier = {"verifier": "block"} if rule == "block" else {}
     return {"drafter": Choice(drafter, {**files, **options}), **verifier}

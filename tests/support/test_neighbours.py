@@ -64,7 +64,8 @@ def test_neighbours_arguments_are_understood(given, found):
     ("given", "said"),
     [
         ({"speculative_config": {"method": "medusa"}}, "method=medusa: .* ngram, draft_model, suffix, eagle, eagle3"),
-        ({"speculative_config": {}}, "speculative_config: give one of the methods"),
+        ({"speculative_config": {"method": ["ngram"]}}, "give one of the methods"),
+        ({"speculative_config": {}}, "speculative_config.method=null: give one of the methods"),
         ({"speculative_config": {"method": "draft_model"}}, "speculative_config.model=null: it is for draft_model"),
         ({"speculative_config": {"method": "ngram", "model": "a"}}, "it is not for ngram, leave it out"),
         ({"speculative_config": {"method": "ngram", "disable_by_batch_size": 4}}, "policy='auto_off'"),
