@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from specsparse.errors import UserError
 from specsparse.support.files import Json, atomically, need_place, to_json, write_atomically
-from specsparse.support.neighbours import METHODS, WORDS, speculative
+from specsparse.support.neighbours import DRAFT_FILES, METHODS, WORDS, speculative
 from specsparse.support.options import options_of, shown
 from specsparse.support.registry import Choice
 
@@ -30,6 +30,8 @@ STDOUT = "-"
 """The file of `--json` if none is named."""
 MODEL = "smollm2-135m"
 """The default model."""
+DRAFTER = "prompt_lookup"
+"""The default drafter."""
 ANY_MODEL = "a known name, a GGUF file, owner/repo:Q4_K_M of the Hub or hf://owner/repo/file.gguf"
 DRAFT_MODEL = ("-md", "--model-draft", "--draft")
 DRAFT_LENGTH = ("--gamma", "--draft-max", "--spec-draft-n-max")
@@ -206,7 +208,7 @@ def load(args: argparse.Namespace, out: "Console") -> "Model":
 def add_draft(add: Callable[..., argparse.Action]) -> None:
     """The drafter, its verifier and how much it drafts."""
     about = "a drafter as in configs; none is plain decoding (%(default)s)"
-    add("--drafter", default="prompt_lookup", metavar="NAME", help=about)
+    add("--drafter", default=DRAFTER, metavar="NAME", help=about)
     add("--spec-type", dest="drafter", type=drafter_name, metavar="TYPE", help="the same in llama.cpp's words")
     add(*DRAFT_MODEL, dest="draft", metavar="FILE", help="a model that drafts: a name or a file")
     about = "tokens drafted in a round (as many as pay, by auto_off)"
@@ -222,8 +224,18 @@ def drafter_name(text: str) -> str:
 
 
 def drafter_of(drafter: str, draft: str | None) -> Choice:
-    """The drafter that --drafter and --draft name."""
-    return Choice(drafter) if draft is None else Choice("model", {"model": draft})
+    """The drafter that --drafter and --draft name; the file may be that of a published head, as in llama.cpp.
+
+    Raises:
+        UserError: a drafter that has no file beside one.
+    """
+    if draft is None:
+        return Choice(drafter)
+    name = drafter_name(drafter)
+    if name != DRAFTER and name not in DRAFT_FILES:
+        raise UserError(f"--drafter {drafter} and --draft {draft} are two drafters: give one of them")
+    name = "model" if name == DRAFTER else name
+    return Choice(name, {DRAFT_FILES[name]: draft})
 
 
 def add_method(parser: argparse.ArgumentParser) -> None:
@@ -248,10 +260,19 @@ def method_of(args: argparse.Namespace, sampling: "SamplingParams") -> "MethodSp
     options = read_options(getattr(args, "option", ()))
     chosen = {group: Choice(name, options[group]) for group in GROUPS if (name := getattr(args, group, None))}
     theirs = getattr(args, "speculative_config", None) or {}
-    if theirs.get("verifier") and "verifier" not in chosen:
+    if theirs and (args.drafter != DRAFTER or args.draft is not None):
+        raise UserError("--speculative-config names the drafter: leave --drafter and --draft out, or it")
+    if theirs.get("verifier") and "verifier" in chosen:
+        raise UserError(
+            "--verifier and rejection_sample_method of --speculative-config are one thing: give one of them"
+        )
+    if theirs.get("verifier"):
         chosen["verifier"] = Choice(theirs["verifier"], options["verifier"])
     drafter = theirs.get("drafter") or drafter_of(args.drafter, args.draft)
     chosen["drafter"] = Choice(drafter.name, {**drafter.options, **options["drafter"]})
+    if drafter.name == "none" and (options["drafter"] or args.gamma is not None):
+        given = f"--option {next(iter(options['drafter']))}" if options["drafter"] else "--gamma"
+        raise UserError(f"{given} needs --drafter NAME: none is plain decoding")
     for group in GROUPS:
         if group not in chosen and options[group]:
             raise UserError(f"{group}.{next(iter(options[group]))} needs --{group} NAME")

@@ -50,8 +50,9 @@ class Parser(argparse.ArgumentParser):
             word, known = unknown.split()[0], list(self._option_string_actions)
             flag = word.partition("=")[0]
             cutoff = 0.6 if word.startswith("--") else 0.75  # two of three letters are not near
-            near = difflib.get_close_matches(flag, known, n=1, cutoff=cutoff)
-            said = answer(FLAGS.get(flag, flag.lstrip("-").replace("-", "_")), at="command") if flag[:1] == "-" else ""
+            names, bare = {name.lstrip("-"): name for name in known}, flag.lstrip("-")  # "--" is like any other "--"
+            near = [names[name] for name in difflib.get_close_matches(bare, names, n=1, cutoff=cutoff)]
+            said = answer(FLAGS.get(f"-{bare}", bare.replace("-", "_")), at="command") if flag != bare else ""
             message = f"unknown argument {word}" + (f"; {said or f'did you mean {near[0]}?'}" if said or near else "")
         message = re.sub(r"\S{61,}", lambda word: shown(word[0]), message)
         raise UserError(f"{message} ({self.prog} --help shows all)")

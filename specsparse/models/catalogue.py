@@ -29,7 +29,7 @@ from specsparse.errors import UserError
 from specsparse.models import hub
 from specsparse.models.hub import RepoFile
 from specsparse.support.files import Json, cache_dir, kept, need_memory, size_text, to_json, write_atomically
-from specsparse.support.options import Count, Internal, Read, Size, read
+from specsparse.support.options import Count, Internal, Read, Size, read, shown
 
 Download = Literal["yes", "no", "ask"]
 """Whether models are downloaded; "ask": asked on a terminal, refused elsewhere."""
@@ -267,8 +267,9 @@ def resolve(spec: str | Path) -> Path:
     if "/" in text or "\\" in text or text.lower().endswith(".gguf"):
         raise UserError(f"{text}: no such file")
     near = difflib.get_close_matches(text.lower(), names(), cutoff=0.5)
-    near = near or [entry.name for entry in entries().values() if entry.package]
-    raise UserError(f"unknown model {text!r}: did you mean {' or '.join(near)}? The path of a GGUF file is fine too")
+    here = ", ".join(entry.name for entry in entries().values() if entry.package)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"{here} need no network, `specsparse models` lists all."
+    raise UserError(f"unknown model {shown(text)!r}: {hint} The path of a GGUF file is fine too")
 
 
 def locate(entry: Entry, *, make: bool = False) -> Path | None:

@@ -156,8 +156,8 @@ FLAGS = {"-ngl": "n_gpu_layers", "-fa": "flash_attn", "-np": "parallel"}
 """Short flags of llama.cpp for things that we do not have."""
 SPECULATIVE_METHODS = ("ngram", "draft_model", "suffix", "eagle", "eagle3", "dflash")
 """Methods of vLLM's `speculative_config` that we have."""
-_FILES = {"model": "model", "head": "head", "eagle3": "path", "dflash": "path"}
-"""The option of each drafter that vLLM's key `model` stands for."""
+DRAFT_FILES = {"model": "model", "head": "head", "eagle3": "path", "dflash": "path"}
+"""The option of each drafter that names its file: vLLM's key `model`, llama.cpp's -md."""
 _PLACES = {
     "python": {
         "drafter": "it belongs to the drafter: drafter=specsparse.get_drafter(NAME, {}=VALUE)",
@@ -267,7 +267,7 @@ def speculative(config: object) -> dict[str, Any]:
         model, options["method"] = None, "ngram"
     method = options.pop("method", None if model is None else "draft_model")
     drafter, rule = METHODS.get(str(method), str(method)), options.pop("rejection_sample_method", "standard")
-    wanted = f"is for {method} a file or a name" if drafter in _FILES else f"is not for {method}, leave it out"
+    wanted = f"is for {method} a file or a name" if drafter in DRAFT_FILES else f"is not for {method}, leave it out"
     name = "speculative_config"
     refuse({
         f"{name}.method={shown(method)}: give one of the methods {', '.join(SPECULATIVE_METHODS)}":
@@ -275,9 +275,9 @@ def speculative(config: object) -> dict[str, Any]:
         f"{name}.rejection_sample_method={shown(rule)}: give standard or block":
             rule not in ("standard", "strict", "block"),
         f"{name}.model={shown(model)}: it {wanted}":  # a target finds its own trained head
-            (model is not None) != (drafter in _FILES) and drafter != "head",
+            (model is not None) != (drafter in DRAFT_FILES) and drafter != "head",
         **{f"{name}.{key}: {answer(key)}": not WORDS[key].here for key in options if key in WORDS},
     })  # fmt: skip
-    files = {} if model is None else {_FILES[drafter]: model}
+    files = {} if model is None else {DRAFT_FILES[drafter]: model}
     verifier = {"verifier": "block"} if rule == "block" else {}
     return {"drafter": Choice(drafter, {**files, **options}), **verifier}

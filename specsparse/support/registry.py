@@ -137,6 +137,9 @@ def entry_points(group: str) -> dict[str, str]:
 def load(home: str, label: str) -> Any:
     """What `module:name` names; the module may lie in the current folder. UserError says why it cannot be had."""
     module, _, name = home.partition(":")
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module) or not name or module.endswith(".py"):
+        form = f"{Path(module).stem or 'mine'}:{name or 'NAME'}"
+        raise UserError(f"{label}: write MODULE:NAME, a module in this folder or on PYTHONPATH, such as {form}")
     here = os.getcwd()
     if here not in sys.path:
         sys.path.append(here)

@@ -117,3 +117,37 @@ def test_llama_bench():
     assert (args.pp, args.tg, args.drafter, args.drafted, args.top_k) == (64, 8, "d.gguf", (2, 4), 40)
     for argv in (["suffix"], ["--spec-type", "suffix"], ["-md", "suffix"], ["--drafter", "suffix"]):
         assert parsed("bench", "draft", *argv, *MODEL).drafter == "suffix"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["-md", "d.gguf", "--spec-type", "ngram-simple"], "two drafters"),
+        (["--drafter", "none", "--gamma", "3"], "^--gamma needs --drafter"),
+        (["--drafter", "none", "--option", "ngram_max=3"], "^--option ngram_max needs --drafter"),
+        (["--speculative-config", '{"method": "ngram"}', "--drafter", "suffix"], "^--speculative-config names the"),
+        (
+            [
+                "--speculative-config",
+                '{"method": "ngram", "rejection_sample_method": "block"}',
+                "--verifier",
+                "token",
+            ],
+            "one thing",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused(argv, said):
+    with pytest.raises(UserError, match=said):
+        arguments.method_of(parsed("generate", *argv), SamplingParams(temperature=0.0))
+
+
+def test_the_draft_file_is_that_of_the_drafter_which_is_named():
+    spec = arguments.method_of(parsed("serve", "-md", "h.gguf", "--spec-type", "draft-eagle3"), SamplingParams())
+    assert (spec.drafter.name, spec.drafter.options) == ("eagle3", {"path": "h.gguf"})
+
+
+@pytest.mark.parametrize(("flag", "said"), [("--foo", r"^unknown argument --foo \("), ("--ngl", "all layers")])
+def test_a_flag_is_told_of_what_is_near(flag, said):
+    with pytest.raises(UserError, match=said):
+        parsed("generate", flag, "3")

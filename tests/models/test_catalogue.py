@@ -51,7 +51,7 @@ def test_a_path_is_itself(tmp_path):
     [
         ("smollm", "unknown model 'smollm': did you mean smollm2"),
         ("SmolLM2-135M", "did you mean smollm2-135m"),
-        ("zzz", "smollm2-135m"),
+        ("zzz", "unknown model 'zzz': smollm2-135m.* need no network"),
         ("hf://a", "hf://a: is no reference to the Hub; the form is owner/repo, owner/repo:Q4_K_M or hf://"),
         ("none.gguf", "none.gguf: no such file"),
         ("some/where", "no such file"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -51,6 +52,9 @@ MISTAKES = {
     "many": (lambda limit: [1] * (limit + 1), "returned [1, 1, 1, 1, 1]: return a list of at most 4 ids"),
     "text": (lambda limit: "and", "returned and: return"),
     "raises": (lambda limit: 1 // (limit - limit), "raised ZeroDivisionError: integer division or"),
+    "later": (lambda limit: (1 // 0 for _ in [1]), "raised ZeroDivisionError: integer division or"),
+    "leaves": (lambda limit: sys.exit(3), "raised SystemExit: 3"),
+    "endless": (lambda limit: itertools.repeat(1), "returned repeat(1): return a list of at most 4 ids"),
 }
 
 

@@ -3,7 +3,9 @@
 import abc
 import dataclasses
 import inspect
+import itertools
 import operator
+from collections.abc import Iterable
 from typing import ClassVar
 
 import jax
@@ -88,12 +90,13 @@ class ListDrafter(Drafter):
         called = f"{type(self).__name__}.propose"
         try:
             found = self.propose(tokens, limit)
-        except Exception as error:
-            raise UserError(
-                f"{called} raised {type(error).__name__}: {shown(str(error))} ({own_line(error)})"
-            ) from None
+            # A generator may raise too, or never end.
+            given = list(itertools.islice(found, limit + 1)) if isinstance(found, Iterable) else [None]
+        except (Exception, SystemExit) as error:
+            at = f" ({line})" if (line := own_line(error)) else ""
+            raise UserError(f"{called} raised {type(error).__name__}: {shown(str(error))}{at}") from None
         try:
-            ids = [operator.index(token) for token in found]
+            ids = [operator.index(token) for token in given]
         except TypeError:
             ids = [-1]
         if len(ids) > limit or not all(0 <= token < (vocab or 2**31) for token in ids):

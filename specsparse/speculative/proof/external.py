@@ -104,13 +104,15 @@ class ExternalVerifier:
         wrong = {}
         for option, choices in (("arrays", ARRAYS), ("dtype", GRID), ("randomness", RANDOMNESS)):
             value = getattr(self, option)
-            wrong[f"{option}={value!r} is none of {', '.join(choices)}{nearest(value, choices)}"] = value not in choices
-        for option in ("uniforms", "samples", "shortest"):
+            wrong[f"{option}={value!r} is unknown{nearest(str(value), choices)}"] = value not in choices
+        most = {"uniforms": 4096, "samples": 10**8, "shortest": 64}  # arrays of them fit into memory
+        for option, last in most.items():
             value = getattr(self, option)
-            wrong[f"{option}={value!r} must be a whole number of at least 0"] = not isinstance(value, int) or value < 0
+            is_one = isinstance(value, int) and 0 <= value <= last
+            wrong[f"{option}={value!r} must be a whole number from 0 to {last}"] = not is_one
         fit = (DraftKind.ONE_HOT, *((DraftKind.IID, DraftKind.WOR) if self.tree else (DraftKind.SAMPLED,)))
         what = "of a tree" if self.tree else "a chain"
-        wrong[f"drafts are {what}: {', '.join(map(str, fit))}"] = self.drafts not in fit
+        wrong[f"drafts are {what}: {', '.join(kind.value for kind in fit)}"] = self.drafts not in fit
         refuse(wrong, self.name)
         for library in {self.arrays, "jax" if self.randomness == "key" else "numpy"} - {"numpy"}:
             refuse({f"needs {library}, which is not installed": not importlib.util.find_spec(library)}, self.name)
@@ -244,9 +246,9 @@ def _parameters(call: Callable) -> list[str]:
 
 def _randomness_of(names: list[str], place: int) -> str:
     """The form of randomness, by the name of the parameter behind the drafts."""
-    if names and len(names) <= place:
+    if len(names) == place:
         return "own"
-    name = names[place] if names else "uniforms"
+    name = names[place] if len(names) > place else "uniforms"  # of too few, it is told how it must be
     name = {"rng": "generator", "gen": "generator"}.get(name, name)
     return name if name in RANDOMNESS else "uniforms"
 

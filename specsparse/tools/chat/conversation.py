@@ -245,7 +245,7 @@ class Chat:
                 raise UserError(f"/set {word}: say /set {word}=VALUE")
             try:
                 given[name] = json.loads(value)
-            except ValueError:
+            except (ValueError, RecursionError):
                 given[name] = value
         before, sampling = talk.sampling, talk.sampling.merged(**given)
         talk.sampling = dataclasses.replace(sampling, seed=None)

@@ -64,7 +64,8 @@ def main(args: argparse.Namespace) -> int:
     except ImportError as error:
         install = f"{sys.executable} -m pip install starlette uvicorn prometheus_client"
         raise UserError(f"{error.name} is not installed: {install}") from None
-    arguments.method_of(args, arguments.sampling_params(args)).arguments()
+    chosen = arguments.method_of(args, arguments.sampling_params(args))
+    chosen.arguments()
     with _listen(args.host, args.port, key) as listening:
         from specsparse.tools.serve.app import uvicorn_config
 
@@ -75,8 +76,7 @@ def main(args: argparse.Namespace) -> int:
         address, port = listening.getsockname()[:2]
         config = uvicorn_config(service.app(key=key, local=key is None), grace_s=_GRACE_S)
         shown = f"[{address}]" if ":" in address else address
-        drafter = arguments.drafter_of(args.drafter, args.draft).name
-        method = "plain decoding" if drafter == "none" else f"drafter {drafter}"
+        method = "plain decoding" if chosen.drafter is None else f"drafter {chosen.drafter.name}"
         print(f"{service.name} at http://{shown}:{port}/v1 ({method}); Ctrl-C ends", file=sys.stderr, flush=True)
         uvicorn.Server(config).run(sockets=[listening])
     return 0

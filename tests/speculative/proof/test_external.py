@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import specsparse
+from specsparse.cli.main import main
 from specsparse.errors import UserError
 from specsparse.speculative.base import PAD, DraftKind
 from specsparse.speculative.proof import certify, measured
@@ -520,3 +521,28 @@ def test_heat_before_the_callable_is_its_own_business():
     hot = tempered(2.0)
     how = few(leviathan, target_transform=hot, name="target's temperature forgotten")
     assert measure_external(how, vocab=3, gamma=1, seed=0)[0].tv > 0.05
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"uniforms": 10**11}, "uniforms=100000000000 must be"),
+        ({"samples": 10**14}, "samples=100000000000000 must be"),
+        ({"drafts": DraftKind.IID}, "drafts are a chain: one_hot, sampled$"),
+        ({"randomness": "dice"}, "randomness='dice' is unknown; valid: "),
+    ],
+)
+def test_the_form_of_a_callable_is_checked(how, said):
+    with pytest.raises(UserError, match=said):
+        ExternalVerifier(lambda p, q, drafts, uniforms: (0, 0), **how)
+
+
+def test_a_callable_of_too_few_arguments_is_told_of_all():
+    assert "uniforms [n]" in ExternalVerifier(lambda p, q: 0).signature
+    assert "uniforms" not in ExternalVerifier(lambda p, q, drafts: 0).signature
+
+
+@pytest.mark.parametrize("name", [":verify", "./mine:verify", "mine.py:verify", "mine:"])
+def test_a_name_that_is_no_module_and_name_says_the_form(name, capsys):
+    assert main(["certify", name]) == 2
+    assert "write MODULE:NAME" in capsys.readouterr().err

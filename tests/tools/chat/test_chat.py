@@ -200,6 +200,7 @@ def test_set_shows_and_changes_how_tokens_are_chosen(chat):
     assert said("a message") and talk._answers == 1
     for line, says in (
         ("/set temperature=-1", "temperature=-1 must be"),
+        (f"/set temperature={'[' * 5000}", "must be"),
         ("/set temprature=1", "/set does not know 'temprature'; did you mean temperature?"),
         ("/set temperature", "/set temperature: say /set temperature=VALUE"),
         ("/set mirostat=2", "temperature, top_k, top_p and min_p choose tokens here"),
