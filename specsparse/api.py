@@ -1,5 +1,6 @@
 """What notebooks use: load a model, generate, stream."""
 
+import difflib
 import itertools
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -18,7 +19,7 @@ from specsparse.runtime.session import PromptLike, Session, requests
 from specsparse.speculative.base import AnyDrafter, Verifier
 from specsparse.speculative.policies.base import Policy
 from specsparse.support.neighbours import WORDS, understood
-from specsparse.support.options import shown
+from specsparse.support.options import nearest, options_of, shown
 
 __all__ = ["Generation", "GenerationStats", "Model", "SamplingParams", "Stream", "generate", "load", "stream"]
 
@@ -128,10 +129,16 @@ def stream(
 
 def _understood(said: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[Any, ...]:
     """The arguments that are said by name, in their order, and the further fields, from anybody's words."""
-    if not WORDS.keys() & fields:
-        return (*said.values(), fields)
-    found = understood({**{name: value for name, value in said.items() if value is not None}, **fields})
-    return (*(found.pop(name, None) for name in said), found)
+    found = {**said, **fields}
+    if WORDS.keys() & fields:
+        found = understood({name: value for name, value in found.items() if value is not None or name in fields})
+    out = (*(found.pop(name, None) for name in said), found)
+    own = [*{**options_of(SamplingParams), **said}]
+    if name := next((name for name in found if name not in own), None):
+        theirs = [word for word, meant in WORDS.items() if meant.whose and meant.here.partition(".")[0] != "load"]
+        near = difflib.get_close_matches(name, [*own, *theirs], n=1, cutoff=0.6)
+        raise UserError(f"unknown argument {name!r}{nearest(name, near or own)}")
+    return out
 
 
 def _params(

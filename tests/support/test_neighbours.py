@@ -85,6 +85,8 @@ def test_neighbours_arguments_are_understood(given, found):
         ({"max_model_len": 9}, r"load\(FILE, context_length=VALUE\)"),
         ({"foo_bar": 9}, "valid: allowed_token_ids, .*top_p"),
         ({"temperatur": 9}, "did you mean temperature"),
+        ({"draftr": "suffix"}, "did you mean drafter"),
+        ({"assistant_modl": "a", "do_sample": True}, "did you mean assistant_model"),
         ({"speculative_config": {"method": "ngram", "n": 1}}, "drafter.n is no option of prompt_lookup"),
     ],
 )
