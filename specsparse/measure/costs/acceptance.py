@@ -165,10 +165,9 @@ def _counted_chains(record: Json) -> Iterator[tuple[str, dict[str, Counters]]]:
             sides = {task: group["speculative"] for task, group in row["tasks"].items()}
             yield name, {task: metrics.from_dict(s["counters"]) for task, s in sides.items()}
     elif record["method"].get("levels") is None:
-        groups = {task: group["sides"] for task, group in record["groups"].items()}
         counted = {
             task: metrics.from_dict(sides["speculative"]["counters"])
-            for task, sides in groups.items() if "speculative" in sides
+            for task, sides in {"all": record["summary"], **record["tasks"]}.items() if "speculative" in sides
         }  # fmt: skip
         yield record["method"]["drafter"], counted
 

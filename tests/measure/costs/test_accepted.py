@@ -12,6 +12,7 @@ from specsparse.models import catalogue
 from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Counters
 from specsparse.speculative.drafters import DRAFTERS
+from tests.report.making import passes, speed_run
 
 COUNTED = Counters(
     num_rounds=10, num_drafts=8, num_draft_tokens=24, num_tested=20, num_accepted_tokens=12,
@@ -41,9 +42,10 @@ def test_a_comparison_counts_for_each_drafter(tmp_path):
 
 
 def test_a_run_with_one_method_counts_for_its_drafter_and_trees_do_not(tmp_path):
-    sides = {"plain": {}, "speculative": {"counters": metrics.to_dict(COUNTED)}}
-    record = {"method": {"drafter": "head"}, "groups": {"all": {"sides": sides}, "chat": {"sides": sides}}}
-    assert acceptance.from_record(written(tmp_path, record))["head"].alpha == 0.6
+    file = speed_run(tmp_path / "run", passes({("a", "chat"): (4.0, 2.0), ("b", "code"): (3.0, 1.0)})) / "record.json"
+    found = acceptance.from_record(file)["prompt_lookup"]
+    assert found.tasks.keys() == {"chat", "code"} and found.alpha == 10 / 16
+    record = json.loads(file.read_text())
     record["method"]["levels"] = 3
     with pytest.raises(UserError, match="no method of this run drafted chains"):
         acceptance.from_record(written(tmp_path, record))
@@ -59,7 +61,7 @@ def test_a_run_with_one_method_counts_for_its_drafter_and_trees_do_not(tmp_path)
 )
 def test_counters_that_contradict_one_another_are_one_line(tmp_path, name, value, said):
     sides = {"speculative": {"counters": {**metrics.to_dict(COUNTED), name: value}}}
-    record = {"method": {"drafter": "head"}, "groups": {"chat": {"sides": sides}}}
+    record = {"method": {"drafter": "head"}, "summary": {}, "tasks": {"chat": sides}}
     with pytest.raises(UserError, match=rf"record\.json: head, chat\.{said}"):
         acceptance.from_record(written(tmp_path, record))
     sides["speculative"]["counters"][name] = "x"
