@@ -59,4 +59,4 @@ def verify(p: torch.Tensor, q: torch.Tensor, drafts: torch.Tensor, uniforms: tor
     return rejection_sample(*flat, bonus, uniforms[:, :K].reshape(-1), uniforms[:, K])
 
 
-VERIFIER = ExternalVerifier(verify, arrays="torch", batched=True)
+VERIFIER = ExternalVerifier(verify, arrays="torch", batched=True, samples=20_000)

@@ -23,7 +23,7 @@ import importlib
 import importlib.util
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -178,9 +178,9 @@ class ExternalVerifier:
                 # numpy and torch name the length of the array whose index is too large
                 hint = f"; ExternalVerifier(..., uniforms=n) gives more than {np.shape(random)[-1]}"
             raise UserError(f"{self.name} raised {type(error).__name__}: {error}{at}{hint}") from error
-        plain = isinstance(back, tuple) and [*map(type, back)] == [int, int] and not (self.batched or self.tree)
-        if plain and 0 <= back[0] <= K and 0 <= back[1] < V:  # a hundred thousand calls return it: no arrays to read it
-            return np.array([*drafts[: back[0]], back[1]] + [PAD] * (K - back[0]), np.int64)
+        if (plain := self._plain(back, parents, K)) and 0 <= plain[1] < V:
+            path, token = plain
+            return np.array([*(drafts[i] for i in path), token] + [PAD] * (K - len(path)), np.int64)
         batch = (back, drafts) if self.batched else (self._as_batch(back), drafts[None])
         emitted = _emitted(*batch, V, parents if self.tree else None)
         if emitted is None:
@@ -190,6 +190,23 @@ class ExternalVerifier:
                 f"1..{K + 1} tokens, each below {V}; it must be {self.signature}"
             )
         return emitted if self.batched else emitted[0]
+
+    def _plain(self, back: object, parents: np.ndarray | None, K: int) -> tuple[Sequence[int], int] | None:
+        """Accepted nodes and token of a result of one sequence in plain numbers, None of any other.
+
+        A hundred thousand calls return these, and arrays would take most of the time.
+        """
+        if self.batched or not isinstance(back, tuple) or len(back) != 2 or type(back[1]) is not int:
+            return None
+        path, token = back
+        if not self.tree:
+            return (range(path), token) if type(path) is int and 0 <= path <= K else None
+        above = ROOT
+        for node in path if type(path) is list else [None]:
+            if type(node) is not int or not 0 <= node < K or parents[node] != above:
+                return None
+            above = node
+        return path, token
 
     def _as_batch(self, back: object) -> object:
         """The result of one sequence as that of a batch of one."""
