@@ -97,9 +97,13 @@ def bytes_read(model: Model, predictor: Predictor) -> tuple[int, int]:
 
 
 def with_fewer_neurons(
-    model: Model, *, rule: str = "hot", share: float = 0.5, threshold: float | None = None,
+    model: Model,
+    *,
+    rule: str = "hot",
+    share: float = 0.5,
+    threshold: float | None = None,
     text: Sequence[int] | None = None,
-) -> Model:  # fmt: skip
+) -> Model:
     """A draft that shares `model`'s attention and embeddings and computes fewer neurons.
 
     Args:

@@ -291,9 +291,14 @@ class TwoDevices(Devices):
     one_program = False
 
     def __init__(
-        self, config: ModelConfig, kernels: Kernels, devices: DevicePair, *, host_layers: frozenset[int] = frozenset(),
+        self,
+        config: ModelConfig,
+        kernels: Kernels,
+        devices: DevicePair,
+        *,
+        host_layers: frozenset[int] = frozenset(),
         output_on_host: bool = False,
-    ):  # fmt: skip
+    ):
         self.config, self.devices, self.overlap, self.watch = config, devices, True, None
         self.crossed, self._lock = {"hot": 0, "cold": 0}, threading.Lock()  # two threads count
         self._home = [devices.cold if i in host_layers else devices.hot for i in range(config.n_layers)]

@@ -264,9 +264,15 @@ def _penalise(params: SamplingArrays, x_RV: jax.Array, history: History, rows: R
 
 
 def target_probs(
-    cfg: SamplingConfig, params: SamplingArrays, logits_RV, history: History | None = None,
-    rows: RowPaths | None = None, *, kernels: SamplingKernels = REFERENCE, needed_R=None,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    cfg: SamplingConfig,
+    params: SamplingArrays,
+    logits_RV,
+    history: History | None = None,
+    rows: RowPaths | None = None,
+    *,
+    kernels: SamplingKernels = REFERENCE,
+    needed_R=None,
+) -> tuple[jax.Array, jax.Array]:
     """The distribution p of the next token of each row: float32[R, V], and ok bool[R] (see `target_logits`).
 
     Greedy rows are one-hot at the lowest index of the largest logit. A row without any token left is one-hot at 0, so
@@ -294,9 +300,17 @@ def _checked_logits(cfg: SamplingConfig, params, logits_RV, history, rows, kerne
 
 
 def sample(
-    cfg: SamplingConfig, params: SamplingArrays, logits_RV, history: History | None = None,
-    rows: RowPaths | None = None, *, u_RU, tokens_R=None, kernels: SamplingKernels = REFERENCE, n_valid_B=None,
-) -> Sampled:  # fmt: skip
+    cfg: SamplingConfig,
+    params: SamplingArrays,
+    logits_RV,
+    history: History | None = None,
+    rows: RowPaths | None = None,
+    *,
+    u_RU,
+    tokens_R=None,
+    kernels: SamplingKernels = REFERENCE,
+    n_valid_B=None,
+) -> Sampled:
     """Tokens drawn from the distributions, and the probability of each of `tokens_R`.
 
     Args:

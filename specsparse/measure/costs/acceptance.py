@@ -258,9 +258,13 @@ _SAMPLING = (
 
 
 def acceptance_key(
-    drafter: str, verifier: str | None, params: SamplingParams, shape: str, *,
+    drafter: str,
+    verifier: str | None,
+    params: SamplingParams,
+    shape: str,
+    *,
     options: Mapping[str, object] | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """The name under which acceptance is kept, with everything that changes it.
 
     `drafter` is a `cost_key`, `shape` is "chain" or how the siblings of a tree are drawn, `options` are the verifier's.
@@ -323,9 +327,13 @@ def table_with_acceptance(
 
 
 def by_rank(
-    model: Model, method: Method, prompts: Sequence[Sequence[int]], params: SamplingParams, *,
+    model: Model,
+    method: Method,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
     done: Callable[[], None] = lambda: None,
-) -> tuple[float, ...]:  # fmt: skip
+) -> tuple[float, ...]:
     """Sequoia's acceptance vector (Chen et al. 2402.12374, section 3.1): P(child of rank r is the accepted one).
 
     The siblings are the children of the root of `FAN`, in draw order; rounds whose draft was cut short do not count.

@@ -15,9 +15,14 @@ from specsparse.support.files import Json
 
 
 def oracles(
-    counters: Counters, speedup: float, *, levels: int | None = None, v: Callable[[float], float] | None = None,
-    c: float = 0.0, c0: float = 0.0,
-) -> Json:  # fmt: skip
+    counters: Counters,
+    speedup: float,
+    *,
+    levels: int | None = None,
+    v: Callable[[float], float] | None = None,
+    c: float = 0.0,
+    c0: float = 0.0,
+) -> Json:
     """Speed-ups of three oracles, None if the run does not say.
 
     Args:
@@ -105,9 +110,16 @@ class SpeedupTerms:
 
 
 def speedup_terms(
-    plain: Counters, method: Counters, table: CostTable, *, gamma: int, levels: int | None = None,
-    draft: DraftCost = FREE, calls: tuple[int, int] = (1, 1), kv_length: float | None = None,
-) -> SpeedupTerms | None:  # fmt: skip
+    plain: Counters,
+    method: Counters,
+    table: CostTable,
+    *,
+    gamma: int,
+    levels: int | None = None,
+    draft: DraftCost = FREE,
+    calls: tuple[int, int] = (1, 1),
+    kv_length: float | None = None,
+) -> SpeedupTerms | None:
     """The terms of a run; None if one side decoded or drafted nothing, or was not timed.
 
     Args:

@@ -141,9 +141,14 @@ class Clock:
 
     @classmethod
     def on_paper(
-        cls, device: Device, load: Traffic, kernels: int, kv_length: float, batch: int = 1,
+        cls,
+        device: Device,
+        load: Traffic,
+        kernels: int,
+        kv_length: float,
+        batch: int = 1,
         reached: tuple[float, float] = REACHED,
-    ) -> "Clock":  # fmt: skip
+    ) -> "Clock":
         """By the roofline of a device that reaches these shares of its bandwidth and its arithmetic.
 
         `load` and `kernels` are the traffic of the target's forward and the kernels that it starts.
@@ -164,9 +169,14 @@ class Clock:
 
     @classmethod
     def from_table(
-        cls, table: CostTable, keys: Mapping[str, str], footprint: float, kv_length: float, batch: int = 1,
+        cls,
+        table: CostTable,
+        keys: Mapping[str, str],
+        footprint: float,
+        kv_length: float,
+        batch: int = 1,
         doubt: float = 0.0,
-    ) -> "Clock":  # fmt: skip
+    ) -> "Clock":
         """By times that were measured here with one sequence.
 
         Args:

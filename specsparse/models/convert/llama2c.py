@@ -23,9 +23,13 @@ _NEW_MAGIC = 0x616B3432
 
 
 def convert_llama2c(
-    model: str | os.PathLike[str], tokenizer: str | os.PathLike[str], path: str | os.PathLike[str], *,
-    type_name: str = "f32", progress: Progress = lambda done, total: None,
-) -> ModelConfig:  # fmt: skip
+    model: str | os.PathLike[str],
+    tokenizer: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    type_name: str = "f32",
+    progress: Progress = lambda done, total: None,
+) -> ModelConfig:
     """Converts model.bin (the first version of the format, float32) and tokenizer.bin.
 
     Args:

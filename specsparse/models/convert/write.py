@@ -32,9 +32,20 @@ def out_type(name: str) -> GGML:
 
 
 def size_keys(
-    architecture: str, name: str, *, vocab: int, context: int, width: int, layers: int, ffn: int, heads: int,
-    kv_heads: int, eps: float, base: float, dim: int,
-) -> Json:  # fmt: skip
+    architecture: str,
+    name: str,
+    *,
+    vocab: int,
+    context: int,
+    width: int,
+    layers: int,
+    ffn: int,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+    base: float,
+    dim: int,
+) -> Json:
     """The keys of a model's name and sizes."""
     own = {
         "vocab_size": vocab, "context_length": context, "embedding_length": width, "block_count": layers,
@@ -46,9 +57,14 @@ def size_keys(
 
 
 def write_model(
-    path: str | os.PathLike[str], metadata: Json, sources: Iterable[Source], kind: GGML, *, output: GGML | None = None,
+    path: str | os.PathLike[str],
+    metadata: Json,
+    sources: Iterable[Source],
+    kind: GGML,
+    *,
+    output: GGML | None = None,
     progress: Progress = lambda done, total: None,
-) -> ModelConfig:  # fmt: skip
+) -> ModelConfig:
     """Writes a model and returns its config; one tensor at a time is in memory, and the file appears when it is whole.
 
     Args:
