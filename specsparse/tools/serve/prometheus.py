@@ -42,9 +42,12 @@ class ServerMetrics:
         tokens = [m * 10**e for e in range(12) for m in (1, 2, 5) if m * 10**e <= context]
         histograms = {
             "time_to_first_token_seconds": ("From arrival to the first token.", _TO_FIRST),
-            "time_per_output_token_seconds": ("Mean of a completion after its first.", _PER_TOKEN),
+            "inter_token_latency_seconds": ("Between rounds: each counts with its completion's mean.", _PER_TOKEN),
+            "request_time_per_output_token_seconds": ("Mean of a completion after its first token.", _PER_TOKEN),
+            "time_per_output_token_seconds": ("Deprecated: request_time_per_output_token_seconds.", _PER_TOKEN),
             "e2e_request_latency_seconds": ("From arrival to the end.", _OF_REQUEST),
             "request_queue_time_seconds": ("Waiting.", _OF_REQUEST),
+            "request_inference_time_seconds": ("From the start to the end.", _OF_REQUEST),
             "request_prefill_time_seconds": ("From the start to the first token.", _OF_REQUEST),
             "request_decode_time_seconds": ("From the first token to the end.", _OF_REQUEST),
             "request_prompt_tokens": ("Prompt tokens of a completion.", tokens),
@@ -90,13 +93,18 @@ class ServerMetrics:
             "time_to_first_token_seconds": times.first - times.arrived,
             "e2e_request_latency_seconds": times.ended - times.arrived,
             "request_queue_time_seconds": times.started - times.arrived,
+            "request_inference_time_seconds": times.ended - times.started,
             "request_prefill_time_seconds": times.first - times.started,
             "request_decode_time_seconds": times.ended - times.first,
             "request_prompt_tokens": prompt,
             "request_generation_tokens": count,
         }
         if count > 1:
-            observed["time_per_output_token_seconds"] = (times.ended - times.first) / (count - 1)
+            mean = (times.ended - times.first) / (count - 1)
+            observed |= {"request_time_per_output_token_seconds": mean, "time_per_output_token_seconds": mean}
+        rounds = counters.num_rounds - 1  # after the one that gave the first token
+        for _ in range(rounds):
+            self._histograms["inter_token_latency_seconds"].observe((times.ended - times.first) / rounds)
         for name, value in observed.items():
             self._histograms[name].observe(value)
 
