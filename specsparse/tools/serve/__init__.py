@@ -1,4 +1,4 @@
-"""Serve a model over HTTP in OpenAI's terms: /v1/models, /v1/completions, /v1/chat/completions, /health, /metrics.
+"""Serve a model over HTTP in OpenAI's and vLLM's terms: /v1/chat/completions, /v1/completions, /tokenize, /metrics.
 
 Each answer says what speculation did, as vLLM does (metrics.speculative_decoding). It listens on this machine alone;
 any other address needs a key. Requests wait in a queue; there is no scheduler: those that wait start together.

@@ -32,6 +32,7 @@ pytest.importorskip("prometheus_client")
         (["--warm-up", "0"], "--warm-up"),
         (["--drafter", "sufix"], "did you mean suffix?"),
         (["--drafter", "suffix", "--verifier", "token"], "cannot verify"),
+        (["--speculative-config", '{"method": "medusa"}'], "give one of the methods"),
         (["--verifier", "match", "--drafter", "none"], "--verifier needs --drafter NAME"),
         (["--temperature", "-1"], "temperature=-1"),
         (["--port", "0"], "no-such-model.gguf"),
@@ -59,10 +60,11 @@ def test_it_serves_until_ctrl_c(tmp_path):
     file = write_tiny_gguf(tmp_path / "m.gguf", n_layers=1, context_length=256)
     expected = specsparse.generate(specsparse.load(file), "abc", max_tokens=5)
     command = [sys.executable, "-m", "specsparse", "serve", str(file), "--port", "0", "--temperature", "0"]
-    with subprocess.Popen([*command, "--max-tokens", "5"], stderr=subprocess.PIPE, text=True) as process:
+    command += ["--max-tokens", "5", "--speculative-config", '{"method": "suffix", "num_speculative_tokens": 3}']
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             line = process.stderr.readline()
-            address = re.match(r"m at (http://127\.0\.0\.1:\d+/v1) \(drafter prompt_lookup\); Ctrl-C ends$", line)[1]
+            address = re.match(r"m at (http://127\.0\.0\.1:\d+/v1) \(drafter suffix\); Ctrl-C ends$", line)[1]
             body = json.dumps({"prompt": "abc"}).encode()
             asked = urllib.request.Request(f"{address}/completions", body, {"Content-Type": "application/json"})
             with urllib.request.urlopen(asked, timeout=60) as answer:
