@@ -25,6 +25,7 @@ from specsparse.engine.prefill import Chunk, chunk_rows, prefill
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling import pipeline
 from specsparse.engine.sampling.params import SEEDS, SamplingParams, compile_params
+from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import ContextTooLong, UserError
 from specsparse.runtime.loops import Note, RoundLog, Watch, loop_for, round_of
 from specsparse.runtime.method import Method
@@ -53,21 +54,22 @@ class Request:
     sample: int = 0
 
 
+def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a prompt's text, which may name special tokens; BOS is added once if the file says so."""
+    ids = tokenizer.encode(text, add_special=True, parse_special=True)
+    twice = len(ids) > 1 and tokenizer.add_bos and ids[0] == ids[1] == tokenizer.bos_id
+    return ids[1:] if twice else ids  # a chat template has written BOS already
+
+
 def prompt_ids(model: Model, prompt: PromptLike, params: SamplingParams) -> np.ndarray:
-    """Checked ids int32[n] of a text, a chat or ids. Texts may name special tokens; BOS is added as the file says.
+    """Checked ids int32[n] of a text, a chat or ids; texts as `text_ids` reads them.
 
     Raises:
         UserError: ids that the model does not have, none at all, or more than its context holds.
     """
-    tokenizer = model.tokenizer
     if isinstance(prompt, Seq) and not isinstance(prompt, str) and prompt and isinstance(prompt[0], dict):
-        prompt = tokenizer.apply_chat_template(prompt)
-    if isinstance(prompt, str):
-        ids = tokenizer.encode(prompt, add_special=True, parse_special=True)
-        if len(ids) > 1 and tokenizer.add_bos and ids[0] == ids[1] == tokenizer.bos_id:
-            ids = ids[1:]  # a chat template has written BOS already
-    else:
-        ids = prompt
+        prompt = model.tokenizer.apply_chat_template(prompt)
+    ids = text_ids(model.tokenizer, prompt) if isinstance(prompt, str) else prompt
     keep = params.truncate_prompt_tokens
     if keep == -1:  # as many as fit beside the tokens to come
         context, wanted = model.config.context_length, 1 if params.max_tokens is None else params.max_tokens

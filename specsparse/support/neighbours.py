@@ -32,6 +32,8 @@ class Word(NamedTuple):
 
 
 _GUIDED = "the answer is free text here; allowed_token_ids and logits_processors limit the tokens"
+_TOOLS = "no calls of tools are read from an answer; describe them in the system message"
+_TEMPLATE = "the prompt is model.tokenizer.apply_chat_template(messages, chat_template_kwargs={NAME: VALUE})"
 _BEAMS = "there is no beam search; best_of keeps the most likely of several samples"
 _TOKENIZER = "leave it out: the model's file has its tokenizer"
 _CHUNKS = "leave it out: prompts are read in chunks of 32, 128 or 512 tokens"
@@ -77,6 +79,10 @@ WORDS: Mapping[str, Word] = {
     "no_repeat_ngram_size": Word((HF,), line="repetition_penalty and bad_words keep a text from repeating itself"),
     "typical_p": Word((HF, LLAMA), line="temperature, top_k, top_p and min_p choose tokens here"),
     "mirostat": Word((LLAMA,), line="temperature, top_k, top_p and min_p choose tokens here"),
+    "tools": Word((VLLM, HF), line=_TOOLS),
+    "tool_choice": Word((VLLM,), line=_TOOLS),
+    "chat_template_kwargs": Word((VLLM,), line=_TEMPLATE),
+    "response_format": Word((VLLM,), line=_GUIDED),
     "structured_outputs": Word((VLLM,), line=_GUIDED),
     "guided_decoding": Word((VLLM,), line=_GUIDED),
     "guided_json": Word((VLLM,), line=_GUIDED),

@@ -67,8 +67,13 @@ class ChatTemplate:
         except Exception as error:  # the parser meets arbitrary text: deep nesting, for one, is a RecursionError
             raise self._failed("is not valid", error) from None
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
-        """The prompt for some messages. Raises UserError if the template refuses them, fails or runs away."""
+    def render(
+        self, messages: Messages, *, add_generation_prompt: bool = True, more: Mapping[str, object] | None = None
+    ) -> str:
+        """The prompt for some messages; the template sees the variables of `more` too, such as "enable_thinking".
+
+        Raises UserError if the template refuses them, fails or runs away.
+        """
         listed = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
         for i, message in enumerate(messages if listed else [messages]):
             texts = [message.get(key) for key in ("role", "content")] if isinstance(message, Mapping) else [None]
@@ -79,7 +84,7 @@ class ChatTemplate:
         self._environment.restart()
         parts, size = [], 0
         try:
-            for part in self._template.generate(**given, **self._variables):
+            for part in self._template.generate({**self._variables, **(more or {}), **given}):
                 parts.append(part)
                 size += len(part)
                 if size > MAX_OUTPUT:

@@ -138,19 +138,21 @@ class Tokenizer:
         return StreamDecoder(self, skip_special=skip_special, continues=continues)
 
     def apply_chat_template(
-        self, messages: "Messages", add_generation_prompt: bool = True, tokenize: bool = False
-    ) -> Any:
+        self, messages: "Messages", add_generation_prompt: bool = True, tokenize: bool = False,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> Any:  # fmt: skip
         """Renders a chat with the file's template.
 
         Args:
             add_generation_prompt: end with the beginning of the assistant's turn.
             tokenize: return ids instead of text. The template writes BOS itself if the model wants it: text that it
                 rendered is encoded with `parse_special` and without `add_special`.
+            chat_template_kwargs: further variables of the template, such as {"enable_thinking": False}.
 
         Raises:
             UserError: no template, a template that fails, or messages of another form.
         """
-        text = self._chat.render(messages, add_generation_prompt=add_generation_prompt)
+        text = self._chat.render(messages, add_generation_prompt=add_generation_prompt, more=chat_template_kwargs)
         return self.encode(text, parse_special=True) if tokenize else text
 
     @cached_property

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+import specsparse
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import ContextTooLong, UserError
@@ -27,7 +28,15 @@ from specsparse.runtime.method import MethodSpec
 from specsparse.runtime.session import requests
 from specsparse.support.files import Json
 from specsparse.tools.serve.prometheus import ServerMetrics
-from specsparse.tools.serve.protocol import Answer, CompletionRequest, HttpError, parse_request, to_bytes
+from specsparse.tools.serve.protocol import (
+    Answer,
+    CompletionRequest,
+    HttpError,
+    detokenized,
+    parse_request,
+    to_bytes,
+    tokenized,
+)
 from specsparse.tools.serve.worker import FAILED, Busy, Failed, Finished, RequestHandle, StreamEvent, Worker
 
 T = TypeVar("T")
@@ -97,6 +106,9 @@ class Service:
         async def health(_: Request) -> Response:
             return as_json({"status": "ok"})
 
+        async def version(_: Request) -> Response:
+            return as_json({"version": specsparse.__version__})
+
         async def metrics(_: Request) -> Response:
             return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -111,6 +123,9 @@ class Service:
         routes = [
             Route("/health", health),
             Route("/metrics", metrics),
+            Route("/version", version),
+            Route("/tokenize", functools.partial(self._tokens, tokenized), methods=["POST"]),
+            Route("/detokenize", functools.partial(self._tokens, detokenized), methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._models),
             Route("/v1/completions", functools.partial(self._completions, chat=False), methods=["POST"]),
@@ -127,6 +142,18 @@ class Service:
             return as_json({"object": "list", "data": [card]})
         self._check_name(request.path_params["name"])
         return as_json(card)
+
+    async def _tokens(self, answer: Callable[[Json, Model], Json], request: Request) -> Response:
+        """`tokenized` or `detokenized` of a request's body."""
+
+        def parse(body: Json) -> Response:
+            self._check_name(body.get("model"))
+            try:
+                return as_json(answer(body, self.model))
+            except UserError as error:
+                raise HttpError(400, str(error)) from None
+
+        return await self.bodies.read(request, parse)
 
     def _check_name(self, name: object) -> None:
         if name is not None and name != self.name:
@@ -146,7 +173,11 @@ class Service:
             params = completion.params
             try:
                 spec = self.spec_at(0.0 if params.greedy else params.temperature)
-                sequences = [s for group in requests(self.model, completion.prompts, params) for s in group]
+                prompts = completion.prompts
+                if chat:
+                    template, own = self.model.tokenizer.apply_chat_template, completion.template_kwargs
+                    prompts = [template(messages, chat_template_kwargs=own) for messages in prompts]
+                sequences = [s for group in requests(self.model, prompts, params) for s in group]
             except UserError as error:
                 long = "context_length_exceeded" if isinstance(error, ContextTooLong) else None
                 raise HttpError(400, str(error), code=long) from None

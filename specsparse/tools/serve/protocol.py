@@ -7,15 +7,16 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.runtime.metrics import rates
 from specsparse.runtime.results import Generation, GenerationStats, TokenLogprobs, best_of
-from specsparse.runtime.session import PromptLike
+from specsparse.runtime.session import PromptLike, text_ids
 from specsparse.support import neighbours
 from specsparse.support.files import Json
 from specsparse.support.options import options_of
@@ -40,12 +41,16 @@ WITHOUT_EFFECT = (
 HARMLESS: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,), "cache_prompt": (True, False), "continue_final_message": (False,),
     "echo": (False,), "function_call": ("none", "auto"), "functions": ([],), "modalities": (["text"],),
-    "parallel_tool_calls": (True, False), "priority": (0,), "tool_choice": ("none", "auto"), "tools": ([],),
-    "use_beam_search": (False,),
+    "parallel_tool_calls": (True, False), "priority": (0,), "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"), "tools": ([],), "use_beam_search": (False,),
 }  # fmt: skip
 """Values of unsupported fields that clients send and that change nothing."""
 _TEXT = ("prompt", "logprobs", "echo", "stream", "stream_options")
-_CHAT = ("messages", "logprobs", "top_logprobs", "max_completion_tokens", "response_format", "stream", "stream_options")
+_CHAT = (
+    "messages", "chat_template_kwargs", "logprobs", "top_logprobs", "max_completion_tokens", "stream", "stream_options",
+)  # fmt: skip
+_OURS = ("messages", "add_generation_prompt", "continue_final_message", "tools", "chat_template", "tokenize")
+"""Names that `chat_template_kwargs` may not set."""
 _USAGE = ("include_usage", "continuous_usage_stats")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _NO_LOGPROB = -9999.0
@@ -85,6 +90,7 @@ class CompletionRequest:
     include_usage: bool = False  # a last chunk has the usage
     continuous_usage: bool = False  # every chunk has the usage
     echo: bool = False  # the answer begins with the prompt
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)  # further variables of the chat template
 
 
 def parse_request(body: Mapping[str, object], defaults: Mapping[str, object], *, chat: bool) -> CompletionRequest:
@@ -98,15 +104,7 @@ def parse_request(body: Mapping[str, object], defaults: Mapping[str, object], *,
         if value is not None and name in given:
             raise refused(f"{key} and {name} are one field: give one of them", key)
         given |= {} if value is None else {name: value}
-    known = (*(_CHAT if chat else _TEXT), *SAMPLING, *WITHOUT_EFFECT)
-    for name in given:
-        if name in known or given[name] in HARMLESS.get(name, ()):
-            continue
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)  # at 0.6 reasoning_effort is response_format
-        said = neighbours.answer(name, at="server")
-        hint = f": {said}" if said else f"; did you mean {near[0]!r}?" if near else ""
-        message = f"the field {name[:60]!r} is not supported{hint}"
-        raise HttpError(400, message, code="unsupported_parameter", param=name[:60])
+    _refuse_unknown(given, (*(_CHAT if chat else _TEXT), *SAMPLING, *WITHOUT_EFFECT))
     stream, echo = _flag(given, "stream"), _flag(given, "echo")
     options = given.get("stream_options", {})
     if not isinstance(options, dict) or not options.keys() <= {*_USAGE, "include_obfuscation"}:
@@ -114,27 +112,76 @@ def parse_request(body: Mapping[str, object], defaults: Mapping[str, object], *,
     if options and not stream:
         raise refused("stream_options is for stream=true", "stream_options")
     usage, continuous_usage = (_flag(options, name) for name in _USAGE)
-    if chat and given.get("response_format", {"type": "text"}) != {"type": "text"}:
-        raise refused("response_format is not supported: the answer is free text", "response_format")
     params = _params(given, defaults, chat=chat, echo=echo)
     if stream and echo and params.logprobs is not None:
         raise refused("echo with logprobs is not supported in a stream: leave one of the three out", "echo")
     if stream and params.num_sequences > params.n:
         raise refused("best_of is chosen at the end: it must be n where stream is true", "best_of")
     if chat:
-        messages = given.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise refused('messages must be a list of {"role", "content"}, one at least', "messages")
-        prompts = [[_message(message, f"messages[{i}]") for i, message in enumerate(messages)]]
+        prompts = [_messages(given.get("messages"))]
     else:
         prompts = _prompts(given.get("prompt"))
     if len(prompts) * params.num_sequences > MAX_SEQUENCES:
         raise refused(f"{len(prompts)} prompts of {params.num_sequences} completions are more than {MAX_SEQUENCES}")
-    return CompletionRequest(chat, prompts, params, stream, usage or continuous_usage, continuous_usage, echo)
+    return CompletionRequest(
+        chat, prompts, params, stream, usage or continuous_usage, continuous_usage, echo, _template_kwargs(given)
+    )
 
 
-def _flag(given: Mapping[str, object], name: str) -> bool:
-    value = given.get(name, False)
+def tokenized(body: Mapping[str, object], model: Model) -> Json:
+    """vLLM's answer of `/tokenize`: the ids that a completion or a chat with this prompt or these messages begins with,
+    unless `add_special_tokens` is false, also if they are more than the context holds."""
+    tokenizer = model.tokenizer
+    given = {name: value for name, value in body.items() if value is not None}
+    own = ("messages", "add_generation_prompt", "chat_template_kwargs") if "messages" in given else ("prompt",)
+    _refuse_unknown(given, ("model", "add_special_tokens", "return_token_strs", *own))
+    if "messages" in given:
+        opened = _flag(given, "add_generation_prompt", True)
+        text = tokenizer.apply_chat_template(
+            _messages(given["messages"]), opened, chat_template_kwargs=_template_kwargs(given)
+        )
+    elif not isinstance(text := given.get("prompt"), str):
+        raise refused("prompt must be a text; or give messages", "prompt")
+    special = _flag(given, "add_special_tokens", True)
+    ids = text_ids(tokenizer, text) if special else tokenizer.encode(text, parse_special=True)
+    strings = [tokenizer.token_text(i) for i in ids] if _flag(given, "return_token_strs") else None
+    return {"count": len(ids), "max_model_len": model.config.context_length, "tokens": ids, "token_strs": strings}
+
+
+def detokenized(body: Mapping[str, object], model: Model) -> Json:
+    """vLLM's answer of `/detokenize`: the text of `tokens`, special ones by their names."""
+    given = {name: value for name, value in body.items() if value is not None}
+    _refuse_unknown(given, ("model", "tokens"))
+    ids = given.get("tokens")
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise refused("tokens must be a list of token ids", "tokens")
+    return {"prompt": model.tokenizer.decode(ids, skip_special=False)}
+
+
+def _refuse_unknown(given: Mapping[str, object], known: Sequence[str]) -> None:
+    for name in given:
+        if name in known or given[name] in HARMLESS.get(name, ()):
+            continue
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+        said = neighbours.answer(name, at="server")
+        hint = f": {said}" if said else f"; did you mean {near[0]!r}?" if near else ""
+        message = f"the field {name[:60]!r} is not supported{hint}"
+        raise HttpError(400, message, code="unsupported_parameter", param=name[:60])
+
+
+def _template_kwargs(given: Mapping[str, object]) -> Mapping[str, object]:
+    own = given.get("chat_template_kwargs", {})
+    if not isinstance(own, dict):
+        raise refused(
+            'chat_template_kwargs must be an object, such as {"enable_thinking": false}', "chat_template_kwargs"
+        )
+    if taken := own.keys() & {*_OURS}:
+        raise refused(f"chat_template_kwargs may not set {min(taken)}", "chat_template_kwargs")
+    return own
+
+
+def _flag(given: Mapping[str, object], name: str, absent: bool = False) -> bool:
+    value = given.get(name, absent)
     if not isinstance(value, bool):
         raise refused(f"{name} must be true or false", name)
     return value
@@ -192,6 +239,12 @@ def _prompts(prompt: object) -> list[PromptLike]:
     if several and (all(isinstance(p, str) and p for p in several) or all(map(are_ids, several))):
         return several
     raise refused("prompt must be a text, a list of token ids, or a list of texts or of such lists", "prompt")
+
+
+def _messages(messages: object) -> list[dict[str, str]]:
+    if not isinstance(messages, list) or not messages:
+        raise refused('messages must be a list of {"role", "content"}, one at least', "messages")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def _message(message: object, where: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
 import specsparse  # noqa: E402
+from specsparse.engine.text.chat_template import ChatTemplate  # noqa: E402
 from specsparse.runtime.session import Session  # noqa: E402
 from specsparse.testing import write_tiny_gguf  # noqa: E402
 from specsparse.tools.serve import app  # noqa: E402
@@ -125,6 +126,12 @@ def test_the_metrics_of_a_response_are_vllms_and_those_of_generate(client, url, 
         assert added[f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{,position="{position}"}}'] == count
     assert added["vllm:generation_tokens_total"] == 40 and added["vllm:time_to_first_token_seconds_count"] == 1
     assert added['vllm:request_success_total{finished_reason="length",}'] == 1
+    gaps = added["vllm:inter_token_latency_seconds_count"]
+    assert gaps == expected.num_rounds - 1 > 0
+    decode = added["vllm:request_decode_time_seconds_sum"]
+    assert added["vllm:inter_token_latency_seconds_sum"] == pytest.approx(decode)
+    for name in ("request_time_per_output_token_seconds", "time_per_output_token_seconds"):  # the second is deprecated
+        assert added[f"vllm:{name}_sum"] == pytest.approx(decode / 39)
 
 
 def test_shared_noise_is_that_of_no_two_prompts_or_requests(client, model):
@@ -204,6 +211,35 @@ def test_logprobs_of_a_chat_and_of_an_echoed_prompt(client, model):
     assert echoed.logprobs.text_offset[:2] == [0, len(echoed.logprobs.tokens[0])]
 
 
+def test_a_template_s_variables_switch_thinking_off_and_the_same_ids_are_tokenised(model, monkeypatch):
+    """As Qwen3's template does, for a chat and for /tokenize."""
+    off = "{% if enable_thinking is defined and enable_thinking is false %} off{% endif %}"
+    made = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}" + off, {}, where="file")
+    monkeypatch.setitem(vars(model.tokenizer), "_chat", made)
+    with serving(service_of(model)) as url:
+        ask = lambda path, body: httpx.post(f"{url}/{path}", json=body, timeout=60).json()  # noqa: E731
+        for own, text in (({}, "shi"), ({"chat_template_kwargs": {"enable_thinking": False, "unused": 1}}, "shi off")):
+            usage = ask("v1/chat/completions", {"messages": CHAT, "max_tokens": 1, **own})["usage"]
+            ids = ask("tokenize", {"messages": CHAT, **own})
+            assert ids["tokens"] == ask("tokenize", {"prompt": text})["tokens"]
+            assert usage["prompt_tokens"] == ids["count"] == len(ids["tokens"])
+
+
+def test_tokenize_detokenize_and_version_are_vllms(url, model):
+    tokenizer = model.tokenizer
+    ask = lambda path, body: httpx.post(f"{url}/{path}", json=body, timeout=60).json()  # noqa: E731
+    found = ask("tokenize", {"model": NAME, "prompt": PROMPT, "return_token_strs": True})
+    ids = tokenizer.encode(PROMPT, add_special=True)
+    texts = [tokenizer.token_text(i) for i in ids]
+    assert found == {"count": len(ids), "max_model_len": 2048, "tokens": ids, "token_strs": texts}
+    bare = ask("tokenize", {"prompt": PROMPT, "add_special_tokens": False})
+    assert bare["tokens"] == tokenizer.encode(PROMPT) and bare["token_strs"] is None
+    assert ask("detokenize", {"tokens": bare["tokens"]}) == {"prompt": PROMPT}
+    assert ask("detokenize", {"model": NAME, "tokens": ids}) == {"prompt": tokenizer.decode(ids, skip_special=False)}
+    assert ask("tokenize", {"prompt": "ab " * 3000})["count"] > 2048
+    assert httpx.get(f"{url}/version").json() == {"version": specsparse.__version__}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
@@ -243,6 +279,18 @@ def test_logprobs_of_a_chat_and_of_an_echoed_prompt(client, model):
         ("chat/completions", {"messages": CHAT, "reasoning_effort": "low"}, 400, "'reasoning_effort' is not supported"),
         ("chat/completions", {"messages": CHAT, "priority": 3}, 400, "'priority' is not supported"),
         ("chat/completions", {"messages": CHAT, "tools": [{"type": "function"}]}, 400, "'tools' is not supported"),
+        ("chat/completions", {"messages": CHAT, "tool_choice": "required"}, 400, "'tool_choice' is not supported: no"),
+        ("chat/completions", {"messages": CHAT, "guided_json": {}}, 400, "'guided_json' is not supported: the answer"),
+        ("completions", {"prompt": "a", "structured_outputs": {"json": {}}}, 400, "'structured_outputs' is not"),
+        ("completions", {"prompt": "a", "chat_template_kwargs": {}}, 400, "'chat_template_kwargs' is not supported"),
+        ("chat/completions", {"messages": CHAT, "chat_template_kwargs": [1]}, 400, "must be an object"),
+        ("chat/completions", {"messages": CHAT, "chat_template_kwargs": {"tools": []}}, 400, "may not set tools"),
+        ("../tokenize", {}, 400, "prompt must be a text; or give messages"),
+        ("../tokenize", {"prompt": "a", "chat_template_kwargs": {}}, 400, "'chat_template_kwargs' is not supported"),
+        ("../tokenize", {"messages": CHAT, "tools": [{"type": "function"}]}, 400, "'tools' is not supported"),
+        ("../tokenize", {"prompt": "a", "model": "gpt"}, 404, "'gpt' is not here"),
+        ("../detokenize", {"tokens": ["a"]}, 400, "list of token ids"),
+        ("../detokenize", {"tokens": [10**6]}, 400, "outside the vocabulary"),
         ("chat/completions", {"messages": CHAT, "top_logprobs": 2}, 400, "needs logprobs=true"),
         ("chat/completions", {"messages": CHAT, "response_format": {"type": "json_object"}}, 400, "response_format"),
         ("embeddings", {}, 404, "no such address"),
@@ -250,7 +298,9 @@ def test_logprobs_of_a_chat_and_of_an_echoed_prompt(client, model):
 )  # fmt: skip
 def test_a_mistake_is_one_line_in_openais_object(url, path, body, status, said):
     data = body if isinstance(body, str) else json.dumps(body)
-    found = httpx.post(f"{url}/v1/{path}", content=data, headers={"Content-Type": "application/json"}, timeout=60)
+    found = httpx.post(
+        f"{url}/v1/{path}".replace("/v1/..", ""), content=data, headers={"Content-Type": "application/json"}, timeout=60
+    )
     error = found.json()["error"]
     assert found.status_code == status and said in error["message"], error
     assert set(error) == {"message", "type", "param", "code"} and "\n" not in error["message"]
