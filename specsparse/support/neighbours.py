@@ -31,7 +31,7 @@ class Word(NamedTuple):
     line: str = ""
 
 
-_GUIDED = "the answer is free text here; allowed_token_ids and logits_processors limit the tokens"
+_GUIDED = "the answer is free text here; allowed_token_ids limits its tokens, in Python also logits_processors"
 _TOOLS = "no calls of tools are read from an answer; describe them in the system message"
 _TEMPLATE = "the prompt is model.tokenizer.apply_chat_template(messages, chat_template_kwargs={NAME: VALUE})"
 _BEAMS = "there is no beam search; best_of keeps the most likely of several samples"
