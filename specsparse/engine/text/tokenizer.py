@@ -138,9 +138,12 @@ class Tokenizer:
         return StreamDecoder(self, skip_special=skip_special, continues=continues)
 
     def apply_chat_template(
-        self, messages: "Messages", add_generation_prompt: bool = True, tokenize: bool = False,
+        self,
+        messages: "Messages",
+        add_generation_prompt: bool = True,
+        tokenize: bool = False,
         chat_template_kwargs: Mapping[str, object] | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Renders a chat with the file's template.
 
         Args:
