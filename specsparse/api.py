@@ -132,6 +132,8 @@ def _understood(said: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[Any
     found = {**said, **fields}
     if WORDS.keys() & fields:
         found = understood({name: value for name, value in found.items() if value is not None or name in fields})
+    if found.get("policy") is not None and found.get("drafter") in (None, "none"):
+        raise UserError(f"policy={shown(found['policy'])} needs a drafter: give drafter=prompt_lookup, or leave it out")
     out = (*(found.pop(name, None) for name in said), found)
     own = [*{**options_of(SamplingParams), **said}]
     if name := next((name for name in found if name not in own), None):

@@ -233,7 +233,7 @@ def drafter_of(drafter: str, draft: str | None) -> Choice:
         return Choice(drafter)
     name = drafter_name(drafter)
     if name != DRAFTER and name not in DRAFT_FILES:
-        raise UserError(f"--drafter {drafter} and --draft {draft} are two drafters: give one of them")
+        raise UserError(f"{drafter} and the draft model {draft} are two drafters: give one of them")
     name = "model" if name == DRAFTER else name
     return Choice(name, {DRAFT_FILES[name]: draft})
 

@@ -265,7 +265,11 @@ def resolve(spec: str | Path) -> Path:
         if text and (path := Path(os.path.expanduser(spec))).exists():
             return path
     if "/" in text or "\\" in text or text.lower().endswith(".gguf"):
-        raise UserError(f"{text}: no such file")
+        page = re.match(
+            r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)|hf:/+(.+)", text, re.IGNORECASE
+        )
+        hint = f"; of the Hub it is hf://{page[1] or page[2]}" if page else ""
+        raise UserError(f"{text}: no such file{hint}")
     near = difflib.get_close_matches(text.lower(), names(), cutoff=0.5)
     here = ", ".join(entry.name for entry in entries().values() if entry.package)
     hint = f"did you mean {' or '.join(near)}?" if near else f"{here} need no network, `specsparse models` lists all."

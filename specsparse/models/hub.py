@@ -26,6 +26,7 @@ from typing import TypeVar
 from specsparse.engine.gguf.shards import shard_names
 from specsparse.errors import UserError
 from specsparse.support.files import atomically, cache_dir
+from specsparse.support.options import shown
 
 SCHEME = "hf://"
 FORM = "owner/repo, owner/repo:Q4_K_M or hf://owner/repo/file.gguf, perhaps with @revision"
@@ -106,6 +107,11 @@ class Reference:
             raise UserError(f"{text}: is no reference to the Hub; the form is {FORM}")
         revision = found["before"] or found["revision"]
         file = found["file"] or found["named"]
+        if (
+            not {"", ".", ".."}.isdisjoint((file or "x").split("/") + (revision or "x").split("/"))
+            or not text.isprintable()
+        ):
+            raise UserError(f"{shown(text)}: is no file of a repository; the form is {FORM}")
         return cls(found["repo"], file, revision and urllib.parse.unquote(revision), found["tag"], text)
 
     def __str__(self) -> str:

@@ -251,6 +251,10 @@ def understood(given: Mapping[str, Any]) -> dict[str, Any]:
         if "model" in options and getattr(drafter, "name", drafter) not in ("model", "draft_model"):
             raise UserError(f"{said['drafter']} and {said['model']} are one thing: give one of them")
         name, own_options = (drafter, {}) if isinstance(drafter, str) else (drafter.name, drafter.options)
+        if name == "none":
+            raise UserError(
+                f"{said[next(iter(options))]} needs a drafter, and none is plain decoding: leave one of them out"
+            )
         out["drafter"] = Choice(name, {**own_options, **options})
     return out
 
@@ -262,7 +266,7 @@ def speculative(config: object) -> dict[str, Any]:
         UserError: a method, a model or a key that we do not have.
     """
     if isinstance(config, str):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             config = json.loads(config)
     if not isinstance(config, Mapping):
         example = "{'method': 'ngram', 'num_speculative_tokens': 4}"

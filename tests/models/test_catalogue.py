@@ -54,6 +54,8 @@ def test_a_path_is_itself(tmp_path):
         ("zzz", "unknown model 'zzz': smollm2-135m.* need no network"),
         ("hf://a", "hf://a: is no reference to the Hub; the form is owner/repo, owner/repo:Q4_K_M or hf://"),
         ("none.gguf", "none.gguf: no such file"),
+        ("https://huggingface.co/a/b/tree/main", "no such file; of the Hub it is hf://a/b$"),
+        ("HF://a/b", "no such file; of the Hub it is hf://a/b$"),
         ("some/where", "no such file"),
         ("", "unknown model"),
         ("a\0b", "unknown model"),

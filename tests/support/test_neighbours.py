@@ -136,3 +136,21 @@ def test_neighbours_fields_of_a_request_are_the_servers_own():
             parse_request({"prompt": "a", field: 3}, {}, chat=False)
     with pytest.raises(HttpError, match="are one field"):
         parse_request({"prompt": "a", "n_predict": 3, "max_tokens": 4}, {}, chat=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"prompt_lookup_num_tokens": 3, "drafter": "none"}, "^prompt_lookup_num_tokens needs a drafter"),
+        ({"speculative_config": "[" * 100_000}, "^speculative_config=.* must be a mapping"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(given, said):
+    with pytest.raises(UserError, match=said):
+        understood(given)
+
+
+@pytest.mark.parametrize("more", [{}, {"drafter": "none"}, {"max_new_tokens": 3}])
+def test_a_policy_needs_a_drafter(more):
+    with pytest.raises(UserError, match=r"^policy=auto_off needs a drafter: give drafter=prompt_lookup"):
+        specsparse.generate(None, "hi", policy="auto_off", **more)

@@ -124,6 +124,8 @@ class ChatMethod:
             if key not in ("verifier", "gamma", "draft") or not value:
                 raise UserError(f"/method does not know {word!r}: say {_METHOD}")
             given[key] = value
+        if given.get("draft"):
+            given.setdefault("drafter", "model")
         if "gamma" in given:
             if not given["gamma"].isdecimal() or not int(given["gamma"]):
                 raise UserError(f"gamma={given['gamma']} must be a whole number of at least 1")

@@ -159,6 +159,8 @@ def test_method_shows_and_changes_the_method(chat):
     assert said("/method none") == "plain decoding"
     assert "drafter=oracle is unknown" in said("/method oracle")
     assert "none.gguf: no such file" in said("/method model draft=none.gguf")
+    assert "none.gguf: no such file" in said("/method draft=none.gguf")
+    assert "suffix and the draft model none.gguf are two drafters" in said("/method suffix draft=none.gguf")
     assert "/method does not know 'n=3'" in said("/method suffix n=3")
     assert "gamma=two must be a whole number" in said("/method suffix gamma=two")
     assert said("/method") == "plain decoding"
