@@ -100,9 +100,13 @@ def seed_of(seed: object) -> int:
 
 
 def requests(
-    model: Model, prompts: Seq[PromptLike], sampling: SamplingParams | Seq[SamplingParams], seed: object = None, *,
+    model: Model,
+    prompts: Seq[PromptLike],
+    sampling: SamplingParams | Seq[SamplingParams],
+    seed: object = None,
+    *,
     common_noise: bool = False,
-) -> list[list[Request]]:  # fmt: skip
+) -> list[list[Request]]:
     """The completions to draw for each prompt of a batch, each with noise of its own.
 
     Log probabilities are kept if the best of several completions are to be chosen.
@@ -152,9 +156,15 @@ class Session:
     """
 
     def __init__(
-        self, model: Model, sequences: list[Request], method: Method, *, noting: bool = False, loop: str = "jit",
+        self,
+        model: Model,
+        sequences: list[Request],
+        method: Method,
+        *,
+        noting: bool = False,
+        loop: str = "jit",
         watch: Watch | None = None,
-    ):  # fmt: skip
+    ):
         self.loop = loop_for(model, method, loop=loop, watch=watch)
         self.model, self.sequences, self.method, self.noting = model, sequences, method, noting
         self.compile_s = 0.0
@@ -195,9 +205,13 @@ class Session:
         return self.program(key, function, *args, **how)(*args)
 
     def program(
-        self, key: Hashable, function: Callable, *args: Pytree, donate: tuple[int, ...] = (),
+        self,
+        key: Hashable,
+        function: Callable,
+        *args: Pytree,
+        donate: tuple[int, ...] = (),
         compiled: Callable[..., Callable] = compiled,
-    ) -> Callable:  # fmt: skip
+    ) -> Callable:
         """A pure `function` compiled for arguments of these shapes, once; compiling is timed apart.
 
         Args:

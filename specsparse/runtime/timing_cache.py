@@ -300,9 +300,15 @@ def guessed_v(backend: str, rows: int) -> list[float]:
 
 
 def policy_times(
-    model: Model, gamma: int, name: str | None, options: Mapping[str, object] | None = None, *, share: float = 0.0,
-    levels: int | None = None, batch: int = 1,
-) -> dict[str, object]:  # fmt: skip
+    model: Model,
+    gamma: int,
+    name: str | None,
+    options: Mapping[str, object] | None = None,
+    *,
+    share: float = 0.0,
+    levels: int | None = None,
+    batch: int = 1,
+) -> dict[str, object]:
     """The options `v`, `c`, `c0` of the policies `cost` and `auto_off`: as kept on this machine, else a guess.
 
     Args:
