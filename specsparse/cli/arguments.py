@@ -186,7 +186,8 @@ def settle(args: argparse.Namespace) -> None:
         args.model = words.pop(0) if words else MODEL
     for word in words:
         if getattr(args, "prompt", word) is not None:
-            raise UserError(f"unknown argument {shown(word)}: the model and the prompt are given already")
+            given = "the model and the prompt are" if hasattr(args, "prompt") else "the model is"
+            raise UserError(f"unknown argument {shown(word)}: {given} given already")
         args.prompt = word
 
 

@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         if unknown != message:
             word, known = unknown.split()[0], list(self._option_string_actions)
             flag = word.partition("=")[0]
-            cutoff = 0.6 if word.startswith("--") else 0.75  # two of three letters are not near
+            cutoff = 0.7 if word.startswith("--") else 0.75  # two of three letters are not near
             names, bare = {name.lstrip("-"): name for name in known}, flag.lstrip("-")  # "--" is like any other "--"
             near = [names[name] for name in difflib.get_close_matches(bare, names, n=1, cutoff=cutoff)]
             said = answer(FLAGS.get(f"-{bare}", bare.replace("-", "_")), at="command") if flag != bare else ""

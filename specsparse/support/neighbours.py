@@ -91,6 +91,8 @@ WORDS: Mapping[str, Word] = {
     "guided_grammar": Word((VLLM,), line=_GUIDED),
     "grammar": Word((LLAMA,), line=_GUIDED),
     "json_schema": Word((LLAMA,), line=_GUIDED),
+    "system_prompt": Word((LLAMA,), line="it is --system TEXT, and {'role': 'system', ..} of a chat in Python"),
+    "conversation": Word((LLAMA,), line="python -m specsparse chat is the conversation"),
     "lora_request": Word((VLLM,), line="merge the adapter into the model's file first"),
     "lora": Word((LLAMA,), line="merge the adapter into the model's file first"),
     "use_tqdm": Word((VLLM,), line="leave it out: generate shows no bar"),
@@ -129,6 +131,8 @@ WORDS: Mapping[str, Word] = {
     "threads": Word((LLAMA,), "load.threads"),
     "kv_cache_dtype": Word((VLLM,), "load.kv_dtype"),
     "cache_type_k": Word((LLAMA,), "load.kv_dtype"),
+    "cache_type_v": Word((LLAMA,), line="keys and values have one type: kv_dtype, --kv-dtype TYPE"),
+    "threads_batch": Word((LLAMA,), line="leave it out: the threads are those of prompts, too"),
     "tensor_parallel_size": Word((VLLM,), "load.mesh"),
     "rope_freq_base": Word((LLAMA,), "load.rope_base"),
     "n_gpu_layers": Word((LLAMA,), line=_SPLIT),
@@ -158,8 +162,12 @@ METHODS = {
     "eagle": "head",
 }
 """Neighbours' names of drafters whose own name is another: vLLM's methods and llama.cpp's --spec-type."""
-FLAGS = {"-ngl": "n_gpu_layers", "-fa": "flash_attn", "-np": "parallel"}
-"""Short flags of llama.cpp for things that we do not have."""
+FLAGS = {
+    "-ngl": "n_gpu_layers", "-fa": "flash_attn", "-np": "parallel", "-b": "batch_size", "-ub": "ubatch_size",
+    "-ctk": "cache_type_k", "-ctv": "cache_type_v", "-tb": "threads_batch", "-cnv": "conversation",
+    "-sys": "system_prompt",
+}  # fmt: skip
+"""Short flags of llama.cpp that are answered by their long words."""
 SPECULATIVE_METHODS = ("ngram", "draft_model", "suffix", "eagle", "eagle3", "dflash")
 """Methods of vLLM's `speculative_config` that we have."""
 DRAFT_FILES = {"model": "model", "head": "head", "eagle3": "path", "dflash": "path"}

@@ -76,11 +76,19 @@ def test_a_flag_of_several_letters_is_no_short_one_with_a_value():
         ("-ngl", "a device holds all layers"),
         ("--num-beams", "best_of"),
         ("--rope-freq-base", "to the model"),
+        ("-ctk", "--kv-dtype"),
+        ("-sys", "--system TEXT"),
     ],
 )
 def test_what_we_do_not_have_is_answered(flag, said):
     with pytest.raises(UserError, match=f"^unknown argument {flag}; .*{said}"):
         parsed("generate", "-m", "a.gguf", flag, "9", "-p", "hi")
+
+
+def test_a_flag_that_is_not_near_gets_no_name():
+    for flag in ("--ngram", "--mmap"):
+        with pytest.raises(UserError, match=rf"^unknown argument {flag} \("):
+            parsed("generate", "-m", "a.gguf", "-p", "hi", flag, "3")
 
 
 @pytest.mark.parametrize("name", ["generate", "serve"])
