@@ -171,8 +171,8 @@ def test_a_drafter_that_returns_the_wrong_thing_is_told_what_it_returns(model, w
 
 
 @pytest.mark.parametrize(("facts", "says"), [
-    ({"max_nodes": -1}, "Echo.max_nodes=-1 must be a whole number of at least 1"),
-    ({"max_nodes": "x"}, "Echo.max_nodes=x must be a whole number of at least 1"),
+    ({"max_nodes": -1}, "Echo.max_nodes=-1 must be a whole number from 1 to 4096"),
+    ({"max_nodes": "x"}, "Echo.max_nodes=x must be a whole number from 1 to 4096"),
     ({"kind": "one_hot"}, "Echo.kind=one_hot must be a DraftKind"),
 ])  # fmt: skip
 def test_a_drafter_whose_facts_are_none_is_refused(model, facts, says):

@@ -367,7 +367,8 @@ class Drafter(AnyDrafter):
         for fact in ("max_nodes", "max_depth"):
             value = getattr(self, fact)
             whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-            wrong[f"{name}.{fact}={shown(value)} must be a whole number of at least 1"] = not whole or value < 1
+            whole = whole and 1 <= value <= 8 * MAX_GAMMA  # trees are larger than chains; a round is an array of them
+            wrong[f"{name}.{fact}={shown(value)} must be a whole number from 1 to {8 * MAX_GAMMA}"] = not whole
         refuse(wrong)
 
     def build(self, target: "Model", load: Load) -> LoadedDrafter:

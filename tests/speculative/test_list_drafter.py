@@ -14,7 +14,7 @@ import specsparse
 from specsparse import ListDrafter, run
 from specsparse.cli.main import main
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.errors import GenerationFailed
+from specsparse.errors import GenerationFailed, UserError
 from specsparse.speculative.base import Draft, Drafted, Drafter, DraftKind
 from specsparse.support.options import options_of
 from specsparse.testing import check_drafter, write_tiny_gguf
@@ -163,3 +163,9 @@ def test_a_torch_module_drafts(model, monkeypatch):
     plain = specsparse.generate(model, PROMPT, max_tokens=12)
     mine = specsparse.generate(model, PROMPT, max_tokens=12, drafter=made(), verifier="greedy")
     assert mine.token_ids == plain.token_ids and mine.stats.counters.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("nodes", [0, 10**9, "x"])
+def test_the_room_of_a_drafter_that_is_made_is_bounded(model, nodes):
+    with pytest.raises(UserError, match=r"Bad\.max_nodes=.* must be a whole number from 1 to 4096"):
+        specsparse.generate(model, PROMPT, drafter=Bad(max_nodes=nodes), max_tokens=2)
