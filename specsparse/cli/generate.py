@@ -99,7 +99,8 @@ def _say_figures(completions: Sequence[Any], *, drafting: bool) -> None:
 
     stats = completions[0].stats
     counters = sum((completion.stats.counters for completion in completions), Counters())
-    prompt = f"prompt of {len(completions[0].prompt_token_ids)} tokens in {stats.prefill_s:.2f} s"
+    length = len(completions[0].prompt_token_ids)
+    prompt = f"prompt of {length} token{'s'[: length != 1]} in {stats.prefill_s:.2f} s"
     none = ", nothing drafted" if drafting and not counters.num_draft_tokens else ""
     print(f"{figures(counters, stats.decode_s)}{none}; {prompt}", file=sys.stderr)
 

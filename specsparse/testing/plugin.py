@@ -1,9 +1,12 @@
 """The pytest plugin: a fixture `assert_lossless`, and a line for each certificate at the end of the run.
 
+    pytest_plugins = ["specsparse.testing.plugin"]  # in conftest.py
+
     def test_mine(assert_lossless):
         assert_lossless(my_verifier)
 
-It is found by its entry point, imports nothing until the fixture is used, and prints nothing in other runs.
+It imports nothing until the fixture is used. It has no entry point: pytest would warn in each run of an environment in
+which specsparse is an editable install.
 """
 
 import pytest

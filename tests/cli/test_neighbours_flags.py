@@ -75,6 +75,7 @@ def test_a_flag_of_several_letters_is_no_short_one_with_a_value():
     [
         ("-ngl", "a device holds all layers"),
         ("--num-beams", "best_of"),
+        ("--no-mmap", "read once"),
         ("--rope-freq-base", "to the model"),
         ("-ctk", "--kv-dtype"),
         ("-sys", "--system TEXT"),

@@ -51,6 +51,7 @@ MISTAKES = {
     "negative": (lambda limit: [-1], "returned [-1]: return"),
     "many": (lambda limit: [1] * (limit + 1), "returned [1, 1, 1, 1, 1]: return a list of at most 4 ids"),
     "text": (lambda limit: "and", "returned and: return"),
+    "unordered": (lambda limit: {2}, "returned {2}: return"),
     "raises": (lambda limit: 1 // (limit - limit), "raised ZeroDivisionError: integer division or"),
     "later": (lambda limit: (1 // 0 for _ in [1]), "raised ZeroDivisionError: integer division or"),
     "leaves": (lambda limit: sys.exit(3), "raised SystemExit: 3"),

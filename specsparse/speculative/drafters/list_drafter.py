@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from typing import ClassVar
 
 import jax
@@ -90,8 +90,9 @@ class ListDrafter(Drafter):
         called = f"{type(self).__name__}.propose"
         try:
             found = self.propose(tokens, limit)
+            ordered = isinstance(found, Iterable) and not isinstance(found, Set | Mapping)
             # A generator may raise too, or never end.
-            given = list(itertools.islice(found, limit + 1)) if isinstance(found, Iterable) else [None]
+            given = list(itertools.islice(found, limit + 1)) if ordered else [None]
         except (Exception, SystemExit) as error:
             at = f" ({line})" if (line := own_line(error)) else ""
             raise UserError(f"{called} raised {type(error).__name__}: {shown(str(error))}{at}") from None

@@ -130,7 +130,10 @@ class ChatMethod:
             if not given["gamma"].isdecimal() or not int(given["gamma"]):
                 raise UserError(f"gamma={given['gamma']} must be a whole number of at least 1")
             given["gamma"] = int(given["gamma"])
-        return dataclasses.replace(self, **given)
+        method = dataclasses.replace(self, **given)
+        if method.drafter == "none" and (given.get("gamma") or given["verifier"]):
+            raise UserError(f"/method none is plain decoding, without gamma and verifier: say {_METHOD}")
+        return method
 
     def spec(self, sampling: SamplingParams) -> MethodSpec:
         policy = None if self.gamma is None else Fixed(self.gamma)

@@ -163,6 +163,7 @@ def test_method_shows_and_changes_the_method(chat):
     assert "suffix and the draft model none.gguf are two drafters" in said("/method suffix draft=none.gguf")
     assert "/method does not know 'n=3'" in said("/method suffix n=3")
     assert "gamma=two must be a whole number" in said("/method suffix gamma=two")
+    assert "/method none is plain decoding" in said("/method none gamma=2")
     assert said("/method") == "plain decoding"
     said("a message")
     assert said("/method prompt_lookup") == "drafter prompt_lookup, verifier greedy, gamma 4".replace("4", "3")
