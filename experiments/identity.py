@@ -312,10 +312,9 @@ def main(given: list[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    with counting(out, "batches", len(todo)) as progress:
-        task = progress.task_ids[0]
+    with counting(out, "batches", len(todo)) as step:
         for _ in run(bench, state, todo, seconds=args.seconds):
-            progress.advance(task)
+            step()
     result = summary(state, todo, args.tokens)
     for name, c in result["methods"].items():
         rate = c["accepted"] / max(c["drafted"], 1)

@@ -307,7 +307,7 @@ def test_certify_takes_callables_and_the_known_bugs(cfg, tmp_path, monkeypatch):
     assert not found.as_promised and "NOT as promised: eager" in text
     assert written["rows"][0]["texts"][0].startswith("text ")
     for also, words in (
-        ("mine_own", "certify.also=mine_own: module mine_own has no"),
+        ("mine_own", "certify.also=mine_own: write MODULE:NAME"),
         ("mine_own:eagre", "did you mean eager"),
         ("no_mod:f", "no module"),
     ):

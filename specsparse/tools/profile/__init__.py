@@ -8,13 +8,13 @@ from specsparse.cli import arguments
 from specsparse.support.files import need_place
 
 _PROMPT = "List the days of the week, then list the days of the week again in the same order."
+_GAMMA = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_model(parser, prompt=True)
     arguments.add_draft(parser.add_argument_group("drafts").add_argument)
     arguments.add_sampling(parser, ("temperature", "top_k", "top_p", "max_tokens"), temperature=0.0, max_tokens=64)
-    parser.set_defaults(gamma=4)
     add = parser.add_argument
     about = "tokens in the cache of the forward pass (%(default)s)"
     add("--depth", type=arguments.count, default=128, metavar="N", help=about)
@@ -30,6 +30,8 @@ def main(args: argparse.Namespace) -> int:
     from specsparse.tools.profile.stages import chrome_trace, parts, profile
 
     arguments.settle(args)
+    if args.gamma is None and args.drafter != "none":
+        args.gamma = _GAMMA
     need_place(args.out, args.model, args.drafter, args.draft)  # before the measurement, not after it
     sampling = arguments.sampling_params(args).merged(ignore_eos=True)
     method = arguments.method_of(args, sampling).arguments()
