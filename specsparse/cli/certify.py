@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from pathlib import Path
 
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftKind
@@ -48,7 +49,8 @@ def main(args: argparse.Namespace) -> int:
         how["drafts"] = DraftKind(how["drafts"])
     chosen = []
     for name in args.verifiers:
-        found = registry.load(name, f"certify {name}") if ":" in name else get_verifier(name)
+        own = ":" in name or Path(f"{name}.py").is_file()
+        found = registry.load(name, f"certify {name}") if own else get_verifier(name)
         one = get_verifier(name) if isinstance(found, type) else certifiable(found)
         if isinstance(one, ExternalVerifier):
             one = dataclasses.replace(one, **how)

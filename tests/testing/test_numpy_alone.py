@@ -126,6 +126,7 @@ def test_the_command_says_what_holds_and_what_does_not(folder, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["mine"], "certify mine: write MODULE:NAME"),
         (["mine:three"], "three returned 'three': return a tuple"),
         (["mine:draw"], "draw raised TypeError"),
         (["mine:nothing"], "module mine has no nothing"),

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 from rich.console import Console
@@ -61,6 +62,15 @@ def chat(model):
     console = Console(file=out, force_terminal=True, width=200, highlight=False, color_system=None)
     sampling = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     return Chat(Conversation(model, sampling), ChatMethod("prompt_lookup"), console, typed=True), out
+
+
+def taken(chat, line):
+    """What a chat shows after a line, and nothing that stood before."""
+    talk, out = chat
+    out.seek(0)
+    out.truncate()
+    talk.take(line)
+    return out.getvalue().strip()
 
 
 def piped(monkeypatch, text):
@@ -144,14 +154,8 @@ def test_help_names_every_command_and_others_are_refused_with_the_list(chat):
 
 
 def test_method_shows_and_changes_the_method(chat):
-    talk, out = chat
-
-    def said(line):
-        out.seek(0)
-        out.truncate()
-        talk.take(line)
-        return out.getvalue().strip()
-
+    talk, _ = chat
+    said = partial(taken, chat)
     assert said("/method") == "drafter prompt_lookup, verifier greedy, gamma as pays"
     assert said("/method suffix gamma=2") == "drafter suffix, verifier greedy, gamma 2"
     assert said("/method verifier=match") == "drafter suffix, verifier match, gamma 2"
@@ -184,14 +188,8 @@ def test_stats_are_those_of_all_answers_and_reset_forgets_the_messages(chat):
 
 
 def test_set_shows_and_changes_how_tokens_are_chosen(chat):
-    talk, out = chat
-
-    def said(line):
-        out.seek(0)
-        out.truncate()
-        talk.take(line)
-        return out.getvalue().strip()
-
+    talk, _ = chat
+    said = partial(taken, chat)
     before = talk._talk.sampling
     assert said("/set") == "temperature=0.0 max_tokens=6 ignore_eos=True seed=0"
     assert talk._talk.method["verifier"].name == "greedy"
