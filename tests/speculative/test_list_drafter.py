@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import specsparse
@@ -16,8 +17,9 @@ from specsparse.cli.main import main
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import GenerationFailed, UserError
 from specsparse.speculative.base import Draft, Drafted, Drafter, DraftKind
+from specsparse.speculative.drafters.lookup import Either, PromptLookup
 from specsparse.support.options import options_of
-from specsparse.testing import check_drafter, write_tiny_gguf
+from specsparse.testing import check_drafter, draft_context, write_tiny_gguf
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]
@@ -74,6 +76,17 @@ def test_the_text_is_plain_decodings_and_the_drafts_time_is_known(model, most_fr
     counters = mine.stats.counters
     assert mine.token_ids == plain.token_ids and counters.num_draft_tokens > 0
     assert loop == "jit" or 0 < counters.times.draft < counters.times.total
+
+
+@pytest.mark.parametrize("pair", [(Bad(), PromptLookup()), (PromptLookup(), Bad())])
+def test_one_that_breaks_beside_another_is_said(pair, monkeypatch):
+    monkeypatch.setattr(Bad, "how", "raises")
+    texts, either = [[*range(13)], [*range(5)]], Either(*pair)
+    ctx = draft_context(texts, capacity=32, budget=2)
+    drafted = either.draft(None, either.init(None, ctx), ctx)
+    assert drafted.failed.tolist() == [True, False] and drafted.failed.dtype == bool
+    assert "Bad.propose raised ZeroDivisionError" in either.failure(np.array(texts[0], np.int32))
+    assert either.failure(np.array(texts[1], np.int32)) is None
 
 
 def test_limits_are_those_of_the_policy_and_attributes_are_options(model):

@@ -4,12 +4,14 @@ Drafters of this kind, also your own (`notebooks/last_seen.py`), are made of thr
 a draft to the budget, `copy_chain` copies tokens of the text as a draft, `drafted` returns it.
 """
 
+import functools
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Annotated, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
@@ -397,7 +399,10 @@ class Either(Drafter):
             q_BKV = jnp.where(took_B[:, None, None], jax.nn.one_hot(tokens_BK, q_BKV.shape[-1]), q_BKV)
         count_B = jnp.where(took_B, first_B, rest.keep(b.draft.count))
         draft = Draft(tokens_BK, TreeTemplate.chain(K).parents_array(tokens_BK.shape[0]), count_B, q_BKV)
-        return Drafted(draft, EitherState(a.state, b.state, took_B), b.cache, jnp.where(took_B, 0, 1))
+        failed = [each.failed for each in (a, b) if each.failed is not None]
+        state = EitherState(a.state, b.state, took_B)
+        failed_B = functools.reduce(jnp.logical_or, failed) if failed else None
+        return Drafted(draft, state, b.cache, jnp.where(took_B, 0, 1), failed_B)
 
     def commit(self, params: Pytree, state: EitherState, ctx: DraftContext, feedback: Feedback) -> EitherState:
         """Both learn the verdict; to the one that did not draft, the draft is empty."""
@@ -407,3 +412,6 @@ class Either(Drafter):
         first = self.first.commit(None, state.first, ctx, mine)
         second = self.second.commit(params, state.second, ctx, other)
         return EitherState(first, second, state.took)
+
+    def failure(self, tokens: np.ndarray) -> str | None:
+        return self.first.failure(tokens) or self.second.failure(tokens)
