@@ -29,6 +29,7 @@ from specsparse.errors import UserError
 from specsparse.models import hub
 from specsparse.models.hub import RepoFile
 from specsparse.support.files import Json, cache_dir, kept, need_memory, size_text, to_json, write_atomically
+from specsparse.support.hub_names import SCHEME, is_reference
 from specsparse.support.options import Count, Internal, Read, Size, read, shown
 
 Download = Literal["yes", "no", "ask"]
@@ -253,7 +254,7 @@ def resolve(spec: str | Path) -> Path:
         UserError: an unknown name (with the nearest), a package that is not installed (with the command), or no file.
     """
     text = str(spec)
-    if hub.is_reference(text):
+    if is_reference(text):
         return _on_hub(text, hub.download)
     entry = find(text)
     if entry is not None:
@@ -354,7 +355,7 @@ def path_of(spec: str | os.PathLike[str], download: Download = "ask") -> Path:
 def published(spec: str | os.PathLike[str], download: Download = "ask") -> Path:
     """The folder or file of a drafter: a path, a name of the catalogue, owner/repo or a GGUF file of one."""
     text = os.fspath(spec)
-    if hub.is_reference(text) and (wanted := hub.Reference.parse(text)).file is None and wanted.tag is None:
+    if is_reference(text) and (wanted := hub.Reference.parse(text)).file is None and wanted.tag is None:
         return _on_hub(text, hub.download_drafter)
     return path_of(text, download)
 
@@ -364,7 +365,7 @@ def _on_hub(text: str, get: Callable[[str], Path]) -> Path:
     try:
         return get(text)
     except UserError as error:
-        if text.startswith(hub.SCHEME):
+        if text.startswith(SCHEME):
             raise
         why = re.sub(r"^\S+: ", "", str(error), count=1)  # without the reference before it
         raise type(error)(f"{text}: no such file here, and on the Hub: {why}") from None

@@ -26,9 +26,9 @@ from typing import TypeVar
 from specsparse.engine.gguf.shards import shard_names
 from specsparse.errors import UserError
 from specsparse.support.files import atomically, cache_dir
+from specsparse.support.hub_names import REFERENCE, SCHEME
 from specsparse.support.options import shown
 
-SCHEME = "hf://"
 FORM = "owner/repo, owner/repo:Q4_K_M or hf://owner/repo/file.gguf, perhaps with @revision"
 _USUAL = ("Q4_K_M", "Q4_0", "Q8_0")
 """Types of a repository's GGUF files that are taken if none is asked for, the first that there is; llama.cpp begins
@@ -39,12 +39,6 @@ _PARTIAL = ".partial"
 _ASK_SECONDS = 10
 FIRST_BYTES, MOST_BYTES = 1 << 20, 1 << 27
 """Bytes of a header that are asked for at first, and at most; most of it is the vocabulary, some megabytes."""
-_REFERENCE = re.compile(
-    r"(?P<scheme>hf://)?(?P<repo>\w[\w.-]*/[\w.-]+)"
-    r"(?::(?P<tag>[\w.-]+)|/(?P<file>[^@:]+?)"
-    r"|@(?P<before>refs/(?:pr|convert)/[^@/\s]+|[^@/\s]+)/(?P<named>[^@\s]+\.(?:gguf|json|safetensors|bin)))?"
-    r"(?:@(?P<revision>[^@\s]+?))?/?"
-)
 _T = TypeVar("_T")
 
 
@@ -102,7 +96,7 @@ class Reference:
     @classmethod
     def parse(cls, text: str) -> "Reference":
         """Reads the forms of this module; UserError if the text has another one."""
-        found = _REFERENCE.fullmatch(text)
+        found = REFERENCE.fullmatch(text)
         if found is None or (found["before"] and found["revision"]) or (found["file"] and not found["scheme"]):
             raise UserError(f"{text}: is no reference to the Hub; the form is {FORM}")
         revision = found["before"] or found["revision"]
@@ -137,15 +131,6 @@ class Reference:
                 return replace(self, file=file)
         what = f"no file of the type {self.tag}" if self.tag else "names no file"
         raise UserError(f"{self}: {what}; {_choices(self)}")
-
-
-def is_reference(text: str) -> bool:
-    """True for a name of the Hub that is not one of this machine: hf://.., owner/repo, owner/repo:Q4_K_M."""
-    if text.startswith(SCHEME):
-        return True
-    found = _REFERENCE.fullmatch(text)
-    plain = found is not None and found["file"] is None and not text.lower().endswith((".gguf", "/", "/..", "/."))
-    return plain and not os.path.exists(text)
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from specsparse.measure.costs.roofline import outline
 from specsparse.models import catalogue, hub
 from specsparse.models.convert.hf import convert_hf
 from specsparse.powerinfer.torch_zip import write_torch
+from specsparse.support.hub_names import is_reference
 from specsparse.testing import write_tiny_gguf
 from tests.models.convert import checkpoints
 from tests.models.hub_mirror import OLD_COMMIT, mirror_of
@@ -217,7 +218,7 @@ def test_a_reference_reads_back():
 )
 def test_the_forms_of_a_reference(text, parts):
     found = hub.Reference.parse(text)
-    assert (found.repo, found.file, found.revision, found.tag) == parts and hub.is_reference(text)
+    assert (found.repo, found.file, found.revision, found.tag) == parts and is_reference(text)
 
 
 def test_what_is_a_file_here_goes_before_the_hub(tmp_path, monkeypatch):
@@ -225,7 +226,7 @@ def test_what_is_a_file_here_goes_before_the_hub(tmp_path, monkeypatch):
     (tmp_path / "a" / "b").touch()
     monkeypatch.chdir(tmp_path)
     here = ("a/b", "a/c.gguf", "./a/c", "~/a/c", "a/b/c", "/a/c", "a", "a/", "a/b/c@v1")
-    assert not any(map(hub.is_reference, here)) and hub.is_reference("a/c")
+    assert not any(map(is_reference, here)) and is_reference("a/c")
 
 
 def test_a_repository_or_a_type_is_a_file_of_it(server, monkeypatch):

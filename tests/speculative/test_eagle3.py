@@ -227,6 +227,13 @@ def head(model, tmp_path_factory):
     return str(random_eagle3(model).write_gguf(path, tokenizer={}))
 
 
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_a_mistyped_file_is_no_name_of_the_hub(name):
+    paths = ("heads/no.gguf", "no/folder/of/mine", "owner/repo", "owner/repo:Q4_K_M")
+    found = [dict(get_drafter(name, path=path).files) for path in paths]
+    assert found == [{"path": "heads/no.gguf"}, {"path": "no/folder/of/mine"}, {}, {}]
+
+
 @pytest.mark.parametrize("name", ["head", "lookup_head"])
 def test_drafter_head_takes_a_gguf_file_of_this_kind(model, head, name):
     """So that a shipped head may be of either kind; beside a lookup too."""

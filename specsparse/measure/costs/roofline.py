@@ -25,6 +25,7 @@ from specsparse.kernels import processor
 from specsparse.models import catalogue, hub
 from specsparse.models.catalogue import Shape
 from specsparse.speculative import vocab
+from specsparse.support.hub_names import is_reference
 
 KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 34 / 32}
 """Bytes of an element of the cache."""
@@ -189,7 +190,7 @@ def outline(spec: str) -> ModelOutline:
     Raises:
         UserError: an unknown name, a file that is no model, or a model that is not here and whose shape nobody knows.
     """
-    if hub.is_reference(spec):
+    if is_reference(spec):
         return ModelOutline.from_file(spec, hub.download_header(spec), source="its header on the Hub")
     entry = catalogue.find(spec)
     if entry is None:

@@ -31,6 +31,7 @@ from specsparse.speculative.drafters.heads.dflash import BlockShape, DFlashFile
 from specsparse.speculative.drafters.heads.eagle3 import PROJECTIONS, Eagle3File, HeadShape
 from specsparse.speculative.drafters.heads.published import DRAFT_IDS, EMBEDDING, OUTPUT
 from specsparse.support.files import Json, atomically, to_json, write_atomically
+from specsparse.support.hub_names import SCHEME
 
 HeadFile = Eagle3File | DFlashFile
 HeadKind = Literal["eagle3", "dflash"]
@@ -366,7 +367,7 @@ def convert_head(
         local = folder.is_dir()
         if not local and not re.fullmatch(r"[\w.-]+/[\w.-]+", verifier):
             raise UserError(f"--verifier {verifier}: is no folder; the form is OWNER/NAME, a repository of the Hub")
-        where = folder / "config.json" if local else hub.download(f"{hub.SCHEME}{verifier}/config.json")
+        where = folder / "config.json" if local else hub.download(f"{SCHEME}{verifier}/config.json")
         name = class_name(read_json(where))
         if name is None:
             raise UserError(f"{where}: names no class of transformers (architectures), and the head's config needs it")

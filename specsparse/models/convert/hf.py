@@ -22,6 +22,7 @@ from specsparse.models.convert.hf_tokenizer import tokenizer_keys
 from specsparse.models.convert.write import Progress, Source, out_type, write_model
 from specsparse.powerinfer.torch_zip import read_torch
 from specsparse.support.files import Json
+from specsparse.support.hub_names import SCHEME, is_reference
 
 LAYER = {
     "input_layernorm": "attn_norm",
@@ -216,14 +217,14 @@ def convert_hf(
     """
     kind, text, folder = out_type(type_name), str(source), Path(os.path.expanduser(source))
     if not folder.is_dir():
-        if not hub.is_reference(text):
+        if not is_reference(text):
             raise UserError(f"{text}: no such folder; a folder with config.json or owner/repo of the Hub is needed")
         folder = hub.download_checkpoint(text)
     refuse_draft_head(folder)
     whole = Checkpoint(folder)
     checkpoint = text_part(whole)
     config = HfConfig(folder / "config.json", checkpoint.config)
-    named = text.removeprefix(hub.SCHEME).partition("@")[0].rstrip("/").rpartition("/")[2]
+    named = text.removeprefix(SCHEME).partition("@")[0].rstrip("/").rpartition("/")[2]
     name = checkpoint.config.get("_name_or_path") or (named if named not in ("", ".", "..") else folder.resolve().name)
     keys = metadata(config, name=str(name))
     tensors = list(_sources(checkpoint, config))

@@ -50,14 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from specsparse.models import catalogue, hub
+    from specsparse.models import catalogue
+    from specsparse.support.hub_names import is_reference
 
     batches, contexts, alphas = (tuple(sorted({*given})) for given in (args.batch, args.context, args.alpha))
     if alphas and (args.acceptance or args.task):
         raise UserError("--alpha supposes what --acceptance and --task count: give one of them")
     need_places([args.json], [args.plot], args.target, *args.drafts, args.acceptance)
     for name in (args.target, *args.drafts):
-        if not hub.is_reference(name) and catalogue.find(name) is None:
+        if not is_reference(name) and catalogue.find(name) is None:
             catalogue.resolve(name)  # neither a known model nor a file
 
     from specsparse.measure.costs import acceptance  # after the names: JAX takes a second

@@ -45,13 +45,14 @@ def main(args: argparse.Namespace) -> int:
 def _look_at(name: str) -> Any:
     """An `Inspected` file, or the facts of a head in a folder; another folder gets a line that says what it is."""
     from specsparse.engine.gguf.reader import open_gguf
-    from specsparse.models import catalogue, hub
+    from specsparse.models import catalogue
     from specsparse.models.convert.heads import head_facts, read_dflash, read_eagle3
     from specsparse.models.convert.hf import head_kind, refuse_draft_head
     from specsparse.models.convert.hf_config import read_json
+    from specsparse.support.hub_names import is_reference
     from specsparse.tools.inspect.inspection import Inspected
 
-    path = catalogue.published(name, "no") if hub.is_reference(name) else catalogue.resolve(name)
+    path = catalogue.published(name, "no") if is_reference(name) else catalogue.resolve(name)
     if not (path / "config.json").is_file():
         return Inspected.from_gguf(open_gguf(path))
     readers = {"EAGLE-3": read_eagle3, "DFlash": read_dflash}

@@ -3,8 +3,6 @@
 import abc
 import dataclasses
 import functools
-import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from specsparse.speculative.drafters.heads.feature_source import FeatureSource, 
 from specsparse.speculative.drafters.sources import DraftWeights
 from specsparse.speculative.drafters.spec import DrafterSpec, Load, LoadedDrafter, bytes_of
 from specsparse.support.files import Json
+from specsparse.support.hub_names import is_reference
 from specsparse.support.options import instance_of
 
 
@@ -422,7 +421,4 @@ class PublishedSpec(DrafterSpec):
     @property
     def files(self) -> Mapping[str, str]:
         """The head; one of the Hub is fetched when it is loaded."""
-        if not isinstance(self.path, str):
-            return {}
-        on_hub = re.fullmatch(r"hf://.*|\w[\w.-]*/[^/]+", self.path) and not os.path.exists(self.path)
-        return {} if on_hub else {"path": self.path}
+        return {} if not isinstance(self.path, str) or is_reference(self.path) else {"path": self.path}
