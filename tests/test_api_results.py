@@ -142,6 +142,7 @@ class Echo(Drafter):
         q = {"columns": jnp.ones((*tokens.shape, 7)), "half": jnp.ones((*tokens.shape, 300), jnp.bfloat16)}
         found = drafted._replace(draft=drafted.draft._replace(tokens=changed, q=q.get(self.wrong)))
         found = found._replace(cache=None) if self.wrong == "cache" else found
+        found = found._replace(failed=drafted.draft.count) if self.wrong == "failed" else found
         return {"draft": found.draft, "tuple": tuple(found), "none": None}.get(self.wrong, found)
 
     def commit(self, params, state, ctx, feedback):
@@ -155,6 +156,7 @@ class Echo(Drafter):
     ("float", r"tokens float32\[1, 2\] where"),
     ("number", "tokens int where"),
     ("none", "Echo.draft returned NoneType: a drafter returns Drafted"),
+    ("failed", r"Echo.draft returned failed int32\[1\] where bool\[1\] is needed: .* failed, if it is given, is bool"),
     ("cache", "Echo.draft returned None for the cache"),
     ("columns", r"Echo.draft returned q float32\[1, 2, 7\] where float32\[1, 2, 300\] is needed"),
     ("half", r"Echo.draft returned q bfloat16\[1, 2, 300\] where float32\[1, 2, V\] is needed"),

@@ -345,7 +345,8 @@ def traced(drafter: Drafter, method: str) -> Iterator[None]:
 
 DRAFTED = (
     "a drafter returns Drafted(draft, state, cache), where draft is Draft(tokens int32[B, K], parents int32[B, K], "
-    "count int32[B], q) with K = max_nodes, and q is float32[B, K, V], or None for one-hot drafts"
+    "count int32[B], q) with K = max_nodes, and q is float32[B, K, V], or None for one-hot drafts; failed, if it is "
+    "given, is bool[B]"
 )
 """What `Drafter.draft` returns, for messages."""
 
@@ -362,8 +363,12 @@ def check_drafted(drafter: Drafter, found: object, ctx: DraftContext) -> None:
         kind = _shown(found.cache) if jax.tree.leaves(found.cache) else found.cache
         wrong = f"{kind} for the cache, which is no cache like ctx.cache"
     else:
-        for field, shape in {"tokens": (B, K), "parents": (B, K), "count": (B,)}.items():
-            if (shown := _shown(getattr(found.draft, field))) != (needed := f"int32{list(shape)}"):
+        parts = {field: (getattr(found.draft, field), f"int32[{B}, {K}]") for field in ("tokens", "parents")}
+        parts["count"] = found.draft.count, f"int32[{B}]"
+        if found.failed is not None:
+            parts["failed"] = found.failed, f"bool[{B}]"
+        for field, (value, needed) in parts.items():
+            if (shown := _shown(value)) != needed:
                 wrong = f"{field} {shown} where {needed} is needed"
         q = found.draft.q
         is_probs = hasattr(q, "dtype") and q.dtype == jnp.float32 and q.ndim == 3 and q.shape[:2] == (B, K)  # type: ignore[union-attr]
