@@ -12,6 +12,7 @@ from specsparse.errors import UserError
 from specsparse.speculative.base import PAD, Draft
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates
+from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verify import Noise, Target
 from specsparse.testing.drafting import draft_context
 from tests.cells import cells
@@ -134,6 +135,18 @@ def test_by_name():
     named = get_drafter("synthetic", process="minimum_variance", gamma=4, synthetic_acceptance_length=2.6)
     assert named.acceptance == SyntheticRates("minimum_variance", length=2.6)
     assert get_drafter("synthetic", rates=(0.8, 0.6)).max_nodes == 2
-    for given in ({"rate": 0.5, "length": 2.0}, {"rates": (0.5, 0.6)}, {"gamma": 3, "length": 4.5}):
-        with pytest.raises(UserError):
-            get_drafter("synthetic", **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "says"),
+    [
+        ("synthetic", {"rate": 0.5, "length": 2.0}, "takes one of rate, length and rates$"),
+        ("synthetic", {"rates": (0.5, 0.6)}, r"rates \(0.5, 0.6\) must lie in"),
+        ("synthetic", {"gamma": 3, "length": 4.5}, "mean acceptance length 4.5"),
+        ("scripted", {"gamma": 3, "accept": (4,)}, r"ends \(3,\) must be nodes of a tree of 3, or -1$"),
+        ("scripted", {"template": TreeTemplate.kary((3,)), "ends": (0,), "vocab_size": 3}, "^scripted vocab_size=3"),
+    ],
+)
+def test_mistakes_name_the_option(name, given, says):
+    with pytest.raises(UserError, match=says):
+        get_drafter(name, **given)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine.pytree import Pytree
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.speculative.base import (
     MAX_GAMMA,
     ROOT,
@@ -65,11 +65,11 @@ class SyntheticRates(Rule):
     def __post_init__(self):
         one = sum(given is not None for given in (self.rate, self.length, self.rates)) <= 1
         reach = (1.0, *(self.rates or ()))
-        if not one or any(not 0 <= rate <= before for before, rate in itertools.pairwise(reach)):
-            raise UserError(
-                "synthetic acceptance takes one of rate, length and rates; rates lie in [0, 1] and do not increase, "
-                f"not as {self.rates}"
-            )
+        falling = all(0 <= rate <= before for before, rate in itertools.pairwise(reach))
+        refuse({
+            "synthetic acceptance takes one of rate, length and rates": not one,
+            f"synthetic rates {self.rates} must lie in [0, 1] and not increase": not falling,
+        })  # fmt: skip
 
     def conditional(self, gamma: int) -> tuple[float, ...]:
         """r_i of a draft of `gamma` tokens; UserError if `length` is beyond it."""
@@ -204,12 +204,12 @@ class Scripted(Drafter):
 
     def __post_init__(self):
         object.__setattr__(self, "max_nodes", self.shape.size)
-        ends_inside = all(ROOT <= end < self.max_nodes for end in self.lasts)
-        if not self.lasts or not ends_inside or self.vocab_size <= self.shape.width:
-            raise UserError(
-                f"scripted ends {self.lasts} must be nodes of a tree of {self.max_nodes}, or -1, and its width "
-                f"{self.shape.width} below vocab_size={self.vocab_size}"
-            )
+        ends, K, width = self.lasts, self.max_nodes, self.shape.width
+        inside = ends and all(ROOT <= end < K for end in ends)
+        refuse({
+            f"scripted ends {ends} must be nodes of a tree of {K}, or -1": not inside,
+            f"scripted vocab_size={self.vocab_size} must be above the tree's width {width}": self.vocab_size <= width,
+        })  # fmt: skip
 
     @classmethod
     def chain(cls, gamma: int, accept: tuple[int, ...], *, vocab_size: int, truth: tuple[int, ...] = ()) -> "Scripted":
