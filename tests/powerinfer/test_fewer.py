@@ -96,13 +96,13 @@ def test_a_rule_that_the_target_cannot_follow(dense, sparse, what):
     [
         ({"rule": "own"}, r"drafter\.threshold goes with rule=own"),
         ({"threshold": 0.5}, r"drafter\.threshold goes with rule=own"),
-        ({"rule": "own", "threshold": 0.5, "share": 0.5}, r"drafter\.share"),
+        ({"rule": "own", "threshold": 0.5, "share": 0.5}, r"^drafter\.share goes with"),
         ({"rule": "cold"}, "must be one of hot, gate, own"),
         ({"share": 1.5}, r"drafter\.share=1\.5"),
-        ({"text": []}, r"drafter\.text"),
+        ({"text": []}, r"^drafter\.text holds no ids"),
         ({"text": 5}, r"drafter\.text=5 must be a list of ids or a file of ids"),
         ({"text": "no/such/file"}, r"drafter\.text=no/such/file must be a list of ids or a file"),
-        ({"rule": "own", "threshold": 0.5, "text": [1]}, r"drafter\.text"),
+        ({"rule": "own", "threshold": 0.5, "text": [1]}, r"^drafter\.text goes with"),
         ({"draft_vocab": "no/such/file"}, r"drafter\.draft_vocab=no/such/file must be a number, a list"),
     ],
 )

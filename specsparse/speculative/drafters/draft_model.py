@@ -149,7 +149,7 @@ class DraftModel(DrafterSpec):
                 self.special_tokens is not None and self.vocabulary in ("tli", "slem")
             ),
             "drafter.vocabulary=slem drafts chains of all that the draft writes: leave tree and draft_vocab out, or "
-            "choose vocabulary=tli": slem and not drafting.tree is drafting.draft_vocab is None,
+            "choose vocabulary=tli": slem and (drafting.tree is not None or drafting.draft_vocab is not None),
         }
         refuse(wrong)
 

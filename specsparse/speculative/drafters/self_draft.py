@@ -11,7 +11,7 @@ from specsparse.engine.cache import KVCache
 from specsparse.engine.llama import ForwardFn
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.speculative.base import DraftContext, Feedback
 from specsparse.speculative.drafters.sources import DraftWeights, FedRows, KeptRows, ModelSource, VocabMap
 from specsparse.speculative.drafters.spec import DrafterSpec, Drafting, Load, LoadedDrafter, bytes_of, ids_of
@@ -99,11 +99,12 @@ class SparseSelf(DrafterSpec):
 
     def __post_init__(self):
         own = self.rule == "own"
-        if own != (self.threshold is not None) or (own and not self.share is self.text is None) or self.text == ():
-            raise UserError(
-                "drafter.threshold goes with rule=own; drafter.share and drafter.text, which is not empty, go with "
-                "rule=hot and rule=gate"
-            )
+        refuse({
+            "drafter.threshold goes with rule=own, which needs it": own != (self.threshold is not None),
+            "drafter.share goes with rule=hot and rule=gate": own and self.share is not None,
+            "drafter.text goes with rule=hot and rule=gate": own and self.text is not None,
+            "drafter.text holds no ids": self.text == (),
+        })  # fmt: skip
 
     def build(self, target: Model, load: Load) -> LoadedDrafter:
         own = {"rule": self.rule, "share": self.share, "threshold": self.threshold, "text": self.text}
