@@ -4,6 +4,7 @@ import argparse
 import collections.abc
 import dataclasses
 import json
+import sys
 import typing
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from specsparse.support.files import Json, atomically, need_place, to_json, writ
 from specsparse.support.neighbours import DRAFT_FILES, METHODS, WORDS, speculative
 from specsparse.support.options import options_of, shown
 from specsparse.support.registry import Choice
+from specsparse.support.terminal import decoding_input
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -137,6 +139,12 @@ def read_text(path: Path, name: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise UserError(f"{name}: cannot be read: {reason}") from None
+
+
+def piped() -> str:
+    """The standard input without the newline at its end; UserError if it is no text in its encoding."""
+    with decoding_input():
+        return sys.stdin.read().removesuffix("\n")
 
 
 # The model and the drafts: every command that decodes has these options, in llama.cpp's words too.

@@ -13,7 +13,6 @@ from typing import Any
 from specsparse.cli import arguments
 from specsparse.errors import GenerationFailed, UserError
 from specsparse.support.options import shown
-from specsparse.support.terminal import decoding_input
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,8 +81,7 @@ def _prompt(args: argparse.Namespace) -> str | list[dict[str, str]]:
     elif args.file is not None:
         text = arguments.read_text(Path(args.file), f"--file {args.file}").removesuffix("\n")
     else:
-        with decoding_input():
-            text = "" if sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")
+        text = "" if sys.stdin.isatty() else arguments.piped()
     if not text:
         first = f"; {shown(args.model)} is the model" if " " in args.model else ""
         raise UserError(f"there is no prompt: write -p with {example}, name --file, or pipe it in{first}")

@@ -35,10 +35,6 @@ def main(args: argparse.Namespace) -> int:
     chat = Chat(talk, method, out, typed=args.prompt is None and sys.stdin.isatty())
     if args.prompt is None:
         chat.run()
-    elif args.prompt == "-":
-        with terminal.decoding_input():
-            message = sys.stdin.read()
-        chat.answer(message)
     else:
-        chat.answer(args.prompt)
+        chat.answer(arguments.piped() if args.prompt == "-" else args.prompt)
     return 0

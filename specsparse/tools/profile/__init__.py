@@ -1,7 +1,6 @@
 """Time per stage of speculative rounds and per kernel of a forward pass, and a trace for Perfetto (ui.perfetto.dev)."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from specsparse.cli import arguments
@@ -36,8 +35,8 @@ def main(args: argparse.Namespace) -> int:
     sampling = arguments.sampling_params(args).merged(ignore_eos=True)
     method = arguments.method_of(args, sampling).arguments()
     out = terminal.console() if not args.json else Console(stderr=True)
+    prompt = arguments.piped() if args.prompt == "-" else args.prompt or _PROMPT
     model = arguments.load(args, out)
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt or _PROMPT
     with terminal.busy(out, "measuring"):
         options = {"rows": args.gamma + 1 if method else 1, "depth": args.depth, "sampling": sampling}
         report, rounds = profile(model, prompt=prompt, method=method, **options)

@@ -1,7 +1,9 @@
 """`python -m specsparse profile`: every kernel call is counted, its bytes are the file's, the trace adds up."""
 
+import io
 import itertools
 import json
+import sys
 
 import jax
 import numpy as np
@@ -78,8 +80,10 @@ def test_plain_decoding_has_one_row_and_no_stages(file, tmp_path, capsys):
         (["--gamma", "0"], "--gamma"),
         (["--depth", "9999"], "the context holds 256"),
         (["--out", "/proc/none/t.json"], "/proc/none/t.json: there is no folder /proc/none"),
+        (["--prompt", "-"], "the standard input is no UTF-8 text"),
     ],
 )
-def test_mistakes(file, capsys, argv, says):
+def test_mistakes(file, capsys, monkeypatch, argv, says):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
     assert cli.main(["profile", str(file), "--max-tokens", "4", "--depth", "4", *argv]) == 2
     assert says in capsys.readouterr().err
