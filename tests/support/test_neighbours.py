@@ -134,7 +134,7 @@ def test_neighbours_fields_of_a_request_are_the_servers_own():
     for field, said in (("speculative_config", "drafter"), ("draft_max", "serve MODEL --drafter NAME --option gamma=")):
         with pytest.raises(HttpError, match=said):
             parse_request({"prompt": "a", field: 3}, {}, chat=False)
-    with pytest.raises(HttpError, match="are one field"):
+    with pytest.raises(HttpError, match="n_predict and max_tokens are one field"):
         parse_request({"prompt": "a", "n_predict": 3, "max_tokens": 4}, {}, chat=False)
 
 

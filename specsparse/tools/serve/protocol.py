@@ -98,12 +98,14 @@ def parse_request(body: Mapping[str, object], defaults: Mapping[str, object], *,
 
     null is an absent field.
     """
-    given: dict[str, Any] = {}
+    given, said = dict[str, Any](), dict[str, str]()
     for key, value in body.items():
+        if value is None:
+            continue
         name = key if key in _CHAT else neighbours.sampling_name(key)
-        if value is not None and name in given:
-            raise refused(f"{key} and {name} are one field: give one of them", key)
-        given |= {} if value is None else {name: value}
+        if name in given:
+            raise refused(f"{said[name]} and {key} are one field: give one of them", key)
+        given[name], said[name] = value, key
     _refuse_unknown(given, (*(_CHAT if chat else _TEXT), *SAMPLING, *WITHOUT_EFFECT))
     stream, echo = _flag(given, "stream"), _flag(given, "echo")
     options = given.get("stream_options", {})
