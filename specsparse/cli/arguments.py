@@ -264,7 +264,7 @@ def method_of(args: argparse.Namespace, sampling: "SamplingParams") -> "MethodSp
     """The method that the arguments of `add_draft` or `add_method` say, for these sampling parameters of the target.
 
     Raises:
-        UserError: an option of a part that is not named, or a part beside plain decoding.
+        UserError: an option of a part that is not named, a part beside plain decoding, or one thing said twice.
     """
     options = read_options(getattr(args, "option", ()))
     chosen = {group: Choice(name, options[group]) for group in GROUPS if (name := getattr(args, group, None))}
@@ -279,6 +279,12 @@ def method_of(args: argparse.Namespace, sampling: "SamplingParams") -> "MethodSp
         chosen["verifier"] = Choice(theirs["verifier"], options["verifier"])
     drafter = theirs.get("drafter") or drafter_of(args.drafter, args.draft)
     chosen["drafter"] = Choice(drafter.name, {**drafter.options, **options["drafter"]})
+    lengths = {name for name, word in WORDS.items() if word.here == "drafter.gamma"}
+    places = {"--option {}": options["drafter"], "--option policy.{}": options["policy"],
+              "{} of --speculative-config": drafter.options}  # fmt: skip
+    twice = [place.format(name) for place, given in places.items() for name in given if name in lengths]
+    if args.gamma is not None and twice:
+        raise UserError(f"--gamma and {twice[0]} are one thing: give one of them")
     if drafter.name == "none" and (options["drafter"] or args.gamma is not None):
         given = f"--option {next(iter(options['drafter']))}" if options["drafter"] else "--gamma"
         raise UserError(f"{given} needs --drafter NAME: none is plain decoding")

@@ -134,6 +134,12 @@ def test_llama_bench():
         (["-md", "d.gguf", "--spec-type", "ngram-simple"], "two drafters"),
         (["--drafter", "none", "--gamma", "3"], "^--gamma needs --drafter"),
         (["--drafter", "none", "--option", "ngram_max=3"], "^--option ngram_max needs --drafter"),
+        (["--option", "gamma=4", "--gamma", "3"], "^--gamma and --option gamma are one thing"),
+        (["--option", "policy.gamma=4", "--gamma", "3"], r"^--gamma and --option policy\.gamma are one thing"),
+        (
+            ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}', "--gamma", "3"],
+            "^--gamma and num_speculative_tokens of --speculative-config are one thing",
+        ),
         (["--speculative-config", '{"method": "ngram"}', "--drafter", "suffix"], "^--speculative-config names the"),
         (
             [
