@@ -24,9 +24,11 @@ from specsparse.cli.arguments import (
     whole,
     write_json,
 )
-from specsparse.errors import UserError
+from specsparse.errors import refuse
 
 _size = whole(1, 1 << 24)  # of sequences, and of tokens
+_MOST_SIZES, _MOST_ALPHAS = 32, 16
+"""Most pairs of a batch and a context, and most acceptances: every method is looked at in each."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,8 +56,15 @@ def main(args: argparse.Namespace) -> int:
     from specsparse.support.hub_names import is_reference
 
     batches, contexts, alphas = (tuple(sorted({*given})) for given in (args.batch, args.context, args.alpha))
-    if alphas and (args.acceptance or args.task):
-        raise UserError("--alpha supposes what --acceptance and --task count: give one of them")
+    pairs = len(batches) * max(len(contexts), 1)
+    refuse({
+        "--alpha supposes what --acceptance and --task count: give one of them":
+            alphas and (args.acceptance or args.task),
+        "--refresh measures this machine: leave --paper and --device out":
+            args.refresh and (args.paper or args.device != "this"),
+        f"--batch and --context make {pairs} pairs, {_MOST_SIZES} are the most: give fewer": pairs > _MOST_SIZES,
+        f"--alpha has {len(alphas)} values, {_MOST_ALPHAS} are the most: give fewer": len(alphas) > _MOST_ALPHAS,
+    })  # fmt: skip
     need_places([args.json], [args.plot], args.target, *args.drafts, args.acceptance)
     for name in (args.target, *args.drafts):
         if not is_reference(name) and catalogue.find(name) is None:

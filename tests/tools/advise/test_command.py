@@ -22,6 +22,9 @@ def test_tables_json_and_a_figure_for_models_that_are_not_here(capsys, tmp_path)
     assert "speculate with" in json.loads(capsys.readouterr().out)["cases"][0]["verdict"]
 
 
+SIZES = ",".join(map(str, range(1, 18)))
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -31,11 +34,15 @@ def test_tables_json_and_a_figure_for_models_that_are_not_here(capsys, tmp_path)
         (["qwen3-8b", "--batch", "0"], "--batch"),
         (["qwen3-8b", "--gamma", "65"], "64 is the most"),
         (["qwen3-8b", "--gamma", "16777216"], "64 is the most"),
+        (["qwen3-8b", "--batch", SIZES, "--context", "8,9"], "make 34 pairs, 32 are the most"),
+        (["qwen3-8b", "--alpha", ",".join(f"0.{i}" for i in range(11, 28))], "has 17 values, 16 are the most"),
         (["qwen3-8b", "--alpha", "0.5", "--task", "chat"], "give one of them"),
+        (["qwen3-8b", "--alpha", "0.5", "--acceptance", "no/record.json"], "give one of them"),
+        (["qwen3-8b", "--refresh", "--paper"], "leave --paper and --device out"),
+        (["qwen3-8b", "--refresh", "--device", "h200"], "leave --paper and --device out"),
         (["qwen3-8b", "--device", "h200", "--plot", "a.xyz"], "a.xyz: figures are written as PNG"),
         (["qwen3-8b", "--device", "h200", "--acceptance", "no/record.json"], "cannot be read"),
     ],
-    ids=["model", "device", "alpha", "batch", "gamma", "long", "both", "ending", "record"],
 )
 def test_a_mistake_is_one_line(capsys, argv, said):
     assert main(["advise", *argv]) == 2
