@@ -196,6 +196,11 @@ def test_status_says_why_there_are_no_tiles():
         assert why is None and cpu.isa() == "amx"
 
 
+def test_an_unknown_instruction_set_is_no_variable_of_the_environment():
+    with pytest.raises(UserError, match=f"^instruction set mmx: .*{ISAS[-1]}"):
+        cpu.set_isa("mmx")
+
+
 def test_a_table_that_gives_other_bits_or_faults_is_found_out():
     trial = cpu.library().specsparse_trial
     trial.restype = ctypes.c_char_p

@@ -67,7 +67,7 @@ def library() -> ctypes.CDLL | None:
     for rate in (opened.specsparse_read_rate, opened.specsparse_int8_rate, opened.specsparse_f32_rate):
         rate.restype = ctypes.c_double
     if wanted := os.environ.get("SPECSPARSE_ISA"):
-        _choose_isa(opened, wanted)
+        _choose_isa(opened, wanted, f"SPECSPARSE_ISA={wanted}")
     count = os.environ.get("SPECSPARSE_THREADS") or min(cpus(), MOST_THREADS)
     opened.specsparse_set_threads(_whole_number("SPECSPARSE_THREADS", count, 1, MOST_THREADS))
     if spin := os.environ.get("SPECSPARSE_SPIN_US"):  # the library reads it itself
@@ -75,10 +75,10 @@ def library() -> ctypes.CDLL | None:
     return opened
 
 
-def _choose_isa(opened: ctypes.CDLL, name: str) -> None:
+def _choose_isa(opened: ctypes.CDLL, name: str, label: str) -> None:
     if not opened.specsparse_set_isa(name.encode()):
         known = f"use {', '.join(ISAS[:-1])} or {ISAS[-1]}"
-        raise UserError(f"SPECSPARSE_ISA={name}: this processor or build has no such kernels; {known}")
+        raise UserError(f"{label}: this processor or build has no such kernels; {known}")
 
 
 def _whole_number(name: str, value: int | str, low: int, high: int) -> int:
@@ -120,7 +120,7 @@ def why_no_amx() -> str | None:
 
 def set_isa(name: str) -> None:
     """Switches the instruction set of this process; raises UserError if the processor lacks it."""
-    _choose_isa(needed(), name)
+    _choose_isa(needed(), name, f"instruction set {name}")
 
 
 def threads() -> int | None:
@@ -129,7 +129,7 @@ def threads() -> int | None:
 
 
 def set_threads(count: int) -> None:
-    """Sets the number of threads, 1 to 64; results do not depend on it."""
+    """Sets the number of threads, 1 to `MOST_THREADS`, else UserError; results do not depend on it."""
     count = _whole_number("threads", count, 1, MOST_THREADS)
     if found := library():
         found.specsparse_set_threads(count)
