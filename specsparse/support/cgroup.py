@@ -1,9 +1,11 @@
 """What a container or a job of Slurm may take: processors and memory, by Linux's control groups (versions 1 and 2).
 
 The system's own figures are those of the whole machine: threads by them are throttled, a model by them is killed.
+A line or a file of another form is no limit: `import specsparse` reads them.
 """
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,11 +19,10 @@ def _settings(controller: str, *names: str) -> Iterator[tuple[str, ...]]:
         controller: `cpu` or `memory` of version 1; the empty name is version 2, which has one tree for all.
     """
     try:
-        lines = MEMBERSHIP.read_text(encoding="utf-8").splitlines()
+        lines = MEMBERSHIP.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
     except OSError:  # not Linux
         return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
+    for controllers, path in (line.split(":", 2)[1:] for line in lines if line.count(":") >= 2):
         if controller not in controllers.split(","):
             continue
         top = ROOT / controller
@@ -31,7 +32,7 @@ def _settings(controller: str, *names: str) -> Iterator[tuple[str, ...]]:
             if not folder.is_relative_to(top):
                 break
             try:
-                yield tuple((folder / name).read_text(encoding="ascii").strip() for name in names)
+                yield tuple((folder / name).read_text(encoding="ascii", errors="replace").strip() for name in names)
             except OSError:
                 continue
 
@@ -42,10 +43,9 @@ def cpus() -> int:
     A thread more than the quota would be stopped in each period while the others wait for its share of a product.
     """
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = [text.split() for (text,) in _settings("", "cpu.max")]
-    quotas += _settings("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us")
-    shares = [int(quota) / int(period) for quota, period in quotas if quota not in ("max", "-1")]
-    return max(1, int(min([count, *shares])))
+    given = [*_settings("", "cpu.max"), *_settings("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us")]
+    pairs = [re.fullmatch(r"([0-9]+)\s+([1-9][0-9]*)", " ".join(texts)) for texts in given]  # else max or -1: no limit
+    return max(1, int(min([count, *(int(pair[1]) / int(pair[2]) for pair in pairs if pair)])))
 
 
 def memory_left() -> int | None:
@@ -54,7 +54,7 @@ def memory_left() -> int | None:
     found += _settings("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
     left = []
     for limit, used, stat in found:
-        if limit.isdecimal():
-            pages = dict(line.split() for line in stat.splitlines())
+        if limit.isdecimal() and used.isdecimal():
+            pages = dict(re.findall(r"^(\w+) ([0-9]+)$", stat, re.MULTILINE))
             left.append(int(limit) - int(used) + int(pages.get("total_inactive_file", pages.get("inactive_file", 0))))
     return max(0, min(left)) if left else None

@@ -51,6 +51,23 @@ def test_cgroup_without_a_quota_the_affinity_counts(group, membership):
     assert cgroup.memory_left() is None
 
 
+@pytest.mark.parametrize("quota", ["", "max", "200000", "200000 0", "0 0", "two each", "200000 100000 1"])
+def test_cgroup_what_is_no_quota_is_no_limit(group, quota):
+    """`import specsparse` counts processors, so nothing here may raise."""
+    group(
+        "0::/\nneither\n4:cpu\n", cpu_DOT_max=quota, memory_DOT_max=str(GIB), memory_DOT_current="",
+        memory_DOT_stat="",
+    )  # fmt: skip
+    assert cgroup.cpus() == 16 and cgroup.memory_left() is None
+
+
+def test_cgroup_a_name_may_be_any_bytes(group):
+    name = b"j\xff\xe2\x80\xa8b"  # no UTF-8, and a line separator
+    group("", **{f"{os.fsdecode(name)}__cpu_DOT_max": "300000 100000"})
+    cgroup.MEMBERSHIP.write_bytes(b"0::/" + name + b"\n")
+    assert cgroup.cpus() == 3
+
+
 def test_cgroup_memory_is_what_the_limit_leaves(group):
     stat = f"anon 1\ninactive_file {GIB // 2}\n"
     group("0::/\n", memory_DOT_max=f"{3 * GIB}\n", memory_DOT_current=str(2 * GIB), memory_DOT_stat=stat)
