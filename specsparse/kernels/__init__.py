@@ -48,7 +48,9 @@ class Kernels:
         name: "native", "reference", "xla", "packed" or "bf16".
         linear: matrices times rows, with normalisation before and residual after.
         add_normed: rows plus normalised rows.
+        embed: rows of a matrix by ids; see `packing.dequant.embed_rows`.
         attend: rotary embedding, cache append and attention.
+        argmax: the lowest index of the largest value of each row.
         sparse_ffn: an FFN in which each row computes only its own neurons; see `reference.sparse`.
         signbit_keep: neurons predicted from sign bits.
         layers: all layers of a dense model in one call, equal to their composition from `linear` and `attend` bit for

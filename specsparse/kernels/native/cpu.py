@@ -193,7 +193,7 @@ def call(target: str, results, *operands, aliases=None, **attributes):
     return run(*operands, **attributes)
 
 
-# The functions of `reference.dense`, by the C++ kernels.
+# The functions of `reference.dense`, and `packing.dequant.embed_rows`, by the C++ kernels.
 
 
 def linear(x, weights, *, n_valid, norm=None, eps=0.0, biases=None, residual=None, act=None, zeros=True):

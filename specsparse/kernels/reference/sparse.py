@@ -13,6 +13,7 @@ from specsparse.kernels.reference import dense
 
 
 def check(x_RD, keep_RF, gate: NeuronRows | None, up: NeuronRows, down_t: NeuronRows, act, up_act) -> None:
+    """Asserts that shapes go together. Raises UserError for an activation that no sparse FFN has."""
     assert up.shape == down_t.shape and (gate is None or gate.shape == up.shape), up.shape
     assert x_RD.shape == (keep_RF.shape[0], up.shape[1]) and keep_RF.shape[1] == up.shape[0], keep_RF.shape
     assert keep_RF.dtype == jnp.uint8, keep_RF.dtype
@@ -46,6 +47,9 @@ def sparse_ffn(
 
     Returns:
         f32[R, D] and `SparseStats`.
+
+    Raises:
+        UserError: an activation that no sparse FFN has.
     """
     check(x_RD, keep_RF, gate, up, down_t, act, up_act)
     gate_FD, up_FD, down_FD = (None if w is None else unpack_neurons(w) for w in (gate, up, down_t))
