@@ -224,30 +224,40 @@ def test_a_damaged_recording_is_one_line(sampled, tmp_path, capsys):
     assert refused > 50
 
 
-WRONG = {
-    "rounds": lambda a: {n: x[:0] for n, x in a.items()},
-    "shape": lambda a: {"p": a["p"][:, :, :-1]},
-    "type": lambda a: {"count": a["count"].astype(float)},
-    "range of p": lambda a: {"p": np.where(a["p"] > 0.1, np.nan, a["p"])},
-    "sum of p": lambda a: {"p": a["p"] / 2},
-    "range of count": lambda a: {"count": a["count"] + 9},
-    "parents": lambda a: {"parents": a["parents"] + 2},
-    "half of q": lambda a: {"q_rest": None},
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_recording_is_checked_when_it_is_read(sampled, tmp_path, wrong):
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda a: {n: x[:0] for n, x in a.items()}, "its number of rounds is not right"),
+        (lambda a: {"p": a["p"][:, :, :-1]}, "its p is not right"),
+        (lambda a: {"count": a["count"].astype(float)}, "its count is not right"),
+        (lambda a: {"p": np.where(a["p"] > 0.1, np.nan, a["p"])}, "its p is not right"),
+        (lambda a: {"p": a["p"] / 2}, "p is no distribution"),
+        (lambda a: {"count": a["count"] + 9}, "count or accepted is out of range"),
+        (lambda a: {"parents": a["parents"] + 2}, "a node does not follow its parent"),
+        (lambda a: {"q_rest": None}, "its q is not right"),
+    ],
+    ids=["rounds", "shape", "type", "range of p", "sum of p", "range of count", "parents", "half of q"],
+)
+def test_a_recording_is_checked_when_it_is_read(sampled, tmp_path, wrong, said):
     recording, _ = sampled
     arrays = {name: array for name, array in vars(recording).items() if name != "about"}
-    Recording(recording.about, **{**arrays, **WRONG[wrong](arrays)}).save(tmp_path / "laws.npz")
-    with pytest.raises(UserError, match=r"laws\.npz: not a recording of distributions"):
+    Recording(recording.about, **{**arrays, **wrong(arrays)}).save(tmp_path / "laws.npz")
+    with pytest.raises(UserError, match=rf"laws\.npz: not a recording of distributions \({said}\)"):
         Recording.load(tmp_path)
 
 
-@pytest.mark.parametrize("fact", [{"depth": 10**9}, {"kind": "none"}, {"temperature": "warm"}, {"vocab": None}])
-def test_the_facts_of_a_recording_are_checked_too(sampled, tmp_path, fact):
+@pytest.mark.parametrize(
+    ("fact", "said"),
+    [
+        ({"depth": 10**9}, "its nodes are deeper than the drafts, or the drafts than their nodes"),
+        ({"kind": "none"}, "'none' is not a valid DraftKind"),
+        ({"temperature": "warm"}, "its temperature is not right"),
+        ({"vocab": None}, "its vocab is not right"),
+    ],
+    ids=["depth", "kind", "temperature", "vocab"],
+)
+def test_the_facts_of_a_recording_are_checked_too(sampled, tmp_path, fact, said):
     recording, _ = sampled
     dataclasses.replace(recording, about={**recording.about, **fact}).save(tmp_path / "laws.npz")
-    with pytest.raises(UserError, match="not a recording of distributions"):
+    with pytest.raises(UserError, match=rf"not a recording of distributions \({said}\)"):
         Recording.load(tmp_path)
