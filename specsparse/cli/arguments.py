@@ -314,11 +314,16 @@ def read_options(given: Sequence[str]) -> dict[str, dict[str, Any]]:
         options = out.get(group if dot else "drafter")
         if options is None or not equals or not key:
             raise UserError(f"--option {text} must be KEY=VALUE or GROUP.KEY=VALUE, GROUP one of {', '.join(GROUPS)}")
-        try:
-            options[key] = json.loads(value)
-        except (ValueError, RecursionError):
-            options[key] = value
+        options[key] = json_or_text(value)
     return out
+
+
+def json_or_text(value: str) -> Any:
+    """What the text says as JSON, else the text."""
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 # Sampling parameters: names, types and descriptions are those of `SamplingParams`.

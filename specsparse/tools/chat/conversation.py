@@ -3,7 +3,6 @@ source: the draft, the verifier, or no draft at all."""
 
 import contextlib
 import dataclasses
-import json
 import os
 import select
 import shlex
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specsparse import api
-from specsparse.cli.arguments import ONE_TEXT, drafter_of
+from specsparse.cli.arguments import ONE_TEXT, drafter_of, json_or_text
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
@@ -248,10 +247,7 @@ class Chat:
                 raise UserError(f"/set does not know {key!r}{hint(key, (*ONE_TEXT, 'seed'))}")
             if not equals:
                 raise UserError(f"/set {word}: say /set {word}=VALUE")
-            try:
-                given[name] = json.loads(value)
-            except (ValueError, RecursionError):
-                given[name] = value
+            given[name] = json_or_text(value)
         before, sampling = talk.sampling, talk.sampling.merged(**given)
         talk.sampling = dataclasses.replace(sampling, seed=None)
         try:
