@@ -23,7 +23,7 @@ from specsparse.speculative.policies.base import (
     draft_view,
 )
 from specsparse.speculative.policies.cost import AutoOff, CostModel, CostOptimal
-from specsparse.speculative.proof.certify import certify
+from specsparse.speculative.proof.certify import certifiable, certify
 from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import VERIFIERS
 from specsparse.testing import contract
@@ -135,6 +135,10 @@ def test_no_one_is_fooled_by_a_policy_that_drops_drawn_tokens():
     contract.check_policy(Drops(3))
 
 
+def never(p, q, drafts, uniforms):
+    raise AssertionError("this is not called")
+
+
 def test_a_policy_that_claims_to_be_lossless_fools_no_certificate():
     with pytest.raises(AssertionError, match=r"policy Claims is not lossless: total variation 0\.2"):
         contract.check_policy(Claims(2))
@@ -144,7 +148,12 @@ def test_a_policy_that_claims_to_be_lossless_fools_no_certificate():
     with pytest.raises(UserError, match="gamma=8 must be at most 7"):
         certify(Claims(8))
     with pytest.raises(UserError, match="its own gamma"):
-        certify(Claims(3), gamma=2)
+        certify([never, Claims(3)], gamma=2)
+
+
+def test_a_policy_that_can_be_called_is_a_policy():
+    called = dataclasses.make_dataclass("Called", [], bases=(Halves,), frozen=True, namespace={"__call__": never})
+    assert certifiable(called(2)) == called(2)
 
 
 def test_fixed_and_n_min():

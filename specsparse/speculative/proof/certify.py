@@ -158,6 +158,8 @@ def certify(
         raise UserError("certify([]) certifies nothing: name a verifier, or leave the list out for all")
     chosen = [certifiable(v) for v in several]
     ours = [v for v in chosen if isinstance(v, Verifier)]
+    if (vocab or gamma) and not all(isinstance(v, Verifier | ExternalVerifier) for v in chosen):
+        raise UserError("certify: a policy's drafts are as long as its own gamma: leave out gamma and vocab")
     results: list[Result] = []
     for one in chosen:  # a broken callable is said at once
         if isinstance(one, ExternalVerifier):
@@ -165,8 +167,6 @@ def certify(
         elif not isinstance(one, Verifier):
             from specsparse.speculative.proof.policies import measure_policy
 
-            if vocab or gamma:
-                raise UserError("certify: a policy's drafts are as long as its own gamma: leave out gamma and vocab")
             results += measure_policy(one, seed=seed)
     for verifier in ours:
         if progress:
@@ -200,7 +200,6 @@ def certifiable(verifier: Certifiable) -> "Verifier | ExternalVerifier | Policy"
     """
     if isinstance(verifier, str):
         return get_verifier(verifier)
-    if isinstance(verifier, Verifier | ExternalVerifier) or callable(verifier):
-        return verifier if isinstance(verifier, Verifier) else external(verifier)
     policies = sys.modules.get("specsparse.speculative.policies.base")  # imported by whoever made one
-    return verifier if policies and isinstance(verifier, policies.Policy) else external(verifier)
+    ours = (Verifier, policies.Policy) if policies else Verifier
+    return verifier if isinstance(verifier, ours) else external(verifier)
