@@ -37,6 +37,8 @@ MAX_GAMMA = 512
 """Most tokens a round may draft."""
 MAX_NODES = 64
 """Most nodes of a tree: what one verifying forward may hold."""
+MOST_ROOM = 4096
+"""Most nodes of a draft of a drafter or template made in Python: a round has arrays of them."""
 GAMMA_NAMES = (
     "gamma",
     "num_speculative_tokens",
@@ -367,8 +369,8 @@ class Drafter(AnyDrafter):
         for fact in ("max_nodes", "max_depth"):
             value = getattr(self, fact)
             whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-            whole = whole and 1 <= value <= 8 * MAX_GAMMA  # trees are larger than chains; a round is an array of them
-            wrong[f"{name}.{fact}={shown(value)} must be a whole number from 1 to {8 * MAX_GAMMA}"] = not whole
+            whole = whole and 1 <= value <= MOST_ROOM
+            wrong[f"{name}.{fact}={shown(value)} must be a whole number from 1 to {MOST_ROOM}"] = not whole
         refuse(wrong)
 
     def build(self, target: "Model", load: Load) -> LoadedDrafter:

@@ -3,8 +3,9 @@ import numpy as np
 import pytest
 
 from specsparse.errors import UserError
-from specsparse.speculative.base import PAD, Verdict
+from specsparse.speculative.base import PAD, DraftKind, Verdict
 from specsparse.speculative.trees.base import ancestor_paths, node_depths, path_rows, row_parents
+from specsparse.speculative.trees.static import StaticTree
 from specsparse.speculative.trees.template import TreeTemplate
 
 
@@ -40,6 +41,12 @@ def test_bad_parents(parents):
 def test_bad_templates():
     with pytest.raises(UserError, match="node 1 has parent 7"):
         TreeTemplate((-1, 7))
+    with pytest.raises(UserError, match="width 0"):
+        TreeTemplate.kary((2, 0))
+    with pytest.raises(UserError, match="negative rank"):
+        TreeTemplate.from_paths([(0, -1)])
+    with pytest.raises(UserError, match="siblings are drawn IID or WOR"):
+        StaticTree(TreeTemplate.kary((2,)), DraftKind.SAMPLED)
 
 
 @pytest.mark.parametrize("seed", range(20))

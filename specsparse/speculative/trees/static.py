@@ -166,7 +166,8 @@ class StaticTree(TemplateTree):
 
     def __post_init__(self):
         super().__post_init__()
-        assert not (self.draw is DraftKind.SAMPLED and self.branches), "siblings are drawn iid or wor"
+        if self.draw is DraftKind.SAMPLED and self.branches:
+            raise UserError("draw=DraftKind.SAMPLED is for chains: siblings are drawn IID or WOR")
         parents, depths = self.template.parents, self.template.depths
         order = sorted(range(self.template.size), key=lambda node: depths[node])
         place = {node: i for i, node in enumerate(order)} | {ROOT: ROOT}

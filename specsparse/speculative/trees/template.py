@@ -5,13 +5,11 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from specsparse.errors import UserError
-from specsparse.speculative.base import ROOT
+from specsparse.errors import UserError, refuse
+from specsparse.speculative.base import MOST_ROOM, ROOT
 
 if TYPE_CHECKING:
     import jax
-
-_MOST = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +39,11 @@ class TreeTemplate:
         parents: list[int] = []
         level = [ROOT]
         for width in widths:
-            assert width >= 1, f"tree width {width}"
-            start = len(parents)
-            if len(level) * width > _MOST:
-                raise UserError(f"tree widths {list(widths)} are more than {_MOST} nodes on a level")
+            start, nodes = len(parents), len(level) * width
+            refuse({
+                f"tree width {width} must be at least 1": width < 1,
+                f"tree widths {list(widths)} are more than {MOST_ROOM} nodes on a level": nodes > MOST_ROOM,
+            })  # fmt: skip
             parents += [node for node in level for _ in range(width)]
             level = list(range(start, len(parents)))
         return cls(tuple(parents))
@@ -58,7 +57,8 @@ class TreeTemplate:
         wanted: set[tuple[int, ...]] = set()
         for path in paths:
             for depth, rank in enumerate(path):
-                assert rank >= 0, f"tree path {tuple(path)}"
+                if rank < 0:
+                    raise UserError(f"tree path {tuple(path)} has a negative rank")
                 wanted |= {(*path[:depth], elder) for elder in range(rank + 1)}
         order = sorted(wanted, key=lambda path: (len(path), path))
         index = {path: node for node, path in enumerate(order)}
