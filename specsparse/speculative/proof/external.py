@@ -24,12 +24,13 @@ import importlib.util
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import numpy as np
 
 from specsparse.errors import UserError, own_line, refuse
 from specsparse.speculative.base import PAD, ROOT, DraftKind
-from specsparse.support.options import nearest
+from specsparse.support.options import Range, checked, nearest, options_of
 
 Transform = Callable[[np.ndarray], np.ndarray]
 """float64[V] -> float64[V], both distributions: temperature, truncation, another order of ids."""
@@ -75,15 +76,15 @@ class ExternalVerifier:
     arrays: str = "numpy"
     dtype: str = ""
     randomness: str = ""
-    uniforms: int = 0
+    uniforms: Annotated[int, Range(0, 4096)] = 0
     batched: bool = False
     tree: bool | None = None
     drafts: DraftKind | None = None
     greedy: bool = False
     target_transform: Transform | None = None
     draft_transform: Transform | None = None
-    samples: int = 0
-    shortest: int = 0
+    samples: Annotated[int, Range(0, 10**8)] = 0  # arrays of them fit into memory
+    shortest: Annotated[int, Range(0, 64)] = 0
     lossless: bool = True
     target_law: dataclasses.InitVar[Transform | None] = None
     draft_law: dataclasses.InitVar[Transform | None] = None
@@ -105,11 +106,9 @@ class ExternalVerifier:
         for option, choices in (("arrays", ARRAYS), ("dtype", GRID), ("randomness", RANDOMNESS)):
             value = getattr(self, option)
             wrong[f"{option}={value!r} is unknown{nearest(str(value), choices)}"] = value not in choices
-        most = {"uniforms": 4096, "samples": 10**8, "shortest": 64}  # arrays of them fit into memory
-        for option, last in most.items():
-            value = getattr(self, option)
-            is_one = isinstance(value, int) and 0 <= value <= last
-            wrong[f"{option}={value!r} must be a whole number from 0 to {last}"] = not is_one
+        for option in ("uniforms", "samples", "shortest"):
+            own = options_of(ExternalVerifier)[option]
+            fill(option, checked(own, getattr(self, option), f"{self.name}: {option}"))
         fit = (DraftKind.ONE_HOT, *((DraftKind.IID, DraftKind.WOR) if self.tree else (DraftKind.SAMPLED,)))
         what = "of a tree" if self.tree else "a chain"
         wrong[f"drafts are {what}: {', '.join(kind.value for kind in fit)}"] = self.drafts not in fit

@@ -382,9 +382,12 @@ def race(p, q, drafts, uniforms):
         (lambda p, q, x, u: [int(DICE.integers(3))], {}, "is no function of thresholds of its uniforms"),
         (race, {"uniforms": 3}, "is no function of thresholds of its uniforms"),
         (race, {"arrays": "numpi"}, "did you mean numpy"),
-        (race, {"randomness": "dice"}, "randomness='dice'.* uniforms"),
-        (race, {"drafts": DraftKind.WOR}, "drafts are a chain"),
+        (race, {"randomness": "dice"}, "randomness='dice' is unknown; valid: .* uniforms"),
+        (race, {"drafts": DraftKind.WOR}, "drafts are a chain: one_hot, sampled$"),
         (race, {"samples": -1}, "samples=-1 must be"),
+        (race, {"samples": 10**14}, "race: samples=100000000000000 must be"),
+        (race, {"samples": True}, "samples=True must be a whole number"),
+        (race, {"uniforms": 10**11}, "uniforms=100000000000 must be"),
         (
             lambda p, q: (0, 0),
             {},
@@ -523,18 +526,8 @@ def test_heat_before_the_callable_is_its_own_business():
     assert measure_external(how, vocab=3, gamma=1, seed=0)[0].tv > 0.05
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ({"uniforms": 10**11}, "uniforms=100000000000 must be"),
-        ({"samples": 10**14}, "samples=100000000000000 must be"),
-        ({"drafts": DraftKind.IID}, "drafts are a chain: one_hot, sampled$"),
-        ({"randomness": "dice"}, "randomness='dice' is unknown; valid: "),
-    ],
-)
-def test_the_form_of_a_callable_is_checked(how, said):
-    with pytest.raises(UserError, match=said):
-        ExternalVerifier(lambda p, q, drafts, uniforms: (0, 0), **how)
+def test_a_whole_number_of_numpy_is_one():
+    assert type(few(race, samples=np.int64(500)).samples) is int
 
 
 def test_a_callable_of_too_few_arguments_is_told_of_all():
