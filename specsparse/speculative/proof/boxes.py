@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+STEPS = 1 << 24
+"""Values of a uniform of the decode loop: multiples of 2^-24 in [0, 1)."""
+
 LANES = 1024
 """Verdicts of one call, at most."""
 

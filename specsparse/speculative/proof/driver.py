@@ -22,13 +22,10 @@ from specsparse.engine.sampling.params import Truncation
 from specsparse.engine.sampling.probs import SamplingKernels
 from specsparse.speculative.base import PAD, ROOT, Draft, Verdict, Verifier
 from specsparse.speculative.proof import boxes
-from specsparse.speculative.proof.boxes import LANES
+from specsparse.speculative.proof.boxes import LANES, STEPS
 from specsparse.speculative.proof.cases import Case
 from specsparse.speculative.proof.exact import text_probs
 from specsparse.speculative.verify import Draw, LogitRows, Noise, Target, has_native_call
-
-STEPS = 1 << 24
-"""Values of a uniform: multiples of 2^-24 in [0, 1)."""
 
 CHAIN_ROOM, TREE_ROOM, VOCAB_ROOM = 3, 8, 6
 """Arrays of one size for all cases, so that a rule is compiled once: nodes of a chain, of a tree, and tokens.

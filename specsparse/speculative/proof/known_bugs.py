@@ -15,7 +15,7 @@ import numpy as np
 from specsparse.speculative.base import PAD, DraftKind
 from specsparse.speculative.proof.cases import keep_top, tempered
 from specsparse.speculative.proof.external import ExternalVerifier, Transform
-from specsparse.speculative.proof.measured import measure_external
+from specsparse.speculative.proof.measured import GAMMA, VOCAB, measure_external
 from specsparse.speculative.proof.results import Result
 from specsparse.speculative.verifiers import residuals
 
@@ -105,8 +105,8 @@ class KnownBug:
     reports: tuple[str, ...]
     how: ExternalVerifier
 
-    def measure(self, *, gamma: int = 2, seed: int = 0) -> list[Result]:
-        return measure_external(self.how, vocab=3, gamma=gamma, seed=seed)
+    def measure(self, *, gamma: int = GAMMA, seed: int = 0) -> list[Result]:
+        return measure_external(self.how, vocab=VOCAB, gamma=gamma, seed=seed)
 
 
 CUT, HOT = keep_top(2), tempered(1.5)

@@ -32,13 +32,11 @@ from specsparse.speculative.proof.known_bugs import (
     residual,
     walk,
 )
-from specsparse.speculative.proof.measured import measure_external
+from specsparse.speculative.proof.measured import GAMMA, VOCAB, measure_external
 from specsparse.speculative.proof.results import CALLABLE, LEVEL, POWER, Result
 
 if TYPE_CHECKING:
     import torch
-
-VOCAB, GAMMA = 3, 2
 
 SAMPLES, VLLM_SAMPLES = 20_000, 1_000_000
 """Sequences of each case of a library that draws for itself; vLLM's noise is drawn in numpy."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from specsparse.speculative.proof.boxes import STEPS
 from specsparse.speculative.proof.cases import Case
 from specsparse.speculative.proof.exact import total_variation
 from specsparse.speculative.trees.template import TreeTemplate
@@ -75,7 +76,7 @@ def power(target: np.ndarray, samples: int, *, cases: int) -> Power:
     return Power(samples, level, bound, bound + math.sqrt(math.log(1 / (1 - POWER)) / (2 * samples)))
 
 
-def driver_tv(template: TreeTemplate, *, vocab: int, steps: int = 1 << 24) -> float:
+def driver_tv(template: TreeTemplate, *, vocab: int, steps: int = STEPS) -> float:
     """Most total variation of a lossless driver: float32 rounding, in the worst case of everything.
 
     With e = 1 / steps (2^-24: float32's unit roundoff, and the step of a uniform), V tokens, T coins on a path at most:
