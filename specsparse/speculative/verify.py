@@ -132,7 +132,10 @@ class Rule(abc.ABC):
 
     def ends(self, draft: Draft, p_nV: np.ndarray) -> list[End]:
         """All ends of positive probability of a round on one sequence's draft, for the certificate, in numpy."""
-        raise UserError(f"{type(self).__name__} has no `ends`, which certify needs: derive it from a SiblingRule")
+        raise UserError(
+            f"{type(self).__name__} has no `ends(draft, p_nV)`, which certify needs: write it, or derive the rule from "
+            "SiblingRule or Block"
+        )
 
     def reads_alpha(self, *, tree: bool, greedy: bool) -> bool:
         """Whether it reads alpha off the target's distributions: it accepts position by position, with a probability
