@@ -4,7 +4,7 @@ import codecs
 import operator
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specsparse.engine.text.bpe import BpeCodec
 from specsparse.engine.text.spm import SpmCodec
@@ -143,7 +143,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tokenize: bool = False,
         chat_template_kwargs: Mapping[str, object] | None = None,
-    ) -> Any:
+    ) -> str | list[int]:
         """Renders a chat with the file's template.
 
         Args:
@@ -189,9 +189,13 @@ class Tokenizer:
         return library
 
     def _checked(self, index: int) -> int:
-        if not hasattr(index, "__index__") or not 0 <= operator.index(index) < len(self._vocab):
-            raise UserError(f"token id {index!r:.40} is outside the vocabulary of {len(self._vocab)}")
-        return operator.index(index)
+        try:
+            found = operator.index(index)
+        except TypeError:
+            raise UserError(f"{index!r:.40} is not a token id") from None
+        if not 0 <= found < len(self._vocab):
+            raise UserError(f"token id {found!r:.40} is outside the vocabulary of {len(self._vocab)}")
+        return found
 
     def _split(self, text: str, parse_special: bool) -> list[str | int]:
         """Cuts user-defined tokens, and control tokens if asked, out of a text; longer names go first."""
