@@ -125,19 +125,19 @@ def groups(tallies: Sequence[Tally]) -> list[Json]:
     found: dict[str, list[Tally]] = {}
     for tally in sorted(tallies, key=lambda t: t.width):
         found.setdefault(tally.digest, []).append(tally)
-    return [
-        {
+    out = list[Json]()
+    for bits, own in found.items():
+        tally, first_flips = own[0], dict[str, int]()
+        for flip in tally.flips:  # those of a window ascend
+            first_flips.setdefault(flip.window, flip.position)
+        out.append({
             "widths": tuple(t.width for t in own), "same_bits": bits == alone, "positions": tally.positions,
             "rows_differing": tally.rows_differing, "largest_difference": tally.largest,
             "flips_count": len(tally.flips), "fork_rate": rate(len(tally.flips), tally.positions)._asdict(),
-            "first_flips": {
-                flip.window: min(f.position for f in tally.flips if f.window == flip.window) for flip in tally.flips
-            },
-            "flips": [flip._asdict() for flip in tally.flips],
+            "first_flips": first_flips, "flips": [flip._asdict() for flip in tally.flips],
             "check": tally.check and tally.check.to_dict(), "wrong": tally.check is not None and tally.check.wrong,
-        }
-        for bits, own in found.items() for tally in own[:1]
-    ]  # fmt: skip
+        })  # fmt: skip
+    return out
 
 
 class AuditWindow(NamedTuple):

@@ -42,6 +42,13 @@ def test_a_flip_has_its_place_and_its_margin():
     assert other["fork_rate"]["per_1000"] == pytest.approx(1000 / 6)
 
 
+def test_decoding_forks_at_the_first_flip_of_each_window():
+    wide = moved(2, 3, 0.5)
+    wide[0, 0] += np.float32(9)
+    _, other = groups([tally(1, ONE, ONE), tally(2, moved(2, 3, 0.5), wide)])
+    assert other["flips_count"] == 3 and list(other["first_flips"].items()) == [("w0", 2), ("w1", 0)]
+
+
 def test_other_bits_need_not_be_other_tokens():
     _, near = groups([tally(1, ONE), tally(3, moved(0, 0, 2**-20))])
     assert not near["same_bits"] and not near["flips"]
