@@ -493,16 +493,23 @@ def _ffn_programs(chosen: Kernels) -> dict[str, Callable]:
     return {name: over_copies(one) for name, one in ways.items()}
 
 
-LutCase = tuple[int, str, str]
-"""Tokens, "cold" or "warm", and a key of `PRODUCTS`."""
-LutCopies = tuple[list[QTensor], list[BitPlanes], np.ndarray]
-"""Copies of one matrix as the product and as the tables read it, and its first rows in float64."""
+class LutCase(NamedTuple):
+    n: int  # tokens
+    state: str  # "cold" or "warm"
+    kernel: str  # a key of `PRODUCTS`
 
 
-def _lut_matrices(weights: LutCopies, state: str, kernel: str) -> Sequence[QTensor | BitPlanes]:
-    """The matrices that the calls of a case read, one after the other."""
-    found = weights[0] if kernel == "product" else weights[1]
-    return found if state == "cold" else [found[0]] * len(found)
+class LutCopies(NamedTuple):
+    """Copies of one matrix as the product and as the tables read it."""
+
+    codes: list[QTensor]
+    planes: list[BitPlanes]
+    dense: np.ndarray  # float64, its first rows
+
+    def read_by(self, case: LutCase) -> Sequence[QTensor | BitPlanes]:
+        """The matrices that the calls of a case read, one after the other."""
+        found = self.codes if case.kernel == "product" else self.planes
+        return found if case.state == "cold" else [found[0]] * len(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -537,10 +544,10 @@ class LutBench(KernelBench):
         raw = random_raw(kind, *shape, 1)
         codes = pack_qtensor(raw, GGML[kind], shape)
         count, dense = self.copies(codes.nbytes), dequantize(raw[:64], GGML[kind]).astype(np.float64)
-        return copies_of(codes, count), copies_of(pack_planes(codes), count), dense
+        return LutCopies(copies_of(codes, count), copies_of(pack_planes(codes), count), dense)
 
     def cases(self) -> list[LutCase]:
-        return list(itertools.product(self.ns, ("cold", "warm"), PRODUCTS))
+        return [LutCase(*case) for case in itertools.product(self.ns, ("cold", "warm"), PRODUCTS)]
 
     def order(self, cases: Sequence[LutCase], repeat: int) -> Iterator[LutCase]:
         """Each time another kernel in front: who comes first finds other things in the cache."""
@@ -550,20 +557,20 @@ class LutBench(KernelBench):
                 yield cases[start + (i + repeat) % count]
 
     def once(self, chosen: Kernels, weights: LutCopies, case: LutCase) -> float:
-        n, state, kernel = case
-        return product_seconds(PRODUCTS[kernel], _lut_matrices(weights, state, kernel), n)
+        return product_seconds(PRODUCTS[case.kernel], weights.read_by(case), case.n)
 
     def row(self, weights: LutCopies, case: LutCase, taken: Mapping[Any, list[float]], machine: MachinePeaks) -> Json:
         """ "relative_error" is the root of the mean square error over that of the exact product."""
-        (n, state, kernel), w, ms = case, weights[0][0], summary([1e3 * s for s in taken[case]])
-        x, n_valid = random_rows(n, w.shape[1], n)
-        got = np.asarray(PRODUCTS[kernel](_lut_matrices(weights, state, kernel)[:1], x, n_valid))
-        exact = np.asarray(x, np.float64) @ weights[2].T
+        w, ms = weights.codes[0], summary([1e3 * s for s in taken[case]])
+        x, n_valid = random_rows(case.n, w.shape[1], case.n)
+        got = np.asarray(PRODUCTS[case.kernel](weights.read_by(case)[:1], x, n_valid))
+        exact = np.asarray(x, np.float64) @ weights.dense.T
         error = np.sqrt(np.mean((got[:, : exact.shape[1]] - exact) ** 2) / np.mean(exact**2))
         return {
-            "rows": w.shape[0], "cols": w.shape[1], "n": n, "state": state, "kernel": kernel, "ms": ms,
+            "rows": w.shape[0], "cols": w.shape[1], **case._asdict(), "ms": ms,
             "bytes": w.nbytes, "bytes_per_second": w.nbytes / (1e-3 * ms["median"]),
-            "over_product": paired_ratio(taken[case], taken[n, state, "product"]), "relative_error": float(error),
+            "over_product": paired_ratio(taken[case], taken[case._replace(kernel="product")]),
+            "relative_error": float(error),
         }  # fmt: skip
 
     def table(self, report: Json) -> Table:
