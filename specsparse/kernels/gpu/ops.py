@@ -126,8 +126,12 @@ def linear(
         return (lambda h: multiply_plain(h, w)) if isinstance(w, PlainMatrix) else dense.multiplier(w)
 
     outs = dense.linear(x, weights, multiplier=multiplier, over_rows=dense.at_once, **options)
-    # Else XLA adds the sums over ranges of columns in every reader of the residual stream.
-    return outs if options.get("residual") is None else jax.lax.optimization_barrier(outs)
+    return _added_up_once(outs, options.get("residual"))
+
+
+def _added_up_once(outs: tuple[jax.Array, ...], residual: jax.Array | None) -> tuple[jax.Array, ...]:
+    """`outs`; with a residual, XLA would else add the sums over ranges of columns in every reader of the stream."""
+    return outs if residual is None else jax.lax.optimization_barrier(outs)
 
 
 def _by_kernels(
@@ -150,7 +154,7 @@ def _by_kernels(
         x, weights, multiplier=lambda w: lambda _: _by_kernel(rows, w)[:count], over_rows=dense.at_once,
         n_valid=n_valid, biases=biases, residual=residual, act=act, zeros=zeros,
     )  # fmt: skip
-    return outs if residual is None else jax.lax.optimization_barrier(outs)
+    return _added_up_once(outs, residual)
 
 
 def embed(w: Matrix, ids: jax.Array) -> jax.Array:
