@@ -16,7 +16,7 @@ from typing import Any
 from specsparse.errors import UserError, fail, not_installed
 from specsparse.experiments.command_line import flags_first, help_text, offer, refuse, shorthand
 from specsparse.support.cgroup import cpus
-from specsparse.support.files import STAND_IN, conf_dir, package_line
+from specsparse.support.files import conf_dir, package_line
 from specsparse.support.terminal import FULL, until_the_reader_leaves
 
 _checked: list[Any] = []
@@ -88,6 +88,8 @@ def _rename(config: Any, values: dict[str, Any], place: Any) -> None:
     """Gives Hydra the stand-in's values, its name among them, and `place` a folder that says so."""
     from omegaconf import open_dict, read_write
 
+    from specsparse.experiments.settings import STAND_IN
+
     with read_write(config), open_dict(config):
         for key, value in values.items():
             config[key] = value
@@ -117,11 +119,11 @@ def _task(cfg: Any) -> Any:
 
 def _cell(checked: Any, directory: Path) -> float | None:
     """Runs one cell of a sweep, or takes its result over if it has finished before."""
-    from specsparse.experiments import sweeps
+    from specsparse.experiments import settings, sweeps
 
     cell, reuse = sweeps.Cell.from_config(checked.cfg), checked.cfg.reuse
     if checked.cfg.stood_in is not None:  # beside the folder that Hydra made, which stays that of the pair
-        directory = directory.with_name(directory.name + STAND_IN)
+        directory = directory.with_name(directory.name + settings.STAND_IN)
         directory.mkdir(exist_ok=True)
     done = cell.finished(directory.parent) if reuse else None
     if done is not None:

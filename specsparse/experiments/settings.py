@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 S = TypeVar("S")
 
+STAND_IN = ".stand_in"
+"""End of the name and the folder of a run of a stand-in (`experiments.stand_in`)."""
 KEPT = "kept"
 """Value of `policy.v` that asks for the times that were kept on this machine."""
 

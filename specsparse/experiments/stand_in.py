@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from specsparse.errors import UserError, refuse
 from specsparse.experiments.command_line import PARTS, completed
-from specsparse.experiments.settings import RunConfig, from_omegaconf
+from specsparse.experiments.settings import STAND_IN, RunConfig, from_omegaconf
 from specsparse.models import catalogue
 from specsparse.report.record import StandIn
 from specsparse.speculative.drafters import draw_temperature
-from specsparse.support.files import STAND_IN, Json
+from specsparse.support.files import Json
 
 NAMING = ("model", "model.path", "drafter", "drafter.name", "drafter.model", "drafter.path", "drafter.head")
 """Words of the command line that name a model or a drafter: then no other is taken."""

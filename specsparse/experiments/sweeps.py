@@ -23,7 +23,7 @@ from rich.text import Text
 from specsparse import kernels
 from specsparse.errors import UserError
 from specsparse.experiments.kinds import neuron_placement, sparsity
-from specsparse.experiments.settings import RunConfig
+from specsparse.experiments.settings import STAND_IN, RunConfig
 from specsparse.kernels.processor import cpu_info
 from specsparse.measure import conditions
 from specsparse.measure.conditions import Rank
@@ -37,7 +37,7 @@ from specsparse.report.runs import CELL_FILE, measurement, record_hash
 from specsparse.runtime import metrics
 from specsparse.runtime.method import resolve
 from specsparse.support import tables
-from specsparse.support.files import STAND_IN, Json, kept, to_json, write_atomically
+from specsparse.support.files import Json, kept, to_json, write_atomically
 from specsparse.support.registry import source_of
 
 _RESULTS = (

@@ -17,8 +17,9 @@ import numpy as np
 
 from specsparse.data import prompts
 from specsparse.errors import UserError
+from specsparse.experiments.settings import STAND_IN
 from specsparse.report.record import RECORD_FILE, ROWS_FILE
-from specsparse.support.files import STAND_IN, append_line, to_json, write_atomically
+from specsparse.support.files import append_line, to_json, write_atomically
 from specsparse.support.options import nearest, read
 from specsparse.support.registry import Choice
 

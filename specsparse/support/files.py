@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Json: TypeAlias = dict[str, Any]
 """An object as JSON has it: reports, records, a config.json. Its maker's docstring says what is in it."""
-STAND_IN = ".stand_in"
-"""End of the name and the folder of a run of a stand-in (`experiments.stand_in`)."""
 _HALF = re.compile("[\ud800-\udfff]")
 _DAMAGED = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, EOFError, MemoryError, RuntimeError,
@@ -129,12 +127,12 @@ def need_place(path: str | os.PathLike[str], *sources: str | os.PathLike[str] | 
         sources: files that the work reads, and folders whose files it reads; None and other names are ignored.
         picture: whether a figure is written, which is a PNG and nothing else.
     """
+    need_folder(path)
     path, folder = Path(path), Path(path).parent
     read = [there for source in map(Path, filter(None, sources)) for there in (source, source / path.name)]
     refuse({
         "is a folder; name a file to write": path.is_dir(),
         "figures are written as PNG; name a file that ends in .png": picture and path.suffix.lower() != ".png",
-        f"there is no folder {folder} to write it in": not folder.is_dir(),
         f"cannot be written: the folder {folder} is not writable here": not os.access(folder, os.W_OK),
         "is a file that is read; give another file to write":
             path.is_file() and any(there.is_file() and path.samefile(there) for there in read),
