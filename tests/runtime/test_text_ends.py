@@ -189,6 +189,8 @@ def test_acceptance_over_seeds_ends_texts_too(model):
     assert [c.num_rounds for c in found.counters] == [c.num_rounds for c in each]
     assert [c.num_emitted_tokens for c in found.counters] == [c.num_emitted_tokens for c in each]
     assert each[0].num_emitted_tokens == 11
+    passes = np.mean([c.num_emitted_tokens / c.num_rounds for c in each])
+    assert found.rates["tokens_per_target_pass"].value == pytest.approx(passes)
 
 
 # min_tokens.

@@ -17,9 +17,10 @@ from typing import Annotated
 import numpy as np
 import yaml
 
+from specsparse.engine.generate import Finish
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.errors import UserError
+from specsparse.errors import GenerationFailed, UserError
 from specsparse.measure import intervals
 from specsparse.measure.costs.measuring import Bar, load_or_measure, silent
 from specsparse.measure.intervals import Interval
@@ -200,13 +201,13 @@ class SeedAcceptance:
     programs: int
 
     def to_dict(self) -> Json:
-        return asdict(self)
+        return {**asdict(self), "rates": {name: of and of.cells() for name, of in self.rates.items()}}
 
     def __str__(self) -> str:
-        shown = (
-            f"{name.replace('_', ' ')} {'-' if of is None else f'{of.value:.3f} [{of.ends()}]'}"
-            for name, of in self.rates.items()
-        )
+        shown = []
+        for name, of in self.rates.items():
+            ends = "" if of is None or of.low is None else f" [{of.low:.3f}, {of.high:.3f}]"
+            shown.append(f"{name.replace('_', ' ')} {'-' if of is None else f'{of.value:.3f}{ends}'}")
         return f"{len(self.seeds)} seeds, 95 % intervals: {', '.join(shown)}"
 
 
@@ -224,6 +225,10 @@ def acceptance_over_seeds(
 
     Arguments are those of `generate`. The default temperature is 1, since at 0 all seeds write the same, and 64 tokens
     are the most by default. `seeds` are how many, counted from 0, or which.
+
+    Raises:
+        GenerationFailed: a sequence FAILED, for instance because its logits hold NaN.
+        UserError: as `generate` raises it.
     """
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(int(s) for s in seeds)
     params = SamplingParams(temperature=1.0, max_tokens=64) if sampling is None else sampling
@@ -238,6 +243,9 @@ def acceptance_over_seeds(
     known_programs = decode_programs()
     session = Session(model, [Request(ids, params, seed) for seed in numbers], method, noting=bool(params.stop))
     decode(session)
+    for b, finish in enumerate(session.finish):
+        if finish == Finish.FAILED:
+            raise GenerationFailed(session.failure(b))
     each = session.counters()
     rates: dict[str, Interval | None] = {}
     for name in ("tokens_per_target_pass", "mean_acceptance_length", "realised_alpha"):

@@ -5,12 +5,13 @@ import importlib.util
 import json
 import sys
 
+import numpy as np
 import pytest
 
 import specsparse
 from specsparse import kernels
 from specsparse.engine.gguf.reader import open_gguf
-from specsparse.errors import UserError
+from specsparse.errors import GenerationFailed, UserError
 from specsparse.experiments import configured, runner
 from specsparse.experiments.settings import from_omegaconf
 from specsparse.measure.costs import acceptance, measuring
@@ -114,6 +115,7 @@ def test_acceptance_over_seeds_is_one_compile_and_the_same_as_one_by_one(model):
     assert found.programs == 1
     assert found.seeds == (0, 1, 2, 3)
     interval = found.rates["tokens_per_target_pass"]
+    assert interval.value == pytest.approx(np.mean([c.num_emitted_tokens / c.num_rounds for c in found.counters]))
     assert interval.low <= interval.value <= interval.high and len(found.counters) == 4
     for seed, counters in zip(found.seeds, found.counters, strict=True):
         one = specsparse.generate(model, prompt, drafter="prompt_lookup", seed=seed, temperature=1.0, max_tokens=12)
@@ -122,8 +124,18 @@ def test_acceptance_over_seeds_is_one_compile_and_the_same_as_one_by_one(model):
         )  # fmt: skip
     again = acceptance_over_seeds(model, prompt, drafter="prompt_lookup", seeds=range(4, 8), max_tokens=12)
     assert again.programs == 0
-    assert "4 seeds" in str(found)
-    json.dumps(found.to_dict())
+    ends = f"tokens per target pass {interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}], "
+    assert "4 seeds" in str(found) and ends in str(found)
+    assert json.loads(json.dumps(found.to_dict()))["rates"]["tokens_per_target_pass"] == interval.cells()
+
+
+def test_one_seed_has_no_interval_and_a_failed_one_no_rates(model):
+    options = {"drafter": "prompt_lookup", "max_tokens": 12}
+    one = acceptance_over_seeds(model, [5, 6, 5, 6], seeds=1, **options)
+    assert f"tokens per target pass {one.rates['tokens_per_target_pass'].value:.3f}, " in str(one)
+    nan = model.params._replace(output_norm=model.params.output_norm * np.nan)
+    with pytest.raises(GenerationFailed, match="hold NaN"):
+        acceptance_over_seeds(dataclasses.replace(model, params=nan), [5, 6, 5, 6], seeds=2, **options)
 
 
 def test_acceptance_of_a_prompt_that_fills_the_context_is_none(model):
