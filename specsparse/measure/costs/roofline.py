@@ -17,10 +17,10 @@ from specsparse.data.devices import THIS, Device, known, sheets
 from specsparse.engine.architectures import ARCHITECTURES
 from specsparse.engine.cache import WHOLE, LayerWindows
 from specsparse.engine.config import PROJECTIONS, ModelConfig
-from specsparse.engine.gguf.reader import GGUFFile, open_gguf
+from specsparse.engine.gguf.reader import GGUFFile, open_gguf, show
 from specsparse.engine.rope import RopeConfig
 from specsparse.engine.text.tokenizer import Tokenizer
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.kernels import processor
 from specsparse.models import catalogue, hub
 from specsparse.models.catalogue import Shape
@@ -157,6 +157,10 @@ class ModelOutline:
 
     @classmethod
     def from_shape(cls, name: str, shape: Shape) -> "ModelOutline":
+        """From a shape of the catalogue. UserError: an architecture that is not supported."""
+        known = ", ".join(ARCHITECTURES)
+        wrong = f"architecture {show(shape.architecture)} is not supported; supported are {known}"
+        refuse({wrong: shape.architecture not in ARCHITECTURES}, name)
         config = config_from_shape(shape)
         typed = shape.typed(config.tensor_shapes())
         tensors = tuple((key, kind, math.prod(size) * bits_per_weight(kind) / 8) for key, kind, size in typed)

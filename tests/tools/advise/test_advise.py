@@ -1,6 +1,7 @@
 """Advice by arithmetic that is done here again: shapes of the catalogue, devices on paper, chains, memory."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -39,6 +40,12 @@ def test_a_shape_of_the_catalogue_has_the_weights_that_its_makers_count(name):
     assert found.config.n_parameters == pytest.approx(PUBLISHED[name], rel=0.006)
     if entry.size:
         assert found.nbytes == pytest.approx(entry.size, rel=0.03)  # the header and its vocabulary are not counted
+
+
+def test_a_shape_of_an_architecture_that_is_not_here_is_refused():
+    shape = replace(catalogue.find("llama-2-7b").shape, architecture="mamba")
+    with pytest.raises(UserError, match=r"^mine: architecture 'mamba' is not supported"):
+        ModelOutline.from_shape("mine", shape)
 
 
 def test_every_model_of_the_hub_that_decodes_here_has_a_shape():
