@@ -21,6 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write the page, and say what is on it and what is not."""
+    if "" in args.runs:
+        raise UserError("a run's folder is empty: name it, such as runs/NAME, or . for the current folder")
     from specsparse.report import pages, runs  # after the arguments: matplotlib takes a second
 
     if args.runs[0] == "diff":
