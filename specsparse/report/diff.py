@@ -12,7 +12,7 @@ from specsparse.measure.intervals import Interval
 from specsparse.report import methods, pages
 from specsparse.report.methods import MEASURES, ReportedMethod
 from specsparse.report.record import PLAIN
-from specsparse.report.runs import Run, disagreements
+from specsparse.report.runs import Run, disagreements, stand_ins
 from specsparse.support.files import Json, write_atomically
 from specsparse.support.tables import cell, new
 
@@ -68,7 +68,7 @@ def diff(a: Run, b: Run) -> Difference:
     texts = {"plain": _texts(a, b, PLAIN, PLAIN), "method": _texts(a, b, ours.side, theirs.side)}
     return Difference(
         names=_names(a, b), settings=tuple(_settings(a, b)), lines=tuple(lines), texts=texts, common=len(common),
-        warnings=tuple(disagreements([a, b])),
+        warnings=(*stand_ins([a, b]), *disagreements([a, b])),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from specsparse.measure import conditions
 from specsparse.report import figures, methods
 from specsparse.report.methods import ReportedMethod
 from specsparse.report.plots import Figure, Missing
-from specsparse.report.runs import Run, disagreements
+from specsparse.report.runs import Run, disagreements, stand_ins
 from specsparse.runtime import metrics
 from specsparse.support.files import Json, write_atomically
 
@@ -80,7 +80,7 @@ def warnings(runs: Sequence[Run]) -> list[str]:
         out.append("some runs used the slow reference kernels and some the native ones")
     folder = _folder(runs)
     out += conditions.all_busy([(_below(folder, run.directory), run.conditions) for run in runs])
-    return disagreements(runs) + out
+    return stand_ins(runs) + out + disagreements(runs)
 
 
 def doubts(found: Sequence[ReportedMethod]) -> list[str]:

@@ -195,12 +195,17 @@ def record_hash(directory: Path) -> str:
         return ""
 
 
+def stand_ins(runs: Sequence[Run]) -> list[str]:
+    """A line on each run that is a stand-in."""
+    return [f"{run.directory}: {run.stand_in}" for run in runs if run.stand_in]
+
+
 def disagreements(runs: Sequence[Run]) -> list[str]:
-    """Lines on runs that are stand-ins, and on differences that forbid to compare the seconds of these runs:
-    conditions, machine, kernels, model file, commit."""
+    """Lines on differences that forbid to compare the seconds of these runs: conditions, machine, kernels, model file,
+    commit."""
     apart = conditions.differ([conditions.from_record(run.record) for run in runs])
-    out = [f"{run.directory}: {run.stand_in}" for run in runs if run.stand_in] + ([apart] if apart else [])
-    for what in runs[0].origin:
+    out = [apart] if apart else []
+    for what in runs[0].origin if runs else ():
         values = list(dict.fromkeys(str(run.origin[what]) for run in runs if run.origin[what] is not None))
         if len(values) > 1:
             out.append(f"these runs do not share one {what}: {', '.join(values)}: compare ratios, not seconds")

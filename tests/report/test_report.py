@@ -26,6 +26,7 @@ from specsparse.speculative.verifiers import get_verifier
 from tests.report import making
 
 CHAT, CODE = ("chat-1", "chat"), ("code-1", "code")
+STOOD_IN = {"stand_in": {"asked": {"model": "a"}, "used": {"model": "b"}, "why": "download=no"}}
 TIMES = {CHAT: (2.0, 1.0), ("chat-2", "chat"): (2.0, 2.0), CODE: (4.0, 1.0), ("code-2", "code"): (4.0, 2.0)}
 
 
@@ -201,6 +202,11 @@ def test_a_broken_promise_and_different_machines_come_first(tmp_path):
     assert sum("against the promise" in line for line in lines) == 2
     assert any("kernels: native avx2, reference" in line for line in lines)
     assert any("slow reference kernels" in line for line in lines)
+    stood_in = [replace(run, record=run.record | STOOD_IN) for run in runs.find([tmp_path])]
+    first, second, third, *_, last = pages.warnings(stood_in)
+    assert "stand-in: " in first and "stand-in: " in second
+    assert "against the promise" in third and "do not share one" in last
+    assert runs.disagreements([]) == pages.warnings([]) == []
 
 
 def test_runs_of_a_busy_hour_are_not_ranked_without_a_word(tmp_path):
@@ -482,6 +488,12 @@ def test_what_cannot_be_read_is_one_line(tmp_path, files, message):
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
     with pytest.raises(UserError, match=r"a\.gguf: no finished run there"):
         runs.find([tmp_path / "a.gguf"])
+
+
+def test_an_empty_folder_is_refused(capsys):
+    assert cli.main(["report", ""]) == 2
+    said = capsys.readouterr().err
+    assert "a run's folder is empty" in said and said.count("\n") == 1
 
 
 def test_stopped_runs_are_left_out_and_named(tmp_path, capsys):
