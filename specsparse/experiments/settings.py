@@ -21,7 +21,7 @@ from specsparse.models.catalogue import Download
 from specsparse.speculative.base import DEFAULT_GAMMA
 from specsparse.speculative.drafters import draw_temperature
 from specsparse.support.files import conf_dir
-from specsparse.support.options import Count, Internal, Read, Rest, Seed, Share, Size, options_of, read
+from specsparse.support.options import Count, Internal, OptionError, Read, Rest, Seed, Share, Size, options_of, read
 from specsparse.support.registry import Choice
 
 if TYPE_CHECKING:
@@ -44,8 +44,9 @@ def _download(value: object) -> Download:
 
 
 def _stand_in(value: object) -> str | None:
-    if value is not False and value not in catalogue.stand_ins():
-        raise ValueError(value)
+    known = [*catalogue.stand_ins()]
+    if value is not False and value not in known:
+        raise OptionError("stand_in", value, f"false, {', '.join(known[:-1])} or {known[-1]}")
     return value or None  # type: ignore[return-value]
 
 
@@ -241,7 +242,7 @@ class RunConfig(DecodingSettings):
     debug: bool = False
     reuse: bool = True
     download: Annotated[Download, Read(_download, "yes, no or ask")] = "ask"
-    stand_in: Annotated[str | None, Read(_stand_in, "false, lookup_head, model or predictors")] = None
+    stand_in: Annotated[str | None, Read(_stand_in, "false or the name of a stand-in")] = None
     own: Annotated[dict[str, Any], Rest()] = field(default_factory=dict)
     composed: Annotated[dict[str, Any], Internal()] = field(default_factory=dict, repr=False)
     words: Annotated[tuple[str, ...], Internal()] = ()

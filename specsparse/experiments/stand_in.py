@@ -5,6 +5,7 @@ the groups of the config that come with it, drafter and policy or ffn and predic
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import replace
 
 from specsparse.errors import UserError, refuse
@@ -14,29 +15,38 @@ from specsparse.models import catalogue
 from specsparse.report.record import StandIn
 from specsparse.speculative.drafters import draw_temperature
 from specsparse.support.files import Json
+from specsparse.support.neighbours import DRAFT_FILES
 
-NAMING = ("model", "model.path", "drafter", "drafter.name", "drafter.model", "drafter.path", "drafter.head")
+NAMING = {"model", "model.path", "drafter", "drafter.name", *(f"drafter.{key}" for key in DRAFT_FILES.values())}
 """Words of the command line that name a model or a drafter: then no other is taken."""
 
 
 def replaced(cfg: RunConfig, why: UserError) -> RunConfig:
     """The run with its models replaced, named as the stand-in's.
 
-    Raises `why` if the run has no stand-in, or the command line names a model or a drafter.
+    Raises `why` if the run has no stand-in, or the command line names a model or a drafter. UserError: the stand-in
+    does not go with the experiment, or with a part that the command line names.
     """
     given = {word.lstrip("+").partition("=")[0] for word in cfg.words}
-    if cfg.stand_in is None or given & set(NAMING):
+    if cfg.stand_in is None or given & NAMING:
         raise why
-    entry = catalogue.stand_ins()[cfg.stand_in]
-    brings = {group: dict(part) for group, part in entry.stand_ins[cfg.stand_in].items()}
-    fitting = "predictors" if cfg.drafter.name == "none" else "lookup_head or model"
-    wrong = ("drafter" in brings) == (cfg.drafter.name == "none")
-    refuse({f"stand_in={cfg.stand_in} is for other experiments: give stand_in={fitting}, or false": wrong})
-    drafter, composed = brings.get("drafter", {}), cfg.composed
+    known, drafts = catalogue.stand_ins(), cfg.drafter.name != "none"
+    entry, composed = known[cfg.stand_in], cfg.composed
+    own: Mapping[str, Json] = entry.stand_ins[cfg.stand_in]
+    brings = {group: _held(group, part, composed.get(group) or {}, given) for group, part in own.items()}
+    fitting = [name for name, one in known.items() if ("drafter" in one.stand_ins[name]) == drafts]
+    ffn = brings.get("ffn", {}).get("name")
+    refuse({
+        f"stand_in={cfg.stand_in} is for other experiments: give stand_in={' or '.join(fitting)}, or false":
+            cfg.stand_in not in fitting,
+        f"ffn=powerinfer needs PowerInfer's file, and {entry.name} is none: leave it out, or give stand_in=false":
+            ffn == "powerinfer" != own["ffn"]["name"],
+    })  # fmt: skip
+    if "ffn" in own and ffn != own["ffn"]["name"]:  # the predictor came with the FFN
+        brings.pop("predictor", None)
+    drafter = brings.get("drafter", {})
     if drafter.get("temperature", 0.0) is None:
         drafter["temperature"] = draw_temperature(cfg.verifier.name, cfg.params.temperature) or 0.0
-    if "policy" in brings:
-        brings["policy"] = _policy(brings["policy"], composed["policy"], given)
     used: Json = {"model": {**composed["model"], "path": entry.name}}
     used |= {group: completed(group, part) if group in PARTS else part for group, part in brings.items()}
     run = from_omegaconf({**composed, **used, "name": f"{cfg.name}{STAND_IN}"})
@@ -45,12 +55,12 @@ def replaced(cfg: RunConfig, why: UserError) -> RunConfig:
     return replace(run, stood_in=StandIn(asked, instead, getattr(why, "reason", "") or str(why)))
 
 
-def _policy(own: Json, asked: Json, given: set[str]) -> Json:
-    """The stand-in's policy with what the command line sets: another one, or an option that it has too."""
-    if given & {"policy", "policy.name"}:
+def _held(group: str, own: Json, asked: Json, given: set[str]) -> Json:
+    """The stand-in's part of a group with what the command line sets: another part, or an option that it has too."""
+    if given & {group, f"{group}.name"}:
         return asked
-    named = {key: asked[key] for key in PARTS["policy"].options(own["name"]) if f"policy.{key}" in given}
-    return {**own, **named}
+    options = PARTS[group].options(own["name"]) if group in PARTS else asked
+    return own | {key: asked[key] for key in options if f"{group}.{key}" in given}
 
 
 def _said(group: str, part: Json | None) -> object:

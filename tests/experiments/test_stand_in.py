@@ -209,9 +209,9 @@ def test_the_error_of_before_without_a_stand_in(capsys):
     for word in ("drafter.model=llama-68m", "model=tinyllama-1.1b", "drafter=prompt_lookup", "model.path=none.gguf"):
         with pytest.raises(catalogue.NotHere):
             runner.check(dataclasses.replace(cfg, words=(word,)))
-    with pytest.raises(UserError, match="give stand_in=lookup_head or model"):
+    with pytest.raises(UserError, match="give stand_in=lookup_head or model or tiny"):
         runner.check(dataclasses.replace(cfg, stand_in="predictors"))
-    with pytest.raises(UserError, match="stand_in=smollm2 must be false, lookup_head, model or predictors"):
+    with pytest.raises(UserError, match="stand_in=smollm2 must be false, lookup_head, model, predictors or tiny"):
         composed(*pair, "stand_in=smollm2")
 
 
@@ -246,11 +246,34 @@ def test_a_stand_in_keeps_what_the_command_line_says_of_the_policy():
     assert own.policy.name == "heuristic" and own.drafter.name == "prompt_lookup"
 
 
-def test_the_experiments_that_declare_a_stand_in(monkeypatch, place):
-    """Each has the shipped one, with its own verifier, sampling and prompts; the others have none."""
-    relu = write_tiny_gguf(place / "relu.gguf", metadata={ACTIVATION_KEY: "relu"})
-    locate = catalogue.locate  # the model itself is 100 MB to make
+@pytest.fixture
+def _relu(monkeypatch, place):
+    """In place of the stand-in with predictors, which takes 100 MB to make."""
+    relu, locate = write_tiny_gguf(place / "relu.gguf", metadata={ACTIVATION_KEY: "relu"}), catalogue.locate
     monkeypatch.setattr(catalogue, "locate", lambda entry, **how: relu if entry.base else locate(entry, **how))
+
+
+@pytest.mark.usefixtures("_relu")
+def test_a_stand_in_keeps_the_ffn_and_the_predictor_that_the_command_line_names():
+    power = ("+experiment=powerinfer_relullama_7b", "download=no")
+    for word in ("predictor=svd", "predictor=signbit"):
+        used = checked(*power, word, "sparsity.values=[]")
+        assert (used.ffn.name, used.predictor.name) == ("predicted", word.removeprefix("predictor="))
+        assert used.stood_in.used.keys() == {"model", "ffn"}
+    assert checked(*power, "+ffn.tokens=64").ffn.tokens == 64
+    own = checked(*power, "ffn=oracle", "kind=speed", "~sparsity")
+    assert (own.ffn.name, own.predictor.name, own.model.path) == ("oracle", "none", "smollm2-135m-relu")
+    for word, says in (
+        ("ffn=powerinfer", "ffn=powerinfer needs"), ("ffn=oracle", "cannot run either: kind=sparsity judges"),
+        ("ffn.threshold=0.2", "cannot run either: ffn.faithful_f16 and ffn.threshold"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=says):
+            checked(*power, word)
+
+
+@pytest.mark.usefixtures("_relu")
+def test_the_experiments_that_declare_a_stand_in():
+    """Each has the shipped one, with its own verifier, sampling and prompts; the others have none."""
     files = sorted(file.stem for file in (run.conf_dir() / "experiment").glob("*.yaml"))
     text = {name: (run.conf_dir() / "experiment" / f"{name}.yaml").read_text() for name in files}
     declaring = [name for name in files if "\nstand_in:" in text[name] or "\n  - spec_llama160m\n" in text[name]]
