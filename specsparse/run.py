@@ -21,6 +21,8 @@ from specsparse.support.terminal import FULL, until_the_reader_leaves
 
 _checked: list[Any] = []
 """The `CheckedRun` of this process, from the callback to the task."""
+_refusals: dict[object, UserError] = {}
+"""Why models could not be had: the first answer holds for a whole sweep."""
 
 
 class CheckBeforeStart:
@@ -81,7 +83,7 @@ def _check(config: Any, words: Sequence[str]) -> Any:
     run = from_omegaconf(config)  # without jax: what it finds wrong is said at once
     from specsparse.experiments import runner
 
-    return runner.check(dataclasses.replace(run, words=tuple(words)))
+    return runner.check(dataclasses.replace(run, words=tuple(words)), refusals=_refusals)
 
 
 def _rename(config: Any, values: dict[str, Any], place: Any) -> None:
@@ -184,6 +186,7 @@ def _main(argv: list[str]) -> int:
     OmegaConf.register_new_resolver("cpus", cpus, replace=True)  # in conf/sweep
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, and the lines below say it better
     _checked.clear()
+    _refusals.clear()
     saved, sys.argv = sys.argv, ["specsparse.run", *argv]
     try:
         refuse(argv)

@@ -34,8 +34,12 @@ class CheckedRun(NamedTuple):
     cfg: RunConfig
 
 
-def check(cfg: RunConfig) -> CheckedRun:
-    """Finds mistakes, in a `UserError`, before anything is loaded or written."""
+def check(cfg: RunConfig, *, refusals: dict[object, UserError] | None = None) -> CheckedRun:
+    """Finds mistakes, in a `UserError`, before anything is loaded or written.
+
+    `refusals` keeps why models could not be had: with the same one, a sweep asks the Hub and the user once.
+    """
+    refusals = {} if refusals is None else refusals
     instead = "solve it with +experiment=placement, then give +model.placement=FILE.gpuidx"
     elsewhere = "placement" in cfg.own and cfg.kind != "placement"
     refuse({f"placement=... does nothing with kind={cfg.kind}: {instead}": elsewhere})
@@ -45,9 +49,13 @@ def check(cfg: RunConfig) -> CheckedRun:
     try:
         kind.check(settings)
     except catalogue.NotHere as missing:
+        request = (*missing.wanted.items(), cfg.download)
         try:
+            if request in refusals:
+                raise refusals[request]
             catalogue.obtain(missing.wanted, cfg.download)
         except UserError as why:  # no network, no consent, no room
+            refusals[request] = why
             asked, cfg = cfg, stand_in.replaced(cfg, why)
             settings = of_kind(cfg, kind.settings)
             try:

@@ -187,8 +187,9 @@ def test_a_sweep_says_once_what_its_stand_ins_have_in_common(ran):
 
 
 def test_a_stand_in_in_a_sweep_has_a_folder_of_its_name(place, monkeypatch, capsys):
-    """Hydra's part of it; nothing is decoded."""
-    went = []
+    """Hydra's part of it; nothing is decoded. The models are asked for once, for the folder and all runs."""
+    went, asked, obtain = [], [], catalogue.obtain
+    monkeypatch.setattr(catalogue, "obtain", lambda *args: (asked.append(args), obtain(*args)))
     monkeypatch.setattr(run, "_run", lambda checked, directory: went.append((checked.cfg.name, directory)))
     monkeypatch.setattr(sweeps, "show", lambda *_: None)
     monkeypatch.setattr(sweeps, "records", lambda directory: [directory])
@@ -198,7 +199,8 @@ def test_a_stand_in_in_a_sweep_has_a_folder_of_its_name(place, monkeypatch, caps
     assert (zero.name, one.name) == ("0.stand_in", "1.stand_in") and zero.is_dir()
     assert zero.parent == one.parent and zero.parent.name.endswith(".stand_in")
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and "policy fixed (gamma 9)" in lines[0] and "policy fixed (gamma 10)" in lines[1]
+    assert len(asked) == 1 and len(lines) == 2
+    assert "policy fixed (gamma 9)" in lines[0] and "policy fixed (gamma 10)" in lines[1]
 
 
 def test_the_error_of_before_without_a_stand_in(capsys):
