@@ -15,16 +15,18 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
+import specsparse
 from specsparse import run
 from specsparse.engine.config import ACTIVATION_KEY
 from specsparse.errors import UserError
-from specsparse.experiments import configured, runner, sweeps, trackers
-from specsparse.experiments.settings import DecodingSettings, from_omegaconf, of_kind
+from specsparse.experiments import configured, runner, sparse_model, sweeps, trackers
+from specsparse.experiments.settings import DecodingSettings, FfnSpec, ModelSettings, ModelSpec, from_omegaconf, of_kind
 from specsparse.measure.costs import acceptance
 from specsparse.measure.costs.measuring import silent
 from specsparse.models import catalogue
-from specsparse.predictors.fit_mlp import load_predictors, save_predictors
+from specsparse.predictors.fit_mlp import save_predictors
 from specsparse.report import pages, runs
+from specsparse.support.registry import Choice
 from specsparse.testing import write_tiny_gguf
 
 DECLARED = (
@@ -294,8 +296,15 @@ def test_the_experiments_that_declare_a_stand_in():
                 assert parts == ("smollm2-135m", stand_in, "auto_off", 4)
 
 
-def test_a_stand_ins_predictors_take_the_experiments_threshold(tmp_path):
-    pairs = [(np.ones((4, 32), np.float32), np.ones((64, 4), np.float32))]
-    save_predictors(tmp_path / "p.safetensors", pairs, threshold=0.25)
-    kept, given = (load_predictors(tmp_path / "p.safetensors", threshold=value)[0] for value in (None, 0.5))
-    assert (float(kept.threshold), float(given.threshold)) == (0.25, 0.5)
+@pytest.mark.parametrize(("options", "threshold"), [({}, 0.25), ({"threshold": 0.5}, 0.5)])
+def test_a_stand_ins_predictors_take_the_experiments_threshold(tmp_path, options, threshold):
+    """In place of the one in their file."""
+    model = specsparse.load(write_tiny_gguf(tmp_path / "relu.gguf", n_layers=1, metadata={ACTIVATION_KEY: "relu"}))
+    shapes = ((4, model.config.d_model), (model.config.d_ff, 4))
+    pairs, file = [tuple(np.ones(shape, np.float32) for shape in shapes)], tmp_path / "p.safetensors"
+    save_predictors(file, pairs, threshold=0.25)
+    cfg = ModelSettings(
+        model=ModelSpec(str(model.path)), ffn=FfnSpec("predicted", weights=str(file)), predictor=Choice("mlp", options)
+    )
+    (weights,) = sparse_model.sparse_of(cfg, None, model).weights
+    assert float(weights.threshold) == threshold
