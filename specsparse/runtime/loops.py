@@ -362,7 +362,8 @@ class RoundLog:
         """Ends the texts of some sequences after so many tokens, which were written since the last `settle`."""
         for b, tokens in kept.items():
             rows = ((n, int(np.searchsorted(n.counters.emitted[:, b], tokens)), rounds) for n, rounds, _ in self._calls)
-            notes, row = next((notes, row) for notes, row, rounds in rows if row < rounds)
+            notes, row = next(((notes, row) for notes, row, rounds in rows if row < rounds), (None, 0))
+            assert notes is not None, f"no round since the last look wrote token {tokens} of sequence {b}"
             self._ends[b] = jax.tree.map(lambda a, row=row, b=b: np.array(a[row, b]), notes)
             self._ends[b].counters.emitted[...] = tokens
             self.kept[b] = tokens

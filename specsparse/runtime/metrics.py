@@ -209,6 +209,9 @@ STYLES = ("llama.cpp", "sglang", "spec-bench")
 def export(counters: Counters, style: str, *, tree: bool = False) -> dict[str, object]:
     """The counters as another project of `STYLES` defines and names them (`accept` of llama.cpp is in percent); None
     if the counters do not tell a figure. `tree`: the drafts branched.
+
+    Raises:
+        ValueError: another style.
     """
     c = counters
     per_round = _ratio(c.num_emitted_tokens, c.num_rounds)
@@ -223,7 +226,7 @@ def export(counters: Counters, style: str, *, tree: bool = False) -> dict[str, o
     if style == "spec-bench":  # the prompt's time counts
         seconds = c.times.prefill + c.times.total
         return {"mean_accepted_tokens": per_round, "tokens_per_second": _ratio(c.num_emitted_tokens, seconds)}
-    raise ValueError(style)
+    raise ValueError(f"style={style!r} must be one of {', '.join(STYLES)}")
 
 
 def to_dict(counters: Counters) -> dict[str, object]:

@@ -165,6 +165,8 @@ def test_rounds_of_a_call_share_its_time():
         totals = np.stack([*[rounds] * 5, 2 * rounds, rounds], axis=-1)
         counters = LoopCounters(totals, np.stack([rounds, rounds], axis=-1).astype(np.float32))
         log.add(Times(total=6.0, draft=3.0, verify=1.0, sample=1.0, commit=0.5, host=0.5), Note(counters))
+    with pytest.raises(AssertionError, match="token 13 of sequence 1"):
+        log.end({1: 13})
     log.end({0: 4, 1: 9})
     now = log.at_ends(Note(jax.tree.map(lambda a: a[used - 1], counters)))
     assert now.counters.rounds.tolist() == [2, 5] and now.counters.emitted.tolist() == [4, 9]

@@ -45,6 +45,8 @@ def test_other_projects_count_differently():
     assert tree == {"n_predict": 22, "n_drafted": None, "n_accept": 12, "accept": None}
     assert metrics.export(RUN, "sglang", tree=True) == metrics.export(RUN, "sglang")
     assert metrics.export(RUN, "sglang") == {"spec_verify_ct": 10, "accept_length": 2.2, "accept_rate": 22 / 24}
+    with pytest.raises(ValueError, match="style='vllm' must be one of llama"):
+        metrics.export(RUN, "vllm")
     assert metrics.export(RUN, "spec-bench") == {"mean_accepted_tokens": 2.2, "tokens_per_second": 11.0}
 
 
