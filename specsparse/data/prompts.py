@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.support.files import cache_dir
 
 BUILTIN = "builtin"
@@ -66,9 +66,11 @@ def load(
     Raises:
         UserError: no such file, a malformed line, an unknown task, or nothing left.
     """
-    if (path is not None and source != "speed_bench") or (split != "blank" and not source.endswith(".txt")):
-        option = f"data.path={path} is for data=speed_bench" if path else f"data.split={split} is for a .txt file"
-        raise UserError(f"{option}, and data.source={source}; a file of your own is data.source=FILE")
+    other = f"and data.source={source}; a file of your own is data.source=FILE"
+    refuse({
+        f"data.path={path} is for data=speed_bench, {other}": path is not None and source != "speed_bench",
+        f"data.split={split} is for a .txt file, {other}": split != "blank" and not source.endswith(".txt"),
+    })  # fmt: skip
     if source == "humaneval":
         prompts = _humaneval()
     elif source == "speed_bench":
@@ -133,7 +135,7 @@ def _parsed(row: object) -> list[Prompt]:
             raise ValueError(f"a message of role {other[0]!r}: the answers to a user's turns are up to the model")
         turns = [m["content"] for m in users]
     elif turns is None:
-        turns = [row["text"]]
+        turns = [row.get("text")]
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t for t in (*turns, system or "-")):
         raise ValueError('"text", "turns" and messages must be texts, and not empty')
     name = str(row.get("question_id") or row.get("id") or "")

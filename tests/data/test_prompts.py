@@ -59,6 +59,8 @@ def test_newcomer_has_a_prompt_a_line(tmp_path):
     assert DataSpec().read_as() is None
     with pytest.raises(UserError, match=r"data.split=lines is for a \.txt file"):
         DataSpec(split="lines").prompts()
+    with pytest.raises(UserError, match=r"data.split=lines is for a \.txt file"):  # its own path is no mistake
+        prompts.load("speed_bench", path=str(tmp_path), split="lines")
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,8 @@ def test_newcomer_has_a_prompt_a_line(tmp_path):
         ("a.jsonl", b'{"messages": [{"role": "system", "content": 3}]}', "must be texts"),
         ("a.jsonl", b'{"turns": []}', "must be texts"),
         ("a.jsonl", b'{"turns": ["a", 3]}', "must be texts"),
+        ("a.jsonl", b'{"turns": null}', "must be texts"),
+        ("a.jsonl", b'{"messages": null}', "must be texts"),
         ("a.jsonl", b'{"id": "a", "text": "x"}\n{"id": "a", "text": "y"}', "'a' is there twice"),
         ("a.jsonl", b'{"messages": ["a"]}', '"messages" must be a list'),
         ("a.jsonl", b'{"messages": [{"role": "assistant", "content": "x"}]}', "of role 'assistant'"),
