@@ -219,7 +219,9 @@ def two_devices(given: GivenDevices = 2) -> DevicePair:
     for name in given:  # such as "cuda:0"; "cpu" is the first of its kind
         kind, _, number = str(name).partition(":")
         try:
-            found.append(jax.devices(kind)[int(number or "0")])
+            if not (number := number or "0").isdecimal():  # int() also reads "-1", " 0" and "0_0"
+                raise ValueError
+            found.append(jax.devices(kind)[int(number)])
         except (RuntimeError, ValueError, IndexError):
             here = ", ".join(f"{d.platform}:{d.id}" for d in {*jax.devices(), *jax.devices("cpu")})
             more = "more CPU devices with JAX_NUM_CPU_DEVICES=2"
