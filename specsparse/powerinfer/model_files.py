@@ -123,8 +123,9 @@ def to_powerinfer(
     Raises:
         UserError: anything PowerInfer could not load, or that does not fit.
     """
-    f = open_gguf(source)
-    config, kind = ModelConfig.from_gguf(f), OUT_TYPES[out_type]
+    refuse({f"type {out_type!r}: PowerInfer computes {' and '.join(OUT_TYPES)} only": out_type not in OUT_TYPES})
+    f, kind = open_gguf(source), OUT_TYPES[out_type]
+    config = ModelConfig.from_gguf(f)
     block = GGML_QUANT_SIZES[kind][0]
     threshold = read_threshold(predictors) if threshold is None else number(threshold, "threshold")
 

@@ -224,6 +224,11 @@ def test_a_threshold_that_is_no_number_is_not_written_down(tmp_path, threshold):
     assert not (tmp_path / "s.gguf").exists()
 
 
+def test_another_type_than_powerinfers_is_refused(tmp_path):
+    with pytest.raises(UserError, match="type 'q8_0': PowerInfer computes f16 and q4_0 only"):
+        to_powerinfer(tmp_path / "dense.gguf", tmp_path / "p", tmp_path / "s.gguf", out_type="q8_0")
+
+
 def test_a_folder_of_transformers_is_a_source(tmp_path, capsys):
     """As PowerInfer's converter takes it; the file between is gone afterwards."""
     config = {**checkpoints.CONFIG, "hidden_size": 256, "hidden_act": "relu"}
