@@ -160,12 +160,19 @@ class HfConfig:
         wrong = f"has no {key}" if value is None else f"{key} is {value!r:.60}, not of type {kind.__name__}"
         if type(value) is kind:
             shown = f"{value:g}" if kind is float else f"{value!r:.60}"
-            wrong = f"{key} is {shown}, a number above {low:.12g} and up to {most:.12g} is needed"
+            needed = "a finite number" if most == math.inf else f"a number above {low:.12g} and up to {most:.12g}"
+            if kind is int:
+                needed = f"a whole number from {low + 1} to {most}"
+            wrong = f"{key} is {shown}, {needed} is needed"
         raise UserError(f"{self.where}: {wrong}")
 
     def size(self, key: str, default: Any = _MISSING, most: int = 1 << 24) -> int:
         """A whole number in 1..most; UserError as in `get`."""
         return self.get(key, int, default, low=0, most=most)
+
+    def eps(self, default: Any = _MISSING) -> float:
+        """That of the norms; UserError as in `get`."""
+        return self.get("rms_norm_eps", float, default, low=0.0, most=1.0)
 
     def need(self, **only: object) -> None:
         """UserError if a key is there with another value than the one that is supported; None: with any."""
@@ -177,7 +184,7 @@ class HfConfig:
                 raise UserError(f"{self.where}: {key}={found!s:.40} is not supported{needed}")
 
     def theta(self, table: Json, key: str, default: float) -> float:
-        """The base of a rotary embedding: `rope_theta` of its table, else `key` beside it; UserError as in `number`."""
+        """The base of a rotary embedding: `rope_theta` of its table, else `key` beside it; UserError as in `get`."""
         if table.get("rope_theta") is not None:
             return HfConfig(self.where, table).get("rope_theta", float, low=1.0, most=_MAX)
         return self.get(key, float, default, low=1.0, most=_MAX)
@@ -407,7 +414,7 @@ def metadata(config: HfConfig, *, name: str) -> Json:
     keys = {"general.type": "model"} | size_keys(
         a, name, vocab=config.get("vocab_size", int), context=rope.context, width=width, layers=n_layers,
         ffn=config.get("intermediate_size", int), heads=config.n_heads, kv_heads=config.n_kv_heads,
-        eps=config.get("rms_norm_eps", float, low=0.0, most=1.0), base=rope.base, dim=head_dim,
+        eps=config.eps(), base=rope.base, dim=head_dim,
     )  # fmt: skip
     if every := family.unrotated_every:
         usual = [int((i + 1) % every != 0) for i in range(n_layers)]

@@ -156,7 +156,7 @@ REFUSED = {
     "endless eps": ({"layer": {"rms_norm_eps": 10**400}}, "rms_norm_eps is 1000.*, not of type float"),
     "theta": (yarn(rope_theta=1.0), "rope_theta is 1, a number above 1"),
     "endless theta": (yarn(rope_theta=10**400), "rope_theta is 1000.*, not of type float"),
-    "positions": (yarn(original_max_position_embeddings=0.5), "is 0, a number above 0 and up to 16777216"),
+    "positions": (yarn(original_max_position_embeddings=0.5), "is 0, a whole number from 1 to 16777216"),
     "factor": (yarn(factor=10**400), "factor is 1000.*, not of type float"),
     "magnitude": (yarn(attention_factor=1e300), r"attention_factor is 1e\+300"),
     "window": ({"layer": {"use_sliding_window": True, "sliding_window": 4}}, "sliding_window is not supported"),

@@ -358,8 +358,9 @@ CHANGES = {
     "num_hidden_layers is 1099511627776": {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 1 << 40},
     "num_hidden_layers is 0": {"num_hidden_layers": 0},
     "hidden_size is 1000": {"hidden_size": 10**400},
-    "head_dim is 0, a number above": {"head_dim": 0},
-    "rms_norm_eps is nan": {"rms_norm_eps": float("nan")},
+    "head_dim is 0, a whole number from 1 to 16777216 is needed": {"head_dim": 0},
+    "rms_norm_eps is nan, a number above 0 and up to 1 is needed": {"rms_norm_eps": float("nan")},
+    "partial_rotary_factor is nan, a finite number is needed": {"partial_rotary_factor": float("nan")},
     "RoPE of the layers with a window is 5": {
         "architectures": ["Gemma3ForCausalLM"],
         "sliding_window": 8,

@@ -82,7 +82,7 @@ def test_trained_positions_beside_the_scaling_come_first(tmp_path):
         ({"beta_fast": -1}, "beta_fast is -1"),
         ({"attention_factor": "x"}, "attention_factor"),
         ({"factor": 10**400}, "factor is 1000"),
-        ({"original_max_position_embeddings": 0.5}, "original_max_position_embeddings is 0, a number"),
+        ({"original_max_position_embeddings": 0.5}, "original_max_position_embeddings is 0, a whole number"),
         ({"rope_theta": 1.0}, "rope_theta is 1, a number above 1"),
         ({"factor": 0.5}, "factor is 0.5"),
     ],
