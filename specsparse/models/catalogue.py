@@ -221,10 +221,10 @@ def _entry(path: Path) -> Entry:
 
 class NotHere(UserError):
     """Models of the Hub that are not on this machine: `wanted` by the setting that names each, and the `reason` why
-    they are not downloaded."""
+    they are not downloaded; `advice` leads over to what else there is to do."""
 
-    def __init__(self, wanted: Mapping[str, Entry], why: str = ""):
-        self.wanted, self.reason = dict(wanted), why.rpartition("; ")[0]
+    def __init__(self, wanted: Mapping[str, Entry], reason: str = "", advice: str = ""):
+        self.wanted, self.reason = dict(wanted), reason
         which, given = [], []
         for key, entry in self.wanted.items():
             usual = entry.files[0] if entry.files and "*" not in entry.files[0] else entry.name
@@ -234,6 +234,7 @@ class NotHere(UserError):
             given.append(f"{key}=/path/to/{usual}")
         verb = "is" if len(which) == 1 else "are"
         instead = f"give {' '.join(given)}, or put it into {model_folder()}"
+        why = (f"{reason}; " if reason else "") + (f"{advice} " if advice else "")
         super().__init__(f"{' and '.join(which)} {verb} not on this machine: {why}{instead}")
 
 
@@ -364,11 +365,10 @@ def _on_hub(text: str, get: Callable[[str], Path]) -> Path:
     """`get(text)`; the error of a name without hf:// says that no such file is here."""
     try:
         return get(text)
-    except UserError as error:
+    except hub.HubError as error:
         if text.startswith(SCHEME):
             raise
-        why = re.sub(r"^\S+: ", "", str(error), count=1)  # without the reference before it
-        raise type(error)(f"{text}: no such file here, and on the Hub: {why}") from None
+        raise type(error)(text, f"no such file here, and on the Hub: {error.why}") from None
 
 
 def obtain(wanted: Mapping[str, Entry], download: Download) -> None:
@@ -383,11 +383,11 @@ def obtain(wanted: Mapping[str, Entry], download: Download) -> None:
         UserError: no room on the disk or in memory, no access, another checksum, or a checkpoint that does not convert.
     """
     if download == "no":
-        raise NotHere(wanted, "download=no; ")
+        raise NotHere(wanted, "download=no")
     try:
         plans = [plan(entry) for entry in wanted.values()]
     except hub.UnreachableError as error:
-        raise NotHere(wanted, f"{str(error).rstrip('.')}; without a network ") from None
+        raise NotHere(wanted, error.why.rstrip("."), "without a network") from None
     # Room on the disk, and memory to load what is downloaded.
     folder = model_folder()
     there = next(path for path in (folder, *folder.parents) if path.exists())
@@ -405,13 +405,13 @@ def obtain(wanted: Mapping[str, Entry], download: Download) -> None:
     total = size_text(sum(one.missing for one in plans))
     if download == "ask" and not (sys.stdin.isatty() and sys.stderr.isatty()):
         each = ", ".join(f"{one.entry.name} {size_text(one.missing)}" for one in plans)
-        raise NotHere(wanted, f"download=yes fetches {total} ({each}); or ")
+        raise NotHere(wanted, f"download=yes fetches {total} ({each})", "or")
     for one in plans:
         _say(one.text)
     if download == "ask":
         print(f"Download {total}? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-            raise NotHere(wanted, "not downloaded; ")
+            raise NotHere(wanted, "not downloaded")
     for one in plans:
         entry = one.entry
         reference = str(hub.Reference(str(entry.repo), one.files[0].name if entry.file else None, entry.revision))

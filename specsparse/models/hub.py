@@ -42,7 +42,15 @@ FIRST_BYTES, MOST_BYTES = 1 << 20, 1 << 27
 _T = TypeVar("_T")
 
 
-class UnreachableError(UserError):
+class HubError(UserError):
+    """What is wrong with a reference, or with the answer to it: the reference, then `why`."""
+
+    def __init__(self, wanted: object, why: str):
+        super().__init__(f"{wanted}: {why}")
+        self.why = why
+
+
+class UnreachableError(HubError):
     """The Hub cannot be reached: no network, no such mirror, or HF_HUB_OFFLINE."""
 
 
@@ -79,6 +87,12 @@ class Repository:
         found = next(filter(None, weights), [])
         return [*found, *beside] if found else []
 
+    def models(self) -> tuple[str, ...]:
+        """The names of its GGUF models, the shortest paths first; files beside a model, as for images, are none."""
+        names = sorted((file.name for file in self.files), key=lambda name: (name.count("/"), name))
+        beside = re.compile("mmproj|imatrix", re.IGNORECASE)
+        return tuple(name for name in names if name.lower().endswith(".gguf") and not beside.search(name))
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -95,69 +109,67 @@ class Reference:
 
     @classmethod
     def parse(cls, text: str) -> "Reference":
-        """Reads the forms of this module; UserError if the text has another one."""
+        """Reads the forms of this module; HubError if the text has another one."""
         found = REFERENCE.fullmatch(text)
         if found is None or (found["before"] and found["revision"]) or (found["file"] and not found["scheme"]):
-            raise UserError(f"{text}: is no reference to the Hub; the form is {FORM}")
+            raise HubError(text, f"is no reference to the Hub; the form is {FORM}")
         revision = found["before"] or found["revision"]
         file = found["file"] or found["named"]
         if (
             not {"", ".", ".."}.isdisjoint((file or "x").split("/") + (revision or "x").split("/"))
             or not text.isprintable()
         ):
-            raise UserError(f"{shown(text)}: is no file of a repository; the form is {FORM}")
+            raise HubError(shown(text), f"is no file of a repository; the form is {FORM}")
         return cls(found["repo"], file, revision and urllib.parse.unquote(revision), found["tag"], text)
 
     def __str__(self) -> str:
         named = (f":{self.tag}" if self.tag else "") + (f"/{self.file}" if self.file else "")
         return self.text or f"{SCHEME}{self.repo}{named}{f'@{self.revision}' if self.revision else ''}"
 
-    def with_file(self) -> "Reference":
-        """With the file that is meant, if it names none: the one of its type, else of the usual one, else the first."""
+    def with_file(self, found: Repository | None = None) -> "Reference":
+        """With the file that is meant, if it names none: the one of its type, else of the usual one, else the first.
+        `found` is the repository, if the Hub was asked for it."""
         if self.file is not None:
             return self
         try:
-            names = _gguf_names(self.repo, self.revision, endpoint())
+            names = _gguf_names(self.repo, self.revision, endpoint()) if found is None else found.models()
         except UnreachableError as error:  # files in the cache that were fetched before
-            found = cached("**/*.gguf", repo=self.repo)
-            names = tuple(path.as_posix().partition("/snapshots/")[2].partition("/")[2] for path in found)
+            here = cached("**/*.gguf", repo=self.repo)
+            names = tuple(path.as_posix().partition("/snapshots/")[2].partition("/")[2] for path in here)
             if not names:
-                why = re.sub(r"^hf://\S+: ", "", str(error))
-                raise UnreachableError(f"{self}: nothing of it is in the cache, and {why}; give a GGUF file") from None
+                why = f"nothing of it is in the cache, and {error.why}; give a GGUF file"
+                raise UnreachableError(self, why) from None
         for tag in (self.tag,) if self.tag else (*_USUAL, ""):
             fits = re.compile(rf"(?:.*[-._/])?{re.escape(tag)}(?:-\d+-of-\d+)?\.gguf", re.IGNORECASE) if tag else None
             file = next((n for n in names if parts(n)[0] == n and (fits is None or fits.fullmatch(n))), None)
             if file:
                 return replace(self, file=file)
         what = f"no file of the type {self.tag}" if self.tag else "names no file"
-        raise UserError(f"{self}: {what}; {_choices(self)}")
+        raise HubError(self, f"{what}; {_choices(self)}")
 
 
 @functools.cache
 def _gguf_names(repo: str, revision: str | None, endpoint: str | None) -> tuple[str, ...]:
-    """The GGUF models of a repository, asked for once; files beside a model, as for images, are none."""
-    names = sorted((file.name for file in look_up(repo, revision).files), key=lambda name: (name.count("/"), name))
-    return tuple(n for n in names if n.lower().endswith(".gguf") and not re.search("mmproj|imatrix", n, re.IGNORECASE))
+    """The GGUF models of a repository, asked for once."""
+    return look_up(repo, revision).models()
 
 
 def download(text: str) -> Path:
     """The file of a reference, downloaded if it is not in the cache; of a sharded model the first shard.
 
     Raises:
-        UserError: another form; no such repository, revision or file; no access; no connection.
+        HubError: another form; no such repository, revision or file; no access; no connection.
     """
-    wanted = Reference.parse(text).with_file()
-    paths = [_file(wanted, part) for part in parts(str(wanted.file))]  # of a split model all are needed
-    return paths[0]
+    return _files(Reference.parse(text).with_file())
 
 
 def look_up(repo: str, revision: str | None = None) -> Repository:
-    """Asks the Hub for a repository; UnreachableError without a connection, UserError for a wrong name or no access."""
+    """Asks the Hub for a repository; UnreachableError without a connection, HubError for a wrong name or no access."""
     from huggingface_hub import HfApi
 
     wanted = Reference(repo, None, revision)
     if offline():
-        raise UnreachableError("HF_HUB_OFFLINE forbids to ask the Hub")
+        raise UnreachableError(wanted, "HF_HUB_OFFLINE forbids to ask the Hub")
     api = HfApi(endpoint=endpoint())
     found = _explained(
         wanted, lambda: api.model_info(repo, revision=revision, files_metadata=True, timeout=_ASK_SECONDS)
@@ -170,27 +182,34 @@ def look_up(repo: str, revision: str | None = None) -> Repository:
 
 
 def download_checkpoint(text: str) -> Path:
-    """The folder of a repository's weights, configuration and tokenizer: `owner/repo[@revision]`; UserError as in
+    """The folder of a repository's weights, configuration and tokenizer: `owner/repo[@revision]`; HubError as in
     `download`."""
     wanted = Reference.parse(text)
     if wanted.file is not None or wanted.tag is not None:
-        raise UserError(f"{text}: a repository is needed, hf://owner/repo, not a file of it")
+        raise HubError(text, "a repository is needed, hf://owner/repo, not a file of it")
     if offline():
         from huggingface_hub import snapshot_download
 
         options = {"revision": wanted.revision, "local_files_only": True}
         return Path(_explained(wanted, lambda: snapshot_download(wanted.repo, **options)))
-    paths = [_file(wanted, file.name) for file in look_up(wanted.repo, wanted.revision).checkpoint()]
-    if not paths:
-        raise UserError(f"{wanted}: holds no checkpoint: no safetensors and no pytorch_model.bin")
-    return paths[0].parent
+    folder = _checkpoint(wanted, look_up(wanted.repo, wanted.revision))
+    if folder is None:
+        raise HubError(wanted, "holds no checkpoint: no safetensors and no pytorch_model.bin")
+    return folder
 
 
 def download_drafter(text: str) -> Path:
-    """The checkpoint of a repository, or its GGUF file if it has no checkpoint; UserError as in `download`."""
+    """The checkpoint of a repository, or its GGUF file if it has no checkpoint; that of the cache without a connection.
+    HubError as in `download`."""
+    from huggingface_hub import try_to_load_from_cache
+
     wanted = Reference.parse(text)
-    whole = offline() or look_up(wanted.repo, wanted.revision).checkpoint()
-    return (download_checkpoint if whole else download)(text)
+    try:
+        found = look_up(wanted.repo, wanted.revision)
+    except UnreachableError:
+        config = try_to_load_from_cache(wanted.repo, "config.json", revision=wanted.revision)
+        return Path(config).parent if isinstance(config, str) else download(text)
+    return _checkpoint(wanted, found) or _files(wanted.with_file(found))
 
 
 def download_header(text: str) -> Path:
@@ -200,7 +219,7 @@ def download_header(text: str) -> Path:
     and for nothing that decodes.
 
     Raises:
-        UserError: as `download`, or a file whose header is damaged.
+        HubError: as `download`, or a file whose header is damaged.
     """
     wanted = Reference.parse(text).with_file()
     if offline():
@@ -254,7 +273,7 @@ def _header(wanted: Reference, name: str) -> Path:
             partial.rename(path)
         elif len(known) >= min(facts.size, MOST_BYTES):
             partial.unlink()
-            raise UserError(f"{wanted}: {damage}")
+            raise HubError(wanted, damage)
     return path
 
 
@@ -293,6 +312,18 @@ def parts(name: str) -> list[str]:
     return [f"{folder}/{shard}" if folder else shard for shard in shard_names(last)] or [name]
 
 
+def _checkpoint(wanted: Reference, found: Repository) -> Path | None:
+    """The folder of its checkpoint, or None if it has none."""
+    paths = [_file(wanted, file.name) for file in found.checkpoint()]
+    return paths[0].parent if paths else None
+
+
+def _files(wanted: Reference) -> Path:
+    """The file; of a split model the first, and all are fetched."""
+    paths = [_file(wanted, part) for part in parts(str(wanted.file))]
+    return paths[0]
+
+
 def _file(wanted: Reference, name: str) -> Path:
     """A file of the repository, by way of the cache."""
     from huggingface_hub import hf_hub_download
@@ -304,7 +335,7 @@ def _file(wanted: Reference, name: str) -> Path:
 
 
 def _fetch_large(wanted: Reference, name: str) -> None:
-    """Puts a large file that is not in the cache where the library finds it, or UserError if its sha256 is wrong.
+    """Puts a large file that is not in the cache where the library finds it, or HubError if its sha256 is wrong.
 
     The library itself begins anew after every stop, and does not compare the content with its sha256.
     """
@@ -338,7 +369,7 @@ def _fetch_large(wanted: Reference, name: str) -> None:
         if content != sha256:
             partial.unlink()
             other = f"{name} came with another sha256 than the Hub names ({sha256[:12]}..)"
-            raise UserError(f"{wanted}: {other}: it was removed; run the command again")
+            raise HubError(wanted, f"{other}: it was removed; run the command again")
         partial.rename(blob)
 
 
@@ -360,7 +391,7 @@ def _explained(wanted: Reference, get: Callable[[], _T]) -> _T:
     try:
         return get()
     except (errors.EntryNotFoundError, errors.HfHubHTTPError, *network) as error:
-        kind, first_line = UserError, (str(error) or type(error).__name__).splitlines()[0]
+        kind, first_line = HubError, (str(error) or type(error).__name__).splitlines()[0]
         match error:
             case errors.GatedRepoError():
                 page = f"{endpoint() or 'https://huggingface.co'}/{wanted.repo}"
@@ -381,7 +412,7 @@ def _explained(wanted: Reference, get: Callable[[], _T]) -> _T:
                 kind, why = UnreachableError, f"the Hub cannot be reached: {first_line}"
             case _:
                 why = f"the download failed: {first_line}; run the command again"
-        raise kind(f"{wanted}: {why}") from None
+        raise kind(wanted, why) from None
 
 
 def _choices(wanted: Reference) -> str:

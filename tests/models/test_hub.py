@@ -243,6 +243,27 @@ def test_a_repository_or_a_type_is_a_file_of_it(server, monkeypatch):
     assert "HF_HUB_OFFLINE forbids" in refusal("tiny/other")
 
 
+@pytest.mark.parametrize("how", [("HF_HUB_OFFLINE", "1"), ("HF_ENDPOINT", "http://127.0.0.1:9")])
+def test_a_drafter_comes_from_the_cache_without_a_connection(server, monkeypatch, how):
+    """A checkpoint as its folder, a repository without one as its GGUF; with a connection the Hub is asked once."""
+    folder = server.folder / "tiny/drafter"
+    folder.mkdir(exist_ok=True)
+    for name in ("config.json", "model.safetensors", "drafter.gguf"):
+        (folder / name).write_bytes(b"{}")
+    hub._gguf_names.cache_clear()
+    found = [catalogue.published(text) for text in ("tiny/drafter", "tiny/one")]
+    assert sorted(p.name for p in found[0].iterdir()) == ["config.json", "model.safetensors"]
+    assert found[1].name == "t-IQ2_M.gguf"
+    assert [sum(p.startswith("/api/") and repo in p for _, p, _ in server.requests) for repo in ("drafter", "one")] == [
+        1, 1,
+    ]  # fmt: skip
+    monkeypatch.setenv(*how)
+    hub._gguf_names.cache_clear()
+    assert [catalogue.published(text) for text in ("tiny/drafter", "tiny/one")] == found
+    with pytest.raises(hub.UnreachableError, match="tiny/quants: no such file here, and on the Hub: nothing of it is"):
+        catalogue.published("tiny/quants")
+
+
 @pytest.fixture
 def wide(server, tmp_path_factory):
     """A file whose weights are far larger than its header."""

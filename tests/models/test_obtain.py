@@ -174,7 +174,7 @@ def test_without_a_network_one_line_says_what_to_fetch_and_where_to_put_it(monke
     monkeypatch.setenv(*(("HF_ENDPOINT", "http://127.0.0.1:9") if how == "no route" else ("HF_HUB_OFFLINE", "1")))
     said = refusal((), "yes")
     for part in (
-        "llama-2-7b.Q4_0.gguf (3.8 GB, huggingface.co/TheBloke/Llama-2-7B-GGUF)", "without a network",
+        "llama-2-7b.Q4_0.gguf (3.8 GB, huggingface.co/TheBloke/Llama-2-7B-GGUF)", "; without a network give ",
         "llama-160m-f16.gguf (325 MB, huggingface.co/JackFram/llama-160m, converted to F16)",
         f"or put it into {fresh / 'cache/models'}",
     ):  # fmt: skip
