@@ -101,16 +101,16 @@ class Predictor(abc.ABC):
     """
 
     name: ClassVar[str]
+    needs: ClassVar[Needs] = Needs.NOTHING
 
     def __init_subclass__(cls) -> None:
         cls.name = vars(cls).get("name", cls.__name__)
-
-    needs: ClassVar[Needs] = Needs.NOTHING
 
     def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> Pytree:
         """The predictor's weights for a layer: a pytree of arrays, made once on the host; by default none.
 
         `rows_ND` are residuals before `ffn_norm`, f32[N, D]; UserError if `needs` asks for them and they are None.
+        `index` is the layer's number in the model.
         """
         return None
 
@@ -118,7 +118,8 @@ class Predictor(abc.ABC):
     def keep(self, weights: Pytree, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
         """The neurons to compute: uint8[R, F], 1 = compute; all 0 in rows i >= n_valid[b] of sequence b.
 
-        `weights` are the layer's, from `fit` or from a file; `x_RD` are residuals before `ffn_norm`, R = B * n.
+        `weights` are the layer's, from `fit` or from a file; `x_RD` are residuals before `ffn_norm`, f32[R, D], of B
+        sequences of n rows each, R = B n; `n_valid_B`, int32[B], are the rows of each that count.
         """
 
 
