@@ -278,11 +278,12 @@ def layers_placed(problem: Problem, count: int, *, output: bool) -> Placement:
     """llama.cpp's offload: the last `count` layers on the accelerator, the others on the host, one after another."""
     h, first = problem.hardware, problem.layers - count
     seconds, size = problem.output_bytes / (h.hot_bandwidth if output else h.cold_bandwidth), 0
+    layer_bytes = problem.layer_bytes  # a property that sums
     for i in range(problem.layers):
         read = problem.dense_bytes[i] + problem.neuron_bytes[i] * float(problem.read[i].sum())
         seconds += read / (h.cold_bandwidth if i < first else h.hot_bandwidth)
         if i >= first:
-            size += problem.layer_bytes[i]
+            size += layer_bytes[i]
     if 0 < count < problem.layers or (count and not output):
         seconds += h.latency_s + problem.border_bytes / h.link_bandwidth
     hot = tuple(np.full(len(p), i >= first) for i, p in enumerate(problem.read))
@@ -441,7 +442,8 @@ class GpuIndex:
     Attributes:
         hot: L masks bool[F], true on the GPU.
         vram_capacity: bytes it was made for; PowerInfer reads the file only with at least that budget.
-        model, problem: digests of both; None in PowerInfer's own.
+        model, problem: digests of the model file and of the placement problem that it answers; None in PowerInfer's
+            own.
     """
 
     hot: tuple[np.ndarray, ...]
