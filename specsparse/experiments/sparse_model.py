@@ -101,12 +101,12 @@ def sparse_of(cfg: ModelSettings, ctx: RunContext, dense: Model, *, rows: np.nda
     else:
         predictor = get_predictor(cfg.predictor.name, ffn, **cfg.predictor.options)
     if predictor.needs is Needs.TRAINING:
-        predictor, codes = settled(predictor, dense.params.layers[0])
+        predictor, codes, threshold = settled(predictor, dense.params.layers[0])
         from specsparse.predictors.fit_mlp import load_predictors  # optax takes a second
 
         path = weights_file(cfg)
         assert path is not None  # check()
-        weights = load_predictors(path, codes=codes, threshold=cfg.predictor.options.get("threshold"))
+        weights = load_predictors(path, codes=codes, threshold=threshold)
         want = (dense.config.n_layers, dense.config.d_model, dense.config.d_ff)
         have = (len(weights), weights[0].fc1.shape[1], weights[0].fc2.shape[0]) if weights else (0, 0, 0)
         shapes = "{} layers of {} x {}".format

@@ -257,7 +257,8 @@ def load_pairs(path: Path) -> tuple[list[tuple[np.ndarray, np.ndarray]], float]:
 
 
 def load_predictors(path: Path, *, codes: Codes = "f16", threshold: float | None = None) -> tuple[Factors, ...]:
-    """The weights of every layer for `Mlp`, packed in the type that `settled` says; None: the file's threshold."""
+    """The weights of every layer for `Mlp`, packed in the type and under the threshold that `settled` says; None: the
+    file's."""
     pairs, own = load_pairs(path)
     threshold = own if threshold is None else threshold
     return tuple(mlp_weights(fc1, fc2, threshold, codes=codes) for fc1, fc2 in pairs)

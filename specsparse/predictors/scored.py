@@ -138,13 +138,21 @@ class Mlp(LowRank):
         raise UserError("predictor mlp is trained or read from a file: run +experiment=train_predictors")
 
 
-def settled(predictor: Predictor, layer: Layer) -> tuple[Predictor, Codes]:
-    """A trained predictor for a model with such layers, the type of its matrices chosen, and that type."""
+class Settled(NamedTuple):
+    """A trained predictor for a model, the type of its matrices, and its threshold; None is the file's."""
+
+    predictor: Predictor
+    codes: Codes
+    threshold: float | None = None
+
+
+def settled(predictor: Predictor, layer: Layer) -> Settled:
+    """A trained predictor for a model with such layers, the type of its matrices chosen."""
     if not isinstance(predictor, Mlp):
-        return predictor, "f16"
+        return Settled(predictor, "f16")
     own: dict[str, Codes] = {"nibble": "q4_0", "int8": "q8_0"}
     codes = predictor.codes or own.get(gate_matrix(layer).layout.codes, "f16")
-    return replace(predictor, codes=codes), codes
+    return Settled(replace(predictor, codes=codes), codes, predictor.threshold)
 
 
 def mlp_weights(fc1: np.ndarray, fc2: np.ndarray, threshold: float = 0.0, *, codes: Codes = "f16") -> Factors:

@@ -3,18 +3,19 @@
 import dataclasses
 from functools import partial
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from specsparse.errors import UserError
-from specsparse.experiments import runner
+from specsparse.experiments import runner, sparse_model
 from specsparse.experiments.kinds import train_predictors
 from specsparse.experiments.kinds.train_settings import TrainSpec
-from specsparse.experiments.settings import ModelSpec
+from specsparse.experiments.settings import FfnSpec, ModelSpec
 from specsparse.powerinfer.model_files import read_predictor, read_threshold
 from specsparse.predictors import FFN, get_predictor
 from specsparse.predictors.evaluate import with_weights
-from specsparse.predictors.fit_mlp import load_pairs
+from specsparse.predictors.fit_mlp import load_pairs, save_predictors
 from specsparse.predictors.scored import as_mlp, factorise, mlp_weights, normed_gate
 from specsparse.support.registry import Choice
 from specsparse.testing import write_tiny_gguf
@@ -72,6 +73,9 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
     assert found.result[0].layers == whole.result[0].layers and found.result[0].model == whole.result[0].model
 
+    none = replaced(cfg, predictor=Choice("mlp", {"threshold": 1e9}))
+    assert play(none, tmp_path / "none", model=model)[0].result[0].mean.kept == 0
+
     pairs, threshold = load_pairs(tmp_path / "out" / "predictors.safetensors")
     folder = tmp_path / "out" / "powerinfer"
     assert threshold == 0.0 == read_threshold(folder)
@@ -109,6 +113,17 @@ def test_the_predictors_of_a_powerinfer_file_are_judged_as_they_are(cfg, model, 
     found, text, _ = play(cfg, tmp_path / "a", model=own)
     assert found.result[0].name == "mlp" and found.result[0].mean.recall > 0.95
     assert "predictors of its own" in text and not (tmp_path / "out").exists()
+
+
+def test_a_threshold_of_the_config_goes_before_the_files(cfg, model, tmp_path):
+    file = tmp_path / "p.safetensors"
+    save_predictors(file, [as_mlp(*factorise(normed_gate(layer), 8)) for layer in model.params.layers])
+    x_RD, n, kept = jnp.asarray(np.random.default_rng(0).normal(size=(4, 64)), jnp.float32), jnp.asarray([4]), []
+    for options in ({}, {"threshold": 1e9}):
+        ffn, predictor = FfnSpec("predicted", weights=str(file)), Choice("mlp", options)
+        sparse = sparse_model.sparse_of(settings(replaced(cfg, ffn=ffn, predictor=predictor)), None, model)
+        kept.append(int(sparse.predictor.keep(sparse.weights[0], model.params.layers[0], x_RD, n).sum()))
+    assert kept[0] > 0 == kept[1]
 
 
 @pytest.mark.parametrize("name", cells(["gate_threshold", "sequence"], ["gate_threshold"]))

@@ -125,7 +125,7 @@ def test_a_single_row_chooses_its_neurons_range_by_range(dense, name, options, t
 def test_a_trained_predictor_is_kept_as_the_models_gates_are(tmp_path, quant, codes):
     model = specsparse.load(write_tiny_gguf(tmp_path / "m.gguf", d_model=64, d_ff=96, n_layers=1, quant=quant))
     predictor = get_predictor("mlp", FFN.from_config(model.config, model.kernels))
-    chosen, found = settled(predictor, model.params.layers[0])
+    chosen, found, _ = settled(predictor, model.params.layers[0])
     assert found == chosen.codes == codes
     fc1, fc2 = np.eye(48, 64, dtype=np.float32), np.ones((96, 48), np.float32)
     packed = mlp_weights(fc1, fc2, codes=codes)

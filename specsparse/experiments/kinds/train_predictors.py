@@ -27,7 +27,7 @@ from specsparse.predictors.base import Predictor
 from specsparse.predictors.collect import windows
 from specsparse.predictors.evaluate import Evaluation, Evaluator, LayerQuality, fit_layers
 from specsparse.predictors.fit_mlp import FitOptions, LayerTrainer, label, need_zeros, save_predictors
-from specsparse.predictors.scored import Codes, Factors, mlp_weights, settled
+from specsparse.predictors.scored import mlp_weights, settled
 from specsparse.report.plots import Figure, Row
 from specsparse.support import tables
 from specsparse.support.files import load_state, read_tensors, replacing, save_state, write_tensors
@@ -79,8 +79,9 @@ class TrainPredictors(Training):
             weights, said = tuple(layer.sparse for layer in model.params.layers), "they are judged, nothing is trained"
             ctx.console.print(Text(f"the file has predictors of its own: {said}", style="dim"))
         else:
-            predictor, codes = settled(predictor, model.params.layers[0])
-            weights, rows, notes = trained(cfg, model, evaluator.ffn, text, ctx, codes=codes)
+            predictor, codes, threshold = settled(predictor, model.params.layers[0])
+            pairs, rows, notes = trained(cfg, model, evaluator.ffn, text, ctx)
+            weights = tuple(mlp_weights(fc1, fc2, threshold or 0.0, codes=codes) for fc1, fc2 in pairs)
         found = [score(predictor, weights)]
         found += [score(other, fitted(other)) for other in rivals(cfg, evaluator.ffn, found[0])]
         first = found[0]
@@ -134,9 +135,9 @@ def rivals(cfg: TrainSettings, ffn: FFN, first: Evaluation) -> list[Predictor]:
 
 
 def trained(
-    cfg: TrainSettings, model: Model, ffn: FFN, text: np.ndarray, ctx: RunContext, *, codes: Codes = "f16"
-) -> tuple[tuple[Factors, ...], np.ndarray, dict[str, object]]:
-    """Weights of every layer in that type, the residuals f32[L, N, D] they were trained on, and notes for the record.
+    cfg: TrainSettings, model: Model, ffn: FFN, text: np.ndarray, ctx: RunContext
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray, dict[str, object]]:
+    """(fc1, fc2) of every layer, the residuals f32[L, N, D] they were trained on, and notes for the record.
 
     A stopped training goes on from its files: residuals, finished layers, the last epoch of the layer in training.
     """
@@ -161,8 +162,7 @@ def trained(
     write_predictors(folder / EXPORT_FOLDER, [PredictorFile(fc1, fc2) for fc1, fc2 in pairs], threshold=0.0)
     line = f"predictors: {folder / PREDICTORS_FILE}; for PowerInfer's converter: {folder / EXPORT_FOLDER}"
     ctx.console.print(Text(line, style="dim"))
-    weights = tuple(mlp_weights(fc1, fc2, codes=codes) for fc1, fc2 in pairs)
-    return weights, rows, {"output": str(folder), "epochs": history}
+    return pairs, rows, {"output": str(folder), "epochs": history}
 
 
 def _claim(folder: Path, cfg: TrainSettings, model: Model, text: np.ndarray) -> None:
