@@ -1,12 +1,12 @@
 """Speculative and sparse-activation decoding of GGUF models in JAX: exact, measured, explained."""
 
-import importlib
 import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
 from specsparse.errors import UserError
 from specsparse.support.cgroup import cpus
+from specsparse.support.lazy import lazy_names
 
 if TYPE_CHECKING:
     from specsparse.api import Generation, GenerationStats, Model, SamplingParams, Stream, generate, load, stream
@@ -39,20 +39,19 @@ __all__ = [
     "stream",
 ]
 
-
-_HOMES = {
-    "certify": "specsparse.speculative.proof.certify",
+_HOMES = dict.fromkeys(__all__, "specsparse.api") | {
     "CertificateReport": "specsparse.speculative.proof.results",
     "ExternalVerifier": "specsparse.speculative.proof.external",
+    "ListDrafter": "specsparse.speculative.drafters.list_drafter",
+    "certify": "specsparse.speculative.proof.certify",
     "citation": "specsparse.support.citations",
     "get_drafter": "specsparse.speculative.drafters",
-    "ListDrafter": "specsparse.speculative.drafters.list_drafter",
     "load": "specsparse.runtime.load",  # a model is loaded without what drafts and verifies
     "register": "specsparse.speculative.drafters",
 }
-
-
 _RENAMED = {"Handed": "ExternalVerifier"}  # the old names go with the next version
+
+_named, __dir__ = lazy_names(__name__, _HOMES)
 
 
 def __getattr__(name: str) -> Any:
@@ -60,11 +59,4 @@ def __getattr__(name: str) -> Any:
     if name in _RENAMED:
         warnings.warn(f"specsparse.{name} is specsparse.{_RENAMED[name]} now", DeprecationWarning, stacklevel=2)
         name = _RENAMED[name]
-    if name not in __all__:
-        raise AttributeError(f"module 'specsparse' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES.get(name, "specsparse.api")), name)
-
-
-def __dir__() -> list[str]:
-    """The public names, imported or not, so that TAB and `help` show them, and nothing else does."""
-    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+    return _named(name)

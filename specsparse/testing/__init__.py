@@ -4,8 +4,9 @@
 used: `assert_lossless` of a callable needs numpy alone.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from specsparse.support.lazy import lazy_names
 
 if TYPE_CHECKING:
     from specsparse.engine.text.bpe import byte_characters
@@ -25,21 +26,6 @@ if TYPE_CHECKING:
         write_tiny_gguf,
     )
     from specsparse.testing.verifiers import check_verifier
-
-_HOMES = {
-    "specsparse.engine.text.bpe": ("byte_characters",),
-    "specsparse.kernels.packing.random_blocks": ("random_quantised",),
-    "specsparse.speculative.drafters.synthetic": ("Scripted",),
-    "specsparse.testing.contract": ("check_drafter", "check_policy", "check_tree"),
-    "specsparse.testing.damaged": ("Runner", "load_everything", "mutate"),
-    "specsparse.testing.drafting": ("draft_context", "drafted_ids"),
-    "specsparse.testing.lossless": ("assert_lossless",),
-    "specsparse.testing.predictor_contract": ("check_predictor",),
-    "specsparse.testing.tiny": (
-        "CHATML", "DummyTokenizer", "bpe_vocabulary", "spm_vocabulary", "tiny_config", "write_tiny_gguf",
-    ),
-    "specsparse.testing.verifiers": ("check_verifier",),
-}  # fmt: skip
 
 __all__ = [
     "CHATML",
@@ -64,14 +50,21 @@ __all__ = [
     "write_tiny_gguf",
 ]
 
+_HOMES = dict.fromkeys(__all__, "specsparse.testing.tiny") | {
+    "Runner": "specsparse.testing.damaged",
+    "Scripted": "specsparse.speculative.drafters.synthetic",
+    "assert_lossless": "specsparse.testing.lossless",
+    "byte_characters": "specsparse.engine.text.bpe",
+    "check_drafter": "specsparse.testing.contract",
+    "check_policy": "specsparse.testing.contract",
+    "check_predictor": "specsparse.testing.predictor_contract",
+    "check_tree": "specsparse.testing.contract",
+    "check_verifier": "specsparse.testing.verifiers",
+    "draft_context": "specsparse.testing.drafting",
+    "drafted_ids": "specsparse.testing.drafting",
+    "load_everything": "specsparse.testing.damaged",
+    "mutate": "specsparse.testing.damaged",
+    "random_quantised": "specsparse.kernels.packing.random_blocks",
+}
 
-def __getattr__(name: str) -> Any:
-    """The public names, imported when first used."""
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(module), name)
-    raise AttributeError(f"module 'specsparse.testing' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

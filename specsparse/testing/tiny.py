@@ -29,9 +29,18 @@ _Quant = GGMLQuantizationType | str
 def tiny_config(
     *,
     architecture: str = "llama",
+    n_layers: int = 2,
+    d_model: int = 64,
+    n_heads: int = 4,
+    n_kv_heads: int = 2,
     head_dim: int | None = None,
+    d_ff: int = 96,
+    vocab_size: int = 300,
+    context_length: int = 256,
+    norm_eps: float = 1e-5,
     tied: bool = False,
     bias: bool | Sequence[str] = False,
+    gated: bool = True,
     rope_base: float = 10000.0,
     rope_scaling: Scaling = "none",
     rope_factor: float = 1.0,
@@ -40,25 +49,23 @@ def tiny_config(
     freq_factors: bool = False,
     window: int = 0,
     full_every: int | None = None,
-    **more: Any,
 ) -> ModelConfig:
     """The config of a tiny model, as `ModelConfig.from_gguf` reads it from `write_tiny_gguf` of the same keywords.
 
     Args:
         architecture: a name of `ARCHITECTURES`.
+        n_layers, d_model, n_heads, n_kv_heads, d_ff, vocab_size, context_length, norm_eps: as in `ModelConfig`.
         head_dim: by default d_model / n_heads.
         tied: the output matrix is the embedding.
         bias: which projections have one; True is all. Those that the architecture needs are added.
+        gated: whether the FFN has a gate; a file without one must name its activation.
         rope_base, rope_scaling, rope_factor, original_context, attn_factor, freq_factors: as in `RopeConfig`.
         window: of the layers that have one; an architecture that must have one takes 8 by default.
         full_every: as in `ModelConfig`; None is the architecture's.
-        more: fields of `ModelConfig`: those of `TINY`, and `gated`: whether the FFN has a gate; a file without one must
-            name its activation.
     """
     family = ARCHITECTURES[architecture]
-    shape = TINY | more
     asked = set(PROJECTIONS) if bias is True else set(bias or ()) | set(family.biases)
-    head_dim = head_dim or shape["d_model"] // shape["n_heads"]
+    head_dim = head_dim or d_model // n_heads
     window = window or (8 if family.window == "must" else 0)
     local = None
     if window and family.local_rope_base is not None:
@@ -69,30 +76,30 @@ def tiny_config(
         pairing=family.pairing,
         scaling=rope_scaling,
         factor=rope_factor,
-        original_context=original_context or shape["context_length"],
+        original_context=original_context or context_length,
         attn_factor=attn_factor,
         freq_factors=freq_factors,
     )
-    shape["norm_eps"] = float(np.float32(shape["norm_eps"]))  # the file holds float32
     return ModelConfig(
         architecture=architecture,
+        n_layers=n_layers,
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
         head_dim=head_dim,
+        d_ff=d_ff,
+        vocab_size=vocab_size,
+        context_length=context_length,
+        norm_eps=float(np.float32(norm_eps)),  # the file holds float32
         rope=rope,
         tied_output=tied,
         biases=tuple(name for name in PROJECTIONS if name in asked),
         activation=family.activation,
+        gated=gated,
         window=window,
         full_every=(family.full_every if full_every is None else full_every) if window else 0,
         local_rope=local,
-        **shape,
     )
-
-
-TINY: dict[str, Any] = {
-    "n_layers": 2, "d_model": 64, "n_heads": 4, "n_kv_heads": 2, "d_ff": 96, "vocab_size": 300, "context_length": 256,
-    "norm_eps": 1e-5,
-}  # fmt: skip
-"""Sizes of a tiny model."""
 
 
 def write_tiny_gguf(
