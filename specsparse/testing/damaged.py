@@ -16,7 +16,7 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.engine.rope import model_tables
 from specsparse.engine.text.tokenizer import Tokenizer
-from specsparse.testing.drafting import model_of
+from specsparse.testing.tiny import model_of, packed
 
 _DAMAGES = ("flip", "flip", "cut", "overwrite", "overwrite", "overwrite a count", "swap", "repeat", "remove")
 _NASTY = (0, 1, 2, 7, 8, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**60, 2**63 - 1, 2**63, 2**64 - 1)
@@ -110,10 +110,12 @@ class Runner:
         """
         has_tokenizer = any(key.startswith("tokenizer.") for key in f.metadata)
         tokenizer = Tokenizer.from_metadata(f.metadata, where=str(f.path)) if has_tokenizer else None
-        own = model_of(f, config, None)
-        known = self.models.setdefault((config, jax.tree.structure(own.params)), own)
-        factors = weights.rope_factors(f, config)
-        model = known.with_own_programs(params=own.params, path=f.path, rope_factors=factors, tokenizer=tokenizer)
+        params, factors = packed(f, config), weights.rope_factors(f, config)
+        layout = config, jax.tree.structure(params)
+        if layout not in self.models:
+            self.models[layout] = model_of(f, config, None, params)
+        own = {"params": params, "path": f.path, "rope_factors": factors, "tokenizer": tokenizer}
+        model = self.models[layout].with_own_programs(**own)
         model.programs.tables.clear()
         if tokenizer is None:
             model.logits(np.arange(min(self.tokens, config.vocab_size, config.context_length)))

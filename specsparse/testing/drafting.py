@@ -8,11 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse import kernels
 from specsparse.engine import cache as kv
-from specsparse.engine import llama, weights
 from specsparse.engine.config import ModelConfig, RopeConfig
-from specsparse.engine.gguf.reader import GGUFFile, open_gguf
+from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.engine.noise import seed_words
@@ -23,7 +21,7 @@ from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.heads import dflash, eagle3, head
 from specsparse.speculative.drafters.heads.dflash import BlockShape, DFlashFile
 from specsparse.speculative.drafters.heads.eagle3 import Eagle3File, HeadShape
-from specsparse.testing.tiny import DummyTokenizer, write_tiny_gguf
+from specsparse.testing.tiny import DummyTokenizer, model_of, write_tiny_gguf
 
 Case = tuple[Drafter, Any, Callable[[DraftContext], DraftContext]]
 """A drafter, its weights, and the function that puts the target into a context."""
@@ -67,22 +65,6 @@ def tiny_model(folder: Path, *, vocab: int, capacity: int, seed: int = 0, layers
     )
     f = open_gguf(path)
     return model_of(f, ModelConfig.from_gguf(f), DummyTokenizer(vocab))
-
-
-def model_of(f: GGUFFile, config: ModelConfig, tokenizer: Any) -> Model:
-    """The model of an open file on this machine's kernels, without the checks and choices of `load`."""
-    chosen = kernels.get()
-    params = weights.load_params(f, config, floats=chosen.name != "native")
-    return Model(
-        config=config,
-        tokenizer=tokenizer,
-        params=params,
-        forward=llama.make_forward(config, chosen),
-        kernels=chosen,
-        kv_dtype="f16",
-        path=f.path,
-        footprint=weights.footprint(params, f),
-    )
 
 
 def on_target(model: Model, ctx: DraftContext) -> DraftContext:

@@ -10,11 +10,16 @@ import numpy as np
 from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from specsparse import kernels
+from specsparse.engine import llama, weights
 from specsparse.engine.architectures import ARCHITECTURES
 from specsparse.engine.config import PROJECTIONS, ModelConfig
+from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.engine.gguf.writer import NewTensor, write_gguf
+from specsparse.engine.model import Model
 from specsparse.engine.rope import RopeConfig, Scaling
 from specsparse.engine.text.bpe import byte_characters
+from specsparse.engine.weights import Params
 from specsparse.kernels.packing.random_blocks import random_quantised
 
 CHATML = (
@@ -160,6 +165,30 @@ def write_tiny_gguf(
         tensors.append(NewTensor(name, of_kind, shape, lambda values=values: values))
     keys = metadata_of(cfg, tokenizer=tokenizer, pre=pre, chat_template=chat_template)
     return write_gguf(path, {**keys, **(metadata or {})}, tensors)
+
+
+def model_of(f: GGUFFile, config: ModelConfig, tokenizer: Any, params: Params | None = None) -> Model:
+    """The model of an open file on this machine's kernels, without the checks and choices of `load`.
+
+    `params` are its weights if they are packed already.
+    """
+    chosen = kernels.get()
+    params = packed(f, config) if params is None else params
+    return Model(
+        config=config,
+        tokenizer=tokenizer,
+        params=params,
+        forward=llama.make_forward(config, chosen),
+        kernels=chosen,
+        kv_dtype="f16",
+        path=f.path,
+        footprint=weights.footprint(params, f),
+    )
+
+
+def packed(f: GGUFFile, config: ModelConfig) -> Params:
+    """The weights of an open file for this machine's kernels."""
+    return weights.load_params(f, config, floats=kernels.get().name != "native")
 
 
 def metadata_of(
