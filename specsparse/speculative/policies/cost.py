@@ -72,6 +72,10 @@ class CostModel:
         if isinstance(self.v, tuple) and len(self.v) <= gamma:
             raise UserError(f"policy.gamma={gamma} needs v(1)..v({gamma + 1}), measured up to v({len(self.v)})")
 
+    def zero_cost(self) -> "CostModel":
+        """The same for drafts that take no time."""
+        return dataclasses.replace(self, c=0.0, c0=0.0)
+
     def init(self, batch: int) -> FadingCounts:
         return FadingCounts(jnp.zeros((batch,), jnp.float32), jnp.zeros((batch,), jnp.float32))
 
@@ -124,7 +128,7 @@ class CostOptimal(Policy):
         assert self.cost.times
 
     def zero_cost(self) -> "CostOptimal":
-        return dataclasses.replace(self, cost=dataclasses.replace(self.cost, c=0.0, c0=0.0))
+        return dataclasses.replace(self, cost=self.cost.zero_cost())
 
     def init(self, batch: int) -> FadingCounts:
         return self.cost.init(batch)
@@ -212,8 +216,7 @@ class AutoOff(Policy):
         return dataclasses.replace(self, gamma=nodes, inner="fixed" if self.inner is None else self.inner)
 
     def zero_cost(self) -> "AutoOff":
-        cost = dataclasses.replace(self.cost, c=0.0, c0=0.0)
-        return dataclasses.replace(self, inner=self.paying.zero_cost(), cost=cost)
+        return dataclasses.replace(self, inner=self.paying.zero_cost(), cost=self.cost.zero_cost())
 
     @property
     def needs(self) -> frozenset[str]:

@@ -179,7 +179,7 @@ def round_texts(
 ) -> list[tuple[dict[tuple[int, ...], float], int]]:
     """The tokens that one round emits in each case, with their probability; and how many drafts were enumerated.
 
-    All cases are of one shape and vocabulary.
+    All cases are of one shape and vocabulary. UserError if the callable is no function of thresholds of its uniforms.
     """
     every, K = [_outcomes(how, case) for case in cases], cases[0].template.size
     made = list(itertools.chain.from_iterable(every))

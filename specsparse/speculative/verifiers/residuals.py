@@ -3,11 +3,16 @@
 import importlib
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-Array: TypeAlias = Any
+if TYPE_CHECKING:  # numpy alone is enough to import this
+    import jax
+
+    Array: TypeAlias = jax.Array | np.ndarray | np.generic | float
+else:
+    Array = Any
 """What rules compute with: traced by jax, numpy's in float64 (the exact certificate), or a plain number."""
 
 

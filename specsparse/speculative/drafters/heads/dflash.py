@@ -142,7 +142,7 @@ def context_keys(
     """Keys and values of rows of the context in every layer.
 
     `features_RE` are the target's rows side by side, f32[R, features * feature_width], and `cos_RP`, `sin_RP` the
-    rotation at their positions, f32[R, d/2].
+    rotation at their positions, f32[R, d/2]. `each` takes the norms of heads over the rows.
     """
     (fused_RD,) = linear(features_RE, (w.fc,))
     found = []
@@ -156,7 +156,11 @@ def block_rows(
     linear: Linear, shape: BlockShape, w: BlockWeights, x_RD: jax.Array, cos_RP: jax.Array, sin_RP: jax.Array,
     attend: Attend, each: Each = at_once,
 ) -> jax.Array:  # fmt: skip
-    """Rows of blocks after all layers, before the output norm, f32[R, D], of their embedded tokens `x_RD`."""
+    """Rows of blocks after all layers, before the output norm, f32[R, D], of their embedded tokens `x_RD`.
+
+    `cos_RP` and `sin_RP` are the rotation at their positions, f32[R, d/2]. `attend` is attention over the context and
+    the block, and `each` takes the norms of heads over the rows.
+    """
     for i, layer in enumerate(w.layers):
         with jax.named_scope(f"block{i}"):
             q, k, v = linear(
@@ -283,9 +287,8 @@ class DFlashFile(PublishedHead):
             "ids without an output matrix": self.ids is not None and OUTPUT not in self.tensors,
             f"layers with windows of {sorted(windows)}": len(windows) > 1,
         }
-        for what, found in inexpressible.items():
-            if found:
-                raise UserError(f"{self.path}: {what}: no place in a dflash GGUF file; write safetensors")
+        said = "no place in a dflash GGUF file; write safetensors"
+        refuse({f"{what}: {said}": found for what, found in inexpressible.items()}, self.path)
         sliding = {
             "attention.sliding_window": min(windows, default=0),
             "attention.sliding_window_pattern": np.array([window is not None for window in s.windows]),

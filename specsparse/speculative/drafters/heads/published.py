@@ -320,9 +320,7 @@ class HeadKeys:
                 ids is not None and (ids.type is not GGMLQuantizationType.I64 or len(ids.shape) != 1)
             ),
         }
-        for text, holds in wrong.items():
-            if holds:
-                raise UserError(f"{f.path}: {text} is not supported")
+        refuse({f"{text} is not supported": holds for text, holds in wrong.items()}, f.path)
         rope = RopeConfig(
             base=self.number("rope.freq_base", 10000.0, low=1.0),
             dim=head_dim,
