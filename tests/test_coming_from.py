@@ -1,4 +1,4 @@
-"""docs/coming_from.md: every line of its third columns is tried, up to the first token."""
+"""docs/coming_from.md: every line of its third columns is tried, as far as its first paragraph says."""
 
 import importlib
 import re
@@ -15,6 +15,7 @@ from specsparse.experiments.command_line import shorthand
 from specsparse.models import hub
 from specsparse.testing import write_tiny_gguf
 from tests.experiments.test_config import composed
+from tests.models.convert import checkpoints
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming_from.md"
 LINES = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ") and "`" in line]
@@ -27,11 +28,13 @@ class Started(Exception):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model and a draft model by the names of the page, and a text."""
+    """A model, a draft model and a checkpoint by the names of the page, and a text."""
     folder = tmp_path_factory.mktemp("page")
     for name, seed in (("model.gguf", 0), ("draft.gguf", 1)):
         write_tiny_gguf(folder / name, n_layers=2, n_heads=2, n_kv_heads=2, head_dim=32, seed=seed)
     (folder / "text.txt").write_text("a text")
+    checkpoint = checkpoints.save(folder / "FOLDER", checkpoints.CONFIG, checkpoints.weights(checkpoints.CONFIG))
+    checkpoints.bpe_tokenizer(checkpoint)
     return folder
 
 
@@ -51,9 +54,15 @@ def without_decoding(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("here", HERE)
-def test_coming_from(here, model, monkeypatch):
+def test_coming_from(here, model, tmp_path, monkeypatch):
     if here.startswith("python -m specsparse.run "):
         composed(*shorthand(shlex.split(here)[3:]))
+    elif here.startswith("python -m specsparse inspect "):
+        assert command_line(shlex.split(here)[3:]) == 0
+    elif here.startswith("python -m specsparse convert "):
+        _, what, source, out, *options = shlex.split(here)[3:]
+        assert command_line(["convert", what, source, str(tmp_path / out), *options]) == 0
+        assert len(specsparse.load(tmp_path / out).logits([1, 2])) == 2
     elif here.startswith("python -m specsparse "):
         _command(shlex.split(here)[3:], monkeypatch)
     else:
@@ -72,7 +81,7 @@ def _command(argv, monkeypatch):
     monkeypatch.setattr(module, "main", seen.append)
     assert command_line(argv) == 0
     (args,) = seen
-    if argv[0] in ("generate", "chat"):
+    if argv[0] in ("generate", "chat", "serve"):
         arguments.settle(args)
         arguments.method_of(args, arguments.sampling_params(args)).arguments()
         assert args.model in ("model.gguf", "hf://owner/repo:Q4_K_M", "owner/repo:Q4_K_M")
