@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 
 import specsparse
 from specsparse.engine.model import Model
-from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.kernels import status
 from specsparse.runtime.method import Method, MethodSpec, resolve
@@ -45,10 +44,7 @@ def measure(
     """Every prompt on every engine in turn, the order turned round each time; the first time is not counted."""
     lookup = Choice("prompt_lookup", {"ngram_min": 2})
     methods = {PLAIN: Method(), LOOKUP: resolve(MethodSpec(lookup, policy=Fixed(4)), model)}
-    greedy = SamplingParams(temperature=0.0)
-    sides = {
-        name: (lambda ids, how=how: ours(model, how, ids, tokens, greedy).seconds) for name, how in methods.items()
-    }
+    sides = {name: (lambda ids, how=how: ours(model, how, ids, tokens).seconds) for name, how in methods.items()}
     sides |= {peers_name(k): (lambda ids, k=k: peer.speculate(ids, tokens, drafted=k).seconds) for k in (0, *drafted)}
     return speculation.measure(sides, jobs, repeats=repeats)
 

@@ -10,7 +10,7 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Params, pack_matrix
-from specsparse.kernels import Kernels, SkipWeights, regroup_neurons, skippable, stripes
+from specsparse.kernels import Kernels, QTensor, SkipWeights, regroup_neurons, skippable, stripes
 
 ACTIVATIONS = ("relu", "relu2")
 _MATRICES = ("ffn_gate", "ffn_up", "ffn_down")
@@ -40,16 +40,17 @@ def skips(params: Params) -> bool:
     return all(isinstance(layer.sparse, SkipWeights) for layer in params.layers)
 
 
+def _skip_weights(up: QTensor, down: QTensor) -> SkipWeights:
+    return SkipWeights(regroup_neurons(up), stripes(down))
+
+
 def pack(own: dict[str, TensorInfo]) -> dict[str, Pytree]:
     """A `pack_ffn` for `engine.weights.load_params`: the dense matrices, and their rows by neuron."""
     gate, up, down = (pack_matrix(own[name], floats=False) for name in _MATRICES)
-    return {"ffn_gate": gate, "ffn_up": up, "ffn_down": down, "sparse": SkipWeights(regroup_neurons(up), stripes(down))}
+    return {"ffn_gate": gate, "ffn_up": up, "ffn_down": down, "sparse": _skip_weights(up, down)}
 
 
 def skipping(params: Params) -> Params:
     """The parameters of `in_params`, with rows by neuron beside the matrices."""
-    layers = (
-        layer._replace(sparse=SkipWeights(regroup_neurons(layer.ffn_up), stripes(layer.ffn_down)))
-        for layer in params.layers
-    )
+    layers = (layer._replace(sparse=_skip_weights(layer.ffn_up, layer.ffn_down)) for layer in params.layers)
     return params._replace(layers=tuple(layers))
