@@ -360,8 +360,8 @@ class PublishedSpec(DrafterSpec):
     """Base of the specs of heads that other projects publish.
 
     Attributes:
-        path: its folder (config.json and safetensors, or pytorch_model.bin of EAGLE-3), a GGUF file, hf://owner/repo,
-            or a name of the catalogue.
+        path: its folder (config.json and safetensors, or pytorch_model.bin of EAGLE-3), a GGUF file, owner/repo or
+            owner/repo:TYPE of the Hub, or a name of the catalogue.
         reader: `module:function` that reads it.
     """
 
