@@ -63,8 +63,9 @@ def main(args: argparse.Namespace) -> int:
 
     live = sys.stderr.isatty()
     try:
-        report = certify(chosen, vocab=args.vocab, gamma=args.gamma, seed=args.seed, mutants=False,
-                         progress=show if live else None)  # fmt: skip
+        report = certify(
+            chosen, vocab=args.vocab, gamma=args.gamma, seed=args.seed, mutants=False, progress=show if live else None
+        )
     finally:
         if live:
             show("")

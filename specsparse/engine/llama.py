@@ -110,9 +110,14 @@ def dense_ffn(config: ModelConfig, kernels: Kernels) -> Callable:
         names = ("ffn_gate", "ffn_up") if config.gated else ("ffn_up",)
         matrices, act_here = tuple(getattr(layer, name) for name in names), config.activation if fused else None
         h_RF, *ups = kernels.linear(  # with an activation: act(gate z) * up z
-            x_RD, matrices, norm=layer.ffn_norm, eps=config.norm_eps, biases=layer.bias(*names), n_valid=n_valid_B,
+            x_RD,
+            matrices,
+            norm=layer.ffn_norm,
+            eps=config.norm_eps,
+            biases=layer.bias(*names),
+            n_valid=n_valid_B,
             act=act_here,
-        )  # fmt: skip
+        )
         if not fused:
             h_RF = activate(h_RF, act)
             h_RF = h_RF * activate(ups[0], up_act) if config.gated else h_RF
@@ -132,9 +137,13 @@ def make_attention(config: ModelConfig, kernels: Kernels) -> Callable:
         layer: Layer, params: Params, x_RD, k, v, length, n_valid_B, parents_Bn, kind: LayerKind = _PLAIN_KIND
     ):
         q_RHd, k_RGd, v_RGd = kernels.linear(
-            x_RD, (layer.attn_q, layer.attn_k, layer.attn_v), norm=layer.attn_norm, eps=config.norm_eps,
-            biases=layer.bias("attn_q", "attn_k", "attn_v"), n_valid=n_valid_B,
-        )  # fmt: skip
+            x_RD,
+            (layer.attn_q, layer.attn_k, layer.attn_v),
+            norm=layer.attn_norm,
+            eps=config.norm_eps,
+            biases=layer.bias("attn_q", "attn_k", "attn_v"),
+            n_valid=n_valid_B,
+        )
         out_RHd, k, v = kernels.attend(
             q_RHd, k_RGd, v_RGd, k, v, cos=params.cos, sin=params.sin, length=length, n_valid=n_valid_B,
             parents=parents_Bn, pairing=config.rope.pairing, q_norm=layer.attn_q_norm, k_norm=layer.attn_k_norm,
@@ -167,9 +176,13 @@ def make_output(config: ModelConfig, kernels: Kernels) -> Callable:
             n_valid_B = jnp.minimum(n_valid_B, 1)
         batch, n, width = x_BnD.shape
         (logits_RV,) = kernels.linear(
-            x_BnD.reshape(batch * n, width), (params.output,), norm=params.output_norm, eps=config.norm_eps,
-            n_valid=n_valid_B, zeros=want.zeros,
-        )  # fmt: skip
+            x_BnD.reshape(batch * n, width),
+            (params.output,),
+            norm=params.output_norm,
+            eps=config.norm_eps,
+            n_valid=n_valid_B,
+            zeros=want.zeros,
+        )
         return logits_RV.reshape(batch, n, -1)
 
     return output

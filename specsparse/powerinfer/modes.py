@@ -55,10 +55,17 @@ class LoadPlan:
 
 
 def plan(
-    f: GGUFFile, config: ModelConfig, kernels: Kernels, *, ffn: str | None = None, threshold: float | None = None,
-    faithful_f16: bool = False, placement: "GivenPlacement | None" = None, hot: str = "masked",
+    f: GGUFFile,
+    config: ModelConfig,
+    kernels: Kernels,
+    *,
+    ffn: str | None = None,
+    threshold: float | None = None,
+    faithful_f16: bool = False,
+    placement: "GivenPlacement | None" = None,
+    hot: str = "masked",
     devices: GivenDevices = 1,
-) -> LoadPlan:  # fmt: skip
+) -> LoadPlan:
     """The plan for an open file; by default PowerInfer's for its files and dense for others.
 
     Raises:

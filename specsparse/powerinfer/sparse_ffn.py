@@ -106,9 +106,13 @@ def masked_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor | Non
 
     def ffn(layer: Layer, x_RD, n_valid_B):
         outs = kernels.linear(
-            x_RD, tuple(getattr(layer, name) for name in names), norm=layer.ffn_norm, eps=config.norm_eps,
-            biases=layer.bias(*names), n_valid=n_valid_B,
-        )  # fmt: skip
+            x_RD,
+            tuple(getattr(layer, name) for name in names),
+            norm=layer.ffn_norm,
+            eps=config.norm_eps,
+            biases=layer.bias(*names),
+            n_valid=n_valid_B,
+        )
         a_RF = activate(outs[0], act)
         a_RF = a_RF * activate(outs[1], up_act) if config.gated else a_RF
         if predictor is None:

@@ -79,11 +79,20 @@ class Pass:
         stats, ids = generation.stats, tuple(int(i) for i in generation.token_ids)
         times = dataclasses.replace(stats.counters.times, prefill=stats.prefill_s, total=stats.decode_s)
         return cls(
-            prompt_id, task, side, repeat, ids, generation.text, str(generation.finish_reason),
+            prompt_id,
+            task,
+            side,
+            repeat,
+            ids,
+            generation.text,
+            str(generation.finish_reason),
             counters=dataclasses.replace(stats.counters, times=times),
-            prefill_s=float(stats.prefill_s), prefill_tokens=int(stats.prefill_tokens),
-            decode_s=float(stats.decode_s), compile_s=float(stats.compile_s), seed=int(generation.seed),
-        )  # fmt: skip
+            prefill_s=float(stats.prefill_s),
+            prefill_tokens=int(stats.prefill_tokens),
+            decode_s=float(stats.decode_s),
+            compile_s=float(stats.compile_s),
+            seed=int(generation.seed),
+        )
 
     def row(self) -> Json:
         return {
@@ -265,11 +274,16 @@ def groups(passes: Sequence[Pass], *, bytes_per_pass: int, read_bandwidth: float
             achieved = counters.num_rounds * bytes_per_pass / seconds if seconds else None
             if own:
                 sides[side] = SidePasses(
-                    counters, metrics.rates(counters), len(own), sum(p.prefill_s for p in own),
-                    sum(p.prefill_tokens for p in own), seconds, bytes_per_second=achieved,
+                    counters,
+                    metrics.rates(counters),
+                    len(own),
+                    sum(p.prefill_s for p in own),
+                    sum(p.prefill_tokens for p in own),
+                    seconds,
+                    bytes_per_second=achieved,
                     bandwidth_share=achieved / read_bandwidth if achieved and read_bandwidth else None,
                     draws_z=metrics.draws_z({p.prompt_id: p.counters for p in reversed(own)}.values()),
-                )  # fmt: skip
+                )
         out[task] = Group(sides, speedup_of(some) if len(sides) == 2 else None)
     return out
 

@@ -166,12 +166,23 @@ def load(
     footprint = weights.footprint(params, f)
     forward = plan.devices.make_forward(config, plan.kernels, plan.ffn)
     return Model(
-        config=config, tokenizer=tokenizer, params=plan.devices.place(params),
-        forward=fixed_width(forward, width) if width else forward, width=width,
-        narrow=forward if width and automatic else None, devices=plan.devices, kernels=plan.kernels, storage=storage,
-        kv_dtype=kv_dtype, path=Path(path), footprint=footprint, ffn=plan.mode, rule=plan.rule,
-        load_s=time.perf_counter() - start, rope_factors=weights.rope_factors(f, config),
-    )  # fmt: skip
+        config=config,
+        tokenizer=tokenizer,
+        params=plan.devices.place(params),
+        forward=fixed_width(forward, width) if width else forward,
+        width=width,
+        narrow=forward if width and automatic else None,
+        devices=plan.devices,
+        kernels=plan.kernels,
+        storage=storage,
+        kv_dtype=kv_dtype,
+        path=Path(path),
+        footprint=footprint,
+        ffn=plan.mode,
+        rule=plan.rule,
+        load_s=time.perf_counter() - start,
+        rope_factors=weights.rope_factors(f, config),
+    )
 
 
 @cache

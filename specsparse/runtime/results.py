@@ -177,10 +177,16 @@ def generations(
         after = [""] * (len(tokens[b]) - text.count)  # a stop token
         last = int(tokens[b][-1]) if finish[b] == Finish.STOP and len(tokens[b]) else None
         stats = GenerationStats(
-            counters=counters[b], load_s=session.model.load_s, compile_s=session.compile_s,
-            prefill_s=session.times.prefill, prefill_tokens=len(sequence.prompt) - 1, decode_s=session.times.total,
-            decode_tokens=len(tokens[b]), policy=policies[b], drafts=None if drafts is None else drafts[b],
-        )  # fmt: skip
+            counters=counters[b],
+            load_s=session.model.load_s,
+            compile_s=session.compile_s,
+            prefill_s=session.times.prefill,
+            prefill_tokens=len(sequence.prompt) - 1,
+            decode_s=session.times.total,
+            decode_tokens=len(tokens[b]),
+            policy=policies[b],
+            drafts=None if drafts is None else drafts[b],
+        )
         made = Generation(
             token_ids=tuple(tokens[b].tolist()),
             text=text.text if params.detokenize else "",

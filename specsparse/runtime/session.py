@@ -179,9 +179,12 @@ class Session:
         self.draft_params = None if method.weights is None else model.everywhere(method.weights(self.capacity))
         eos_ids = model.tokenizer.stop_ids
         self.sampling, sampling_arrays = compile_params(
-            [s.params for s in sequences], vocab_size=model.config.vocab_size, encode=model.tokenizer.encode,
-            eos_ids=sorted(eos_ids), context_limit=self.capacity,
-        )  # fmt: skip
+            [s.params for s in sequences],
+            vocab_size=model.config.vocab_size,
+            encode=model.tokenizer.encode,
+            eos_ids=sorted(eos_ids),
+            context_limit=self.capacity,
+        )
         every = [s.params for s in sequences]
         stop_ids = [sorted({*p.stop_token_ids, *(() if p.ignore_eos else eos_ids)}) for p in every]
         width = max(1, *map(len, stop_ids))
@@ -367,14 +370,21 @@ class Session:
         rows = (jax.tree.map(lambda a, b=b: a[b], every) for b in range(len(fed)))
         return [
             Counters(
-                num_rounds=int(c.rounds), num_drafts=int(c.drafts), num_draft_tokens=int(c.drafted),
-                num_tested=int(c.tested), num_accepted_tokens=int(c.accepted),
-                num_accepted_tokens_per_pos=tuple(c.accepted_at.tolist()), num_emitted_tokens=int(c.emitted),
-                target_passes=int(c.rounds) + len(chunk_rows(prompt)), alpha=float(c.alpha),
-                alpha_var=float(c.alpha_var), num_alpha_tested=int(c.tested) if measured else 0, times=spent,
+                num_rounds=int(c.rounds),
+                num_drafts=int(c.drafts),
+                num_draft_tokens=int(c.drafted),
+                num_tested=int(c.tested),
+                num_accepted_tokens=int(c.accepted),
+                num_accepted_tokens_per_pos=tuple(c.accepted_at.tolist()),
+                num_emitted_tokens=int(c.emitted),
+                target_passes=int(c.rounds) + len(chunk_rows(prompt)),
+                alpha=float(c.alpha),
+                alpha_var=float(c.alpha_var),
+                num_alpha_tested=int(c.tested) if measured else 0,
+                times=spent,
             )
             for c, prompt, spent in zip(rows, fed, times, strict=True)
-        ]  # fmt: skip
+        ]
 
     def drafts(self) -> list[tuple[tuple[int, int], ...]] | None:
         """Drafted and accepted tokens of each round that drafted, by sequence; None if rounds are not noted."""

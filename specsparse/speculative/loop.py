@@ -254,9 +254,14 @@ class RoundTarget(Target):
         round, state, node_n = self._round, self._state, jnp.arange(self._draft.max_nodes + 1, dtype=jnp.int32)
         exists_Bn = node_n[None] <= self._draft.count[:, None]  # the root, and the nodes that were really drafted
         return target_probs(
-            round.config, self._job.sampling, self._logits_RV, state.history, self._paths,
-            kernels=round.kernels, needed_R=exists_Bn.reshape(-1),
-        )  # fmt: skip
+            round.config,
+            self._job.sampling,
+            self._logits_RV,
+            state.history,
+            self._paths,
+            kernels=round.kernels,
+            needed_R=exists_Bn.reshape(-1),
+        )
 
     @functools.cached_property
     def tokens(self) -> jax.Array:  # type: ignore[override]
@@ -286,10 +291,16 @@ class RoundTarget(Target):
     def _sampled(self, tokens_R: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         round, state = self._round, self._state
         found = sample(
-            round.config, self._job.sampling, self._logits_RV, state.history, self._paths,
-            u_RU=None if round.config.greedy else self._noise_RU, tokens_R=tokens_R,
-            kernels=round.kernels, n_valid_B=_valid(state, self._draft),
-        )  # fmt: skip
+            round.config,
+            self._job.sampling,
+            self._logits_RV,
+            state.history,
+            self._paths,
+            u_RU=None if round.config.greedy else self._noise_RU,
+            tokens_R=tokens_R,
+            kernels=round.kernels,
+            n_valid_B=_valid(state, self._draft),
+        )
         return jnp.where(found.ok, found.token, -1).reshape(self._logits_BnV.shape[:2]), found.share
 
     @functools.cached_property
@@ -297,9 +308,7 @@ class RoundTarget(Target):
         round, state = self._round, self._state
         if not has_native_call(round.verifier, round.kernels):
             return None
-        rows_RV, probs = rows_to_judge(
-            round.config, self._job.sampling, self._logits_RV, state.history, self._paths
-        )  # fmt: skip
+        rows_RV, probs = rows_to_judge(round.config, self._job.sampling, self._logits_RV, state.history, self._paths)
         return LogitRows(rows_RV, probs, _valid(state, self._draft), round.kernels.judge)
 
     @functools.cached_property

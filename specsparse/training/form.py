@@ -235,10 +235,19 @@ class SmallForm(Form):
         o, target = self.options, self.model.config
         dim, context = o.width // o.heads, target.context_length
         return ModelConfig(
-            architecture="llama", n_layers=o.layers, d_model=o.width, n_heads=o.heads, n_kv_heads=o.heads,
-            head_dim=dim, d_ff=o.ffn, vocab_size=target.vocab_size, context_length=context, norm_eps=target.norm_eps,
-            rope=RopeConfig(target.rope.base, dim, "norm", original_context=context), tied_output=True,
-        )  # fmt: skip
+            architecture="llama",
+            n_layers=o.layers,
+            d_model=o.width,
+            n_heads=o.heads,
+            n_kv_heads=o.heads,
+            head_dim=dim,
+            d_ff=o.ffn,
+            vocab_size=target.vocab_size,
+            context_length=context,
+            norm_eps=target.norm_eps,
+            rope=RopeConfig(target.rope.base, dim, "norm", original_context=context),
+            tied_output=True,
+        )
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -293,9 +302,19 @@ class SmallForm(Form):
         """A GGUF file of the Llama architecture with the target's tokenizer; it scores all ids."""
         kind, c = out_type(quant), self.config
         keys = size_keys(
-            "llama", path.stem, vocab=c.vocab_size, context=c.context_length, width=c.d_model, layers=c.n_layers,
-            ffn=c.d_ff, heads=c.n_heads, kv_heads=c.n_kv_heads, eps=c.norm_eps, base=c.rope.base, dim=c.rope.dim,
-        ) | tokenizer_keys(self.model, "tokenizer.")  # fmt: skip
+            "llama",
+            path.stem,
+            vocab=c.vocab_size,
+            context=c.context_length,
+            width=c.d_model,
+            layers=c.n_layers,
+            ffn=c.d_ff,
+            heads=c.n_heads,
+            kv_heads=c.n_kv_heads,
+            eps=c.norm_eps,
+            base=c.rope.base,
+            dim=c.rope.dim,
+        ) | tokenizer_keys(self.model, "tokenizer.")
         arrays = {"token_embd": weights.embedding, "output_norm": weights.output_norm}
         for i, layer in enumerate(weights.layers):
             arrays |= {f"blk.{i}.{name}": array for name, array in layer._asdict().items()}

@@ -29,12 +29,24 @@ def sparse_ffn(
     counts, one = (x_RD.shape[:1], jnp.int32), ((), jnp.int32)
     (kind, threshold), (up_kind, up_threshold) = _act(act), _act(up_act)
     y_RD, *stats = cpu.call(
-        "sparse_ffn", [(x_RD.shape, jnp.float32), counts, one, counts, one],
-        x_RD, keep_RF, given(None if gate is None else gate.data, jnp.uint8), up.data, down_t.data,
-        given(norm), given(residual), n_valid, jnp.zeros((), jnp.float32) if least is None else least,
+        "sparse_ffn",
+        [(x_RD.shape, jnp.float32), counts, one, counts, one],
+        x_RD,
+        keep_RF,
+        given(None if gate is None else gate.data, jnp.uint8),
+        up.data,
+        down_t.data,
+        given(norm),
+        given(residual),
+        n_valid,
+        jnp.zeros((), jnp.float32) if least is None else least,
         matrices=cpu.describe(*(w for w in (up, down_t, gate) if w is not None)),
-        act=kind, threshold=threshold, up_act=up_kind, up_threshold=up_threshold, eps=np.float32(eps),
-    )  # fmt: skip
+        act=kind,
+        threshold=threshold,
+        up_act=up_kind,
+        up_threshold=up_threshold,
+        eps=np.float32(eps),
+    )
     return y_RD, SparseStats(*stats)
 
 
@@ -115,13 +127,29 @@ def layers(
     kind, threshold = _act(act) if chosen else (np.int64(cpu.ACTS[act]), np.float32(0))
     up_kind, up_threshold = _act(up_act)
     out, *rest = cpu.call(
-        "layers", results, x, cos, sin, length, n_valid, given(parents, jnp.int32), *operands, aliases=aliases,
-        matrices=cpu.describe(*matrices, places=places), layers=described.view(np.int64),
-        features=np.array(features, np.int64), ffns=np.int64(2 if chosen else skip is not None),
-        act=kind, threshold=threshold, up_act=up_kind, up_threshold=up_threshold,
+        "layers",
+        results,
+        x,
+        cos,
+        sin,
+        length,
+        n_valid,
+        given(parents, jnp.int32),
+        *operands,
+        aliases=aliases,
+        matrices=cpu.describe(*matrices, places=places),
+        layers=described.view(np.int64),
+        features=np.array(features, np.int64),
+        ffns=np.int64(2 if chosen else skip is not None),
+        act=kind,
+        threshold=threshold,
+        up_act=up_kind,
+        up_threshold=up_threshold,
         choice=np.int64(_RULES.index(chosen[0].choice.rule) if chosen else 0),
-        relu=np.int64(chosen[0].choice.relu if chosen else 0), eps=np.float32(eps), neox=np.int64(pairing == "neox"),
-    )  # fmt: skip
+        relu=np.int64(chosen[0].choice.relu if chosen else 0),
+        eps=np.float32(eps),
+        neox=np.int64(pairing == "neox"),
+    )
     n = 2 * len(cache_k)
     found = (out, rest[:n:2], rest[1:n:2])
     if skip is not None:

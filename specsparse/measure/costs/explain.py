@@ -168,10 +168,21 @@ def speedup_terms(
         for name, seconds in measured.items():
             stages[name] = {"measured_s": (seconds or 0.0) / c.num_rounds, "predicted_s": predicted[name] * step}
     return SpeedupTerms(
-        alpha=alpha, gamma=gamma, levels=levels, share=share, expected_tokens=of_draft,
-        v=table.v(gamma + 1, kv_length), draft=drafting, overhead=overhead, predicted=whole / full,
-        measured=plain_each / method_each, best_gamma=best[0], best_predicted=best[1], factors=factors, stages=stages,
-    )  # fmt: skip
+        alpha=alpha,
+        gamma=gamma,
+        levels=levels,
+        share=share,
+        expected_tokens=of_draft,
+        v=table.v(gamma + 1, kv_length),
+        draft=drafting,
+        overhead=overhead,
+        predicted=whole / full,
+        measured=plain_each / method_each,
+        best_gamma=best[0],
+        best_predicted=best[1],
+        factors=factors,
+        stages=stages,
+    )
 
 
 def explain_record(record: Any, table: CostTable, *, drafter: str | None = None) -> SpeedupTerms | None:
@@ -193,6 +204,12 @@ def explain_record(record: Any, table: CostTable, *, drafter: str | None = None)
         else:
             draft = DraftCost(fixed_s=drafting_s / c.num_drafts if c.num_drafts else 0.0)
     return speedup_terms(
-        plain.counters, c, table, gamma=record.method["gamma"], levels=levels, draft=draft,
-        calls=(plain.passes, method.passes), kv_length=tokens / method.passes,
-    )  # fmt: skip
+        plain.counters,
+        c,
+        table,
+        gamma=record.method["gamma"],
+        levels=levels,
+        draft=draft,
+        calls=(plain.passes, method.passes),
+        kv_length=tokens / method.passes,
+    )

@@ -213,9 +213,19 @@ def measure(model: Model, *, effort: Effort | None = None, done: Callable[[], No
     fixed_s, token_s = fit_overhead(effort.gammas, more)
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return CostTable(
-        ns=effort.ns, kv_base=effort.near, forward_s=tuple(forward), kv_s=kv_s, kv_row_s=kv_row_s, plain_s=step[0],
-        round_s=fixed_s, round_token_s=token_s, host_s=host_s, bandwidth=device.bandwidth, int8=device.int8,
-        f32=device.f32, windows=windows,
+        ns=effort.ns,
+        kv_base=effort.near,
+        forward_s=tuple(forward),
+        kv_s=kv_s,
+        kv_row_s=kv_row_s,
+        plain_s=step[0],
+        round_s=fixed_s,
+        round_token_s=token_s,
+        host_s=host_s,
+        bandwidth=device.bandwidth,
+        int8=device.int8,
+        f32=device.f32,
+        windows=windows,
         residuals={
             "spread": spread,
             "kv": dict(zip(map(str, far_ns), kv_errors, strict=True)),
@@ -223,7 +233,7 @@ def measure(model: Model, *, effort: Effort | None = None, done: Callable[[], No
             "rising": max(abs(f / r - 1) for f, r in zip(forward, raw, strict=True)),
         },
         identity={**timing_cache.identity(model), "date": date},
-    )  # fmt: skip
+    )
 
 
 LENGTHS = (2, 7)

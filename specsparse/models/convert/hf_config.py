@@ -412,10 +412,19 @@ def metadata(config: HfConfig, *, name: str) -> Json:
     a, family, head_dim, rope = config.architecture, config.hf_class.family, config.head_dim, config.rope
     width, n_layers = config.get("hidden_size", int), config.size("num_hidden_layers", most=1 << 14)
     keys = {"general.type": "model"} | size_keys(
-        a, name, vocab=config.get("vocab_size", int), context=rope.context, width=width, layers=n_layers,
-        ffn=config.get("intermediate_size", int), heads=config.n_heads, kv_heads=config.n_kv_heads,
-        eps=config.eps(), base=rope.base, dim=head_dim,
-    )  # fmt: skip
+        a,
+        name,
+        vocab=config.get("vocab_size", int),
+        context=rope.context,
+        width=width,
+        layers=n_layers,
+        ffn=config.get("intermediate_size", int),
+        heads=config.n_heads,
+        kv_heads=config.n_kv_heads,
+        eps=config.eps(),
+        base=rope.base,
+        dim=head_dim,
+    )
     if every := family.unrotated_every:
         usual = [int((i + 1) % every != 0) for i in range(n_layers)]
         interval = config.get("no_rope_layer_interval", int, every)

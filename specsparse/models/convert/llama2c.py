@@ -77,9 +77,19 @@ def convert_llama2c(
                     (full, shape, lambda start=start, shape=shape: np.memmap(source, "<f4", "r", start, shape))
                 )
     keys = size_keys(
-        "llama", source.stem, vocab=vocab, context=context, width=d, layers=layers, ffn=f, heads=heads,
-        kv_heads=kv_heads, eps=1e-5, base=10000.0, dim=d // heads,
-    )  # fmt: skip
+        "llama",
+        source.stem,
+        vocab=vocab,
+        context=context,
+        width=d,
+        layers=layers,
+        ffn=f,
+        heads=heads,
+        kv_heads=kv_heads,
+        eps=1e-5,
+        base=10000.0,
+        dim=d // heads,
+    )
     return write_model(path, keys | _tokenizer(Path(tokenizer), vocab), tensors, kind, progress=progress)
 
 

@@ -57,9 +57,13 @@ Progress = Callable[[str], None]
 
 
 def measure_external(
-    how: ExternalVerifier, *, vocab: int | None = None, gamma: int | None = None, seed: int,
+    how: ExternalVerifier,
+    *,
+    vocab: int | None = None,
+    gamma: int | None = None,
+    seed: int,
     progress: Progress | None = None,
-) -> list[Result]:  # fmt: skip
+) -> list[Result]:
     """Every case of a callable: one round on each corner, and several rounds; or samples of several rounds.
 
     Args:

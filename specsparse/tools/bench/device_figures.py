@@ -119,9 +119,15 @@ def random_model(
     params, nbytes = random_params(config, kind, chosen.kept)
     forward = OneDevice().make_forward(config, chosen, None)
     model = Model(
-        config=config, tokenizer=cast(Tokenizer, _NoText()), params=params, forward=forward, kernels=chosen,
-        kv_dtype="bf16" if kind == "BF16" else "f16", path=Path(f"{name}.{kind}"), footprint=Footprint(nbytes, nbytes),
-    )  # fmt: skip
+        config=config,
+        tokenizer=cast(Tokenizer, _NoText()),
+        params=params,
+        forward=forward,
+        kernels=chosen,
+        kv_dtype="bf16" if kind == "BF16" else "f16",
+        path=Path(f"{name}.{kind}"),
+        footprint=Footprint(nbytes, nbytes),
+    )
     width = kernels.automatic_width(chosen.name) if width is None else width
     return wide(model, width) if width else model
 
@@ -514,8 +520,12 @@ class _Tokens:
         cos, sin = rope.model_tables(config.ropes, _CAPACITY, None)
         self.two, self.params = two, params._replace(cos=cos, sin=sin)
         self._cache = two.new_cache(
-            layers=config.n_layers, batch=1, capacity=_CAPACITY, kv_heads=config.n_kv_heads, head_dim=config.head_dim,
-        )  # fmt: skip
+            layers=config.n_layers,
+            batch=1,
+            capacity=_CAPACITY,
+            kv_heads=config.n_kv_heads,
+            head_dim=config.head_dim,
+        )
         for _ in range(2):  # the kept neurons change the rows that they were chosen by
             self._keep()
 

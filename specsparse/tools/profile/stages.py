@@ -33,8 +33,14 @@ _LONG_ENOUGH = 0.03
 
 
 def profile(
-    model: Model, *, prompt: PromptLike, method: Mapping[str, object], rows: int, depth: int, sampling: SamplingParams,
-) -> tuple[Json, list[dict[str, float]]]:  # fmt: skip
+    model: Model,
+    *,
+    prompt: PromptLike,
+    method: Mapping[str, object],
+    rows: int,
+    depth: int,
+    sampling: SamplingParams,
+) -> tuple[Json, list[dict[str, float]]]:
     """Measures a dense model: the stages of decoding the prompt by `method` ({} leaves them out), and the kernels of a
     forward pass of `rows` rows after `depth` tokens.
 
