@@ -33,6 +33,7 @@ test: $(VENV)/.installed-test native-or-warn
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	$(BIN)/pyrefly check
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/python experiments/vn_page.py
