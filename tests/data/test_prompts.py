@@ -3,6 +3,7 @@ import json
 import sys
 import types
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -112,9 +113,8 @@ QUESTIONS = [
 
 @pytest.fixture
 def nowhere(tmp_path, monkeypatch):
-    """No file of questions beside the checkout; a folder to download from, and an empty cache."""
+    """A folder to download from, and an empty cache."""
     monkeypatch.setenv("SPECSPARSE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(prompts, "spec_bench_places", lambda: [tmp_path / "cache" / "spec_bench" / "question.jsonl"])
     source = tmp_path / "question.jsonl"
     source.write_text("\n".join(map(json.dumps, QUESTIONS)))
     monkeypatch.setattr(prompts, "SPEC_BENCH_URL", source.as_uri())
@@ -138,13 +138,15 @@ def test_spec_bench_that_cannot_be_had_says_what_to_do(nowhere, monkeypatch, tmp
     with pytest.raises(UserError, match="another sha256"):
         prompts.load("spec_bench")
     nowhere.unlink()
-    with pytest.raises(UserError, match=r"give data\.source=PATH/question\.jsonl"):
+    with pytest.raises(UserError, match=r"give data\.source=PATH/question\.jsonl") as caught:
         prompts.load("spec_bench")
+    assert str(prompts.spec_bench_file()) in str(caught.value) and str(caught.value).count("\n") == 0
     assert not list((tmp_path / "cache").rglob("*.jsonl"))  # a bad file is not kept
 
 
 def test_all_of_spec_bench():
-    file = next((path for path in prompts.spec_bench_places() if path.is_file()), None)
+    places = Path(__file__).parents[3] / "shared" / "data" / "spec_bench" / "question.jsonl", prompts.spec_bench_file()
+    file = next((path for path in places if path.is_file()), None)
     if file is None:
         pytest.skip("Spec-Bench's questions are not here")
     first, both = (prompts.load(str(file), turns=turns) for turns in ("first", "both"))
