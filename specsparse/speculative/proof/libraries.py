@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specsparse.errors import UserError
+from specsparse.errors import UserError, pip_install
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.proof.cases import CORNERS, keep_top
 from specsparse.speculative.proof.external import ExternalVerifier
@@ -57,7 +57,8 @@ def transformers_sampling(*, uniforms: bool = True, ensemble: float | None = Non
 
         sampling = utils._speculative_sampling
     except (ImportError, AttributeError) as error:
-        raise UserError(f"transformers 4.37 to 5.23 and torch are needed ({error}): pip install them") from error
+        how = pip_install("transformers", "torch")
+        raise UserError(f"transformers 4.37 to 5.23 and torch are needed ({error}): {how}") from error
 
     def verify(p, q, drafts, uniforms=None):
         K = len(drafts)
@@ -157,7 +158,7 @@ def llama_cpp_match(*, seed: int = 1, top_k: int = 0) -> ExternalVerifier:
     try:
         lib = importlib.import_module("llama_cpp")
     except (ImportError, OSError, RuntimeError) as error:
-        raise UserError(f"llama-cpp-python is needed ({error}): pip install llama-cpp-python") from error
+        raise UserError(f"llama-cpp-python is needed ({error}): {pip_install('llama-cpp-python')}") from error
     chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
     if top_k:
         lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_top_k(top_k))
@@ -302,7 +303,7 @@ def library_row(library: Library, how: ExternalVerifier, results: Sequence[Resul
         try:
             version = f"{package} {importlib.metadata.version(package)}"
         except importlib.metadata.PackageNotFoundError as error:
-            raise UserError(f"{package} is not installed: pip install {package}") from error
+            raise UserError(f"{package} is not installed: {pip_install(package)}") from error
     promise = "as designed, no" if not how.lossless else "yes" if all(r.holds for r in results) else "**NO**"
     finds = f"{worst.power.finds:.3f}" if worst.power else ""
     numbers = _kind(worst), _size(worst), f"{worst.bound:.0e}", finds

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 from rich.console import Console
 
-from specsparse.errors import UserError
+from specsparse.errors import UserError, pip_install
 from specsparse.support.files import Json, to_json
 from specsparse.support.options import nearest
 from specsparse.tools.bench import device_figures as figures
@@ -113,8 +113,9 @@ def check_device(plan: CardPlan) -> None:
     here = jax.default_backend()
     if here != plan.device:
         raise UserError(
-            f"no {plan.device} is here: jax {jax.__version__} runs on {here}. Beside a card, pip install 'jax[cuda13]' "
-            "(or jax[tpu]) lets it be found; bench device cpu --tiny --all tries the bench without one"
+            f"no {plan.device} is here: jax {jax.__version__} runs on {here}. Beside a card, "
+            f"{pip_install('jax[cuda13]')} (or jax[tpu]) lets it be found; "
+            "bench device cpu --tiny --all tries the bench without one"
         )
 
 

@@ -13,17 +13,17 @@ class PeerKind:
     """The process of a peer."""
 
     script: str  # the child, beside this file
-    needs: str  # packages as pip names them
+    needs: tuple[str, ...]  # distributions
     arguments: tuple[str, ...] = ()  # of the script
     options: Json = field(default_factory=dict)  # more of the "open" request
     flash: bool = False  # whether it has the "attend" and "batch" requests
     drafts: bool = False  # whether it has the "speculate" request
 
 
-_TORCH = "transformers torch gguf accelerate"
+_TORCH = ("transformers", "torch", "gguf", "accelerate")
 PEERS = {
-    "llama.cpp": PeerKind("child_llama_cpp.py", "llama-cpp-python", flash=True, drafts=True),
-    "ik_llama.cpp": PeerKind("child_llama_cpp.py", "ik-llama-cpp-python", ("ik_llama_cpp",), flash=True),
+    "llama.cpp": PeerKind("child_llama_cpp.py", ("llama-cpp-python",), flash=True, drafts=True),
+    "ik_llama.cpp": PeerKind("child_llama_cpp.py", ("ik-llama-cpp-python",), ("ik_llama_cpp",), flash=True),
     "transformers": PeerKind("child_transformers.py", _TORCH),
     "transformers-bf16": PeerKind("child_transformers.py", _TORCH, options={"dtype": "bfloat16"}),
 }

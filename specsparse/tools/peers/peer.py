@@ -22,7 +22,7 @@ import numpy as np
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.model import Model
-from specsparse.errors import UserError
+from specsparse.errors import UserError, pip_install
 from specsparse.measure.trials import TrialPlan, token_ids
 from specsparse.support.files import Json
 from specsparse.support.interleaved import interleaved
@@ -132,8 +132,9 @@ class Peer:
             watchdog.cancel()
         if "missing" in reply:
             raise UserError(
-                f"{self._option} {self.name} needs {self.kind.needs}: {self._python} -m pip install "
-                f"{self.kind.needs}, or name an interpreter that has it in {PYTHON_VARIABLE} ({reply['missing']})"
+                f"{self._option} {self.name} needs {', '.join(self.kind.needs)}: "
+                f"{pip_install(*self.kind.needs, python=str(self._python))}, or name an interpreter that has them in "
+                f"{PYTHON_VARIABLE} ({reply['missing']})"
             )
         if "error" in reply:
             raise PeerError(f"the peer {self.name} failed: {reply['error']}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from specsparse.cli import arguments
 from specsparse.cli.arguments import positive
-from specsparse.errors import UserError
+from specsparse.errors import UserError, pip_install
 from specsparse.support import terminal
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def main(args: argparse.Namespace) -> int:
         import starlette  # noqa: F401
         import uvicorn
     except ImportError as error:
-        install = f"{sys.executable} -m pip install starlette uvicorn prometheus_client"
-        raise UserError(f"{error.name} is not installed: {install}") from None
+        how = pip_install("starlette", "uvicorn", "prometheus_client")
+        raise UserError(f"{error.name} is not installed: {how}") from None
     chosen = arguments.method_of(args, arguments.sampling_params(args))
     chosen.arguments()
     with _listen(args.host, args.port, key) as listening:

@@ -218,9 +218,7 @@ def test_a_peer_that_is_missing_says_what_to_install(tiny, capsys, peer_python):
     peer_python(f'#!/bin/sh\nexec "{sys.executable}" -S -I "$@"\n')
     for name, needs in (("ik_llama.cpp", "ik-llama-cpp-python"), ("transformers", "torch")):
         code, _, err = run(capsys, "--model", tiny, "--engine", name)
-        assert (
-            code == 2 and f"--engine {name} needs" in err and f"pip install {'' if needs == 'torch' else needs}" in err
-        )
+        assert code == 2 and f"--engine {name} needs" in err and needs in err.partition(" -m pip install ")[2]
         assert err.count("\n") == 1
 
 

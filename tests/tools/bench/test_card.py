@@ -142,7 +142,7 @@ def test_without_a_card_there_is_one_line(capsys):
     assert main(["bench", "device", "gpu", "--all"]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1 and "no gpu is here: jax " in said.err
-    assert "pip install 'jax[cuda13]'" in said.err and "bench device cpu --tiny --all" in said.err
+    assert "pip install 'jax[cuda13]" in said.err and "bench device cpu --tiny --all" in said.err
 
 
 @pytest.mark.parametrize(
