@@ -2,10 +2,14 @@
 
 import ast
 import graphlib
+import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -83,6 +87,28 @@ def test_no_module_imports_itself_through_others():
     graph = {name: {*imported(tree, known)} & known.keys() - {name} for name, tree in parsed.items()}
     assert sum(map(len, graph.values())) > 500  # the walk sees imports
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
+
+
+def test_the_types_are_published():
+    assert (ROOT / "specsparse" / "py.typed").is_file()
+
+
+def requirements() -> list[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"].values()
+    return [*project["build-system"]["requires"], *project["project"]["dependencies"], *itertools.chain(*extras)]
+
+
+def test_a_distribution_has_the_same_bounds_everywhere():
+    names = Counter(re.match(r"[\w-]+", line)[0] for line in {*requirements()})
+    assert [name for name, times in names.items() if times > 1] == []
+
+
+def test_private_modules_of_others_have_an_upper_bound():
+    private = re.compile(r"^ *(?:from|import) (\w+)[\w.]*\._\w+", re.MULTILINE)
+    used = {name for file in modules().values() for name in private.findall(file.read_text())}
+    bounded = {re.match(r"\w+", line)[0] for line in requirements() if "<" in line}
+    assert {"hydra", "jax"} <= used <= bounded
 
 
 def test_the_root_of_the_package_is_small():
