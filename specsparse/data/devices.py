@@ -72,10 +72,10 @@ def _device(
     link: float | None = None, dispatch: float = 0.0, overlap: float = 1.0,
 ) -> Device:  # fmt: skip
     """A sheet in bytes, multiply-adds (two operations each) and seconds."""
-    rates = {kind: tera[kind] * TERA / 2 if kind in tera else None for kind in KINDS}
+    rates = {kind: rate * TERA / 2 for kind, rate in tera.items()}
     return Device(
-        name, title, bandwidth * GIGA, **rates, memory=memory * GIGA, link=None if link is None else link * GIGA,
-        dispatch=dispatch * MICRO, overlap=overlap, source=" ".join(source.split()),
+        name, title, bandwidth * GIGA, rates["f32"], rates.get("f16"), rates.get("int8"), memory * GIGA,
+        None if link is None else link * GIGA, dispatch * MICRO, overlap, " ".join(source.split()),
     )  # fmt: skip
 
 

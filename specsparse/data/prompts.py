@@ -135,7 +135,7 @@ def _parsed(row: object) -> list[Prompt]:
             raise ValueError(f"a message of role {other[0]!r}: the answers to a user's turns are up to the model")
         turns = [m["content"] for m in users]
     elif turns is None:
-        turns = [row.get("text")]
+        turns = [row.get("text", "")]
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t for t in (*turns, system or "-")):
         raise ValueError('"text", "turns" and messages must be texts, and not empty')
     name = str(row.get("question_id") or row.get("id") or "")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 
 from specsparse.engine.architectures import ARCHITECTURES, Architecture, LayerKind, supported_architecture
-from specsparse.engine.gguf.reader import POWERINFER_MAGIC, GGUFFile, can_dequantise, show, supported_types
+from specsparse.engine.gguf.reader import POWERINFER_MAGIC, GGUFFile, Kind, can_dequantise, show, supported_types
 from specsparse.engine.rope import SCALINGS, RopeConfig
 from specsparse.errors import UserError, refuse
 from specsparse.support.options import Range, options_of, read
@@ -223,22 +223,18 @@ class _Reader:
             raise UserError(f"{self.f.path}: metadata key '{self.arch}.{key}' is {show(value)}, {wanted}")
         return value
 
-    def get(self, key: str, kind: str, default: Any = None) -> Any:
+    def get(self, key: str, kind: Kind, default: Any = None) -> Any:
         """The value of a key, which is required unless a default is given."""
         return self.f.get(f"{self.arch}.{key}", kind, *(() if default is None else (default,)))
 
     def size(self, key: str, default: int | None = None, most: int = _MAX_SIZE) -> int:
         """An int in 1..most; an array stands for its value if all layers agree."""
         array = self.f.metadata.get(f"{self.arch}.{key}")
-        by_layer = isinstance(array, np.ndarray) and array.dtype.kind in "iu" and len(array) > 0
-        value = int(array[0]) if by_layer else self.get(key, "int", default)
-        if by_layer:
-            self.need(
-                key,
-                array.tolist(),
-                bool((array == value).all()),
-                "and a value that differs between layers is not supported",
-            )
+        if isinstance(array, np.ndarray) and array.dtype.kind in "iu" and len(array) > 0:
+            value, differs = int(array[0]), "and a value that differs between layers is not supported"
+            self.need(key, array.tolist(), bool((array == value).all()), differs)
+        else:
+            value = self.get(key, "int", default)
         return self.need(key, value, 1 <= value <= most, f"1 to {most} is allowed")
 
     def number(self, key: str, default: float | None = None, low: float = 0.0, most: float = 1e12) -> float:

@@ -71,7 +71,7 @@ def fixed_width(forward: ForwardFn, width: int) -> ForwardFn:
         logits, hidden = (None if rows is None else rows[:, :n] for rows in (out.logits, out.hidden))
         if logits is not None and want.zeros:  # outside of the pass, which must not depend on `zeros`
             logits = jnp.where((jnp.arange(n)[None] < n_valid_B[:, None])[..., None], logits, jnp.float32(0))
-        if want.logits == "last":
+        if logits is not None and want.logits == "last":
             logits = jnp.take_along_axis(logits, jnp.maximum(n_valid_B - 1, 0)[:, None, None], axis=1)
         return ForwardOut(logits, hidden, out.stats), cache
 

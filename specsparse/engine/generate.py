@@ -106,8 +106,8 @@ class DecodeState(NamedTuple):
     counters: LoopCounters
     history: History | None = None
     scores: Logprobs | None = None
-    drafter: object | None = None
-    policy: object | None = None
+    drafter: Pytree = None
+    policy: Pytree = None
     token_sources: jax.Array | None = None
 
 
@@ -117,14 +117,14 @@ Step = Callable[..., DecodeState]
 def zero_counters(batch: int, max_nodes: int) -> LoopCounters:
     """Counters of B sequences and drafts of up to K nodes (K = 0 for plain decoding)."""
     totals = np.zeros((batch, len(_TOTALS) + max_nodes), np.int32)
-    return jax.device_put(LoopCounters(totals, np.zeros((batch, 2), np.float32)))
+    return LoopCounters(*jax.device_put((totals, np.zeros((batch, 2), np.float32))))
 
 
 def empty_scores(batch: int, capacity: int, k: int) -> Logprobs:
     """Room for the log probabilities of every position."""
     one, top = (batch, capacity), (batch, capacity, k)
     kinds = (one, np.float32), (one, np.int32), (top, np.float32), (top, np.int32)
-    return jax.device_put(Logprobs(*(np.zeros(shape, dtype) for shape, dtype in kinds)))
+    return Logprobs(*jax.device_put([np.zeros(shape, dtype) for shape, dtype in kinds]))
 
 
 def last_token(state: DecodeState) -> jax.Array:
@@ -179,15 +179,15 @@ def put(old_BC, new_Bm, count_B, start_B) -> jax.Array:
     return old_BC.at[jnp.arange(B)[:, None], column_Bm].set(new_Bm, mode="drop")
 
 
-def score(state: DecodeState, logits_BmV, tokens_Bm, count_B, start_B) -> DecodeState:
-    """Stores the log probabilities of the first `count_B` tokens, which stand at `start_B` and after."""
+def score(scores: Logprobs, logits_BmV, tokens_Bm, count_B, start_B) -> Logprobs:
+    """With the log probabilities of the first `count_B` tokens, which stand at `start_B` and after."""
     B, m, V = logits_BmV.shape
-    new = logprobs(logits_BmV.reshape(B * m, V), tokens_Bm.reshape(-1), state.scores.top.shape[-1])
+    new = logprobs(logits_BmV.reshape(B * m, V), tokens_Bm.reshape(-1), scores.top.shape[-1])
 
     def store(old, rows):
         return put(old, rows.reshape(B, m, *rows.shape[1:]), count_B, start_B)
 
-    return state._replace(scores=jax.tree.map(store, state.scores, new))
+    return jax.tree.map(store, scores, new)
 
 
 def make_step(forward: ForwardFn, sampling: SamplingConfig, kernels: SamplingKernels) -> Step:
@@ -201,8 +201,9 @@ def make_step(forward: ForwardFn, sampling: SamplingConfig, kernels: SamplingKer
             token_B, ok_B, _ = sample(sampling, job.sampling, logits_BV, state.history, u_RU=u_BU, kernels=kernels)
         start_B = state.length
         state, count_B = emit(state._replace(cache=cache), job, token_B[:, None], live_B, ~ok_B & (live_B > 0))
-        if sampling.logprobs is not None:
-            state = score(state, logits_BV[:, None], token_B[:, None], count_B, start_B)
+        if state.scores is not None:
+            scores = score(state.scores, logits_BV[:, None], token_B[:, None], count_B, start_B)
+            state = state._replace(scores=scores)
         counters = state.counters.plus(rounds=live_B, emitted=count_B)
         return state._replace(cache=kv.commit(state.cache, count_B), counters=counters)
 

@@ -6,7 +6,7 @@
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from specsparse.engine.architectures import LayerKind
 from specsparse.engine.cache import KVCache
 from specsparse.engine.config import ModelConfig, parse_activation
+from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer, Params
 from specsparse.errors import UserError
 from specsparse.kernels import ChosenFfn, Kernels, QTensor, SkipWeights, SparseStats
@@ -50,9 +51,9 @@ class ForwardOut(NamedTuple):
         stats: of a sparse FFN, its arrays stacked over the layers, or None.
     """
 
-    logits: jax.Array | None
-    hidden: jax.Array | None = None
-    stats: object | None = None
+    logits: Any  # not `jax.Array | None`: callers know by their own `Want` which one it is
+    hidden: Any = None
+    stats: Pytree = None
 
 
 class ChosenNeurons(abc.ABC):
@@ -65,7 +66,7 @@ class ChosenNeurons(abc.ABC):
     acts: tuple
 
     @abc.abstractmethod
-    def __call__(self, layer: Layer, x_RD, n_valid_B):
+    def __call__(self, layer: Layer, x_RD, n_valid_B) -> tuple[jax.Array, SparseStats]:
         """Returns (x_RD, `SparseStats`), as `make_forward` wants it."""
 
     @abc.abstractmethod
@@ -196,8 +197,8 @@ def make_layers(config: ModelConfig, kernels: Kernels, ffn: Callable | None = No
     `features_RE` is None without places. Of `params` it reads `layers`, `cos` and `sin`. `ffn` as for `make_forward`.
     """
     plain = config.gated and config.activation in ("silu", "gelu_tanh", "relu", "relu2")
-    chooses = isinstance(ffn, ChosenNeurons)
-    one_call = (chooses or (ffn is None and plain)) and kernels.layers is not None and config.head_dim % 16 == 0
+    chooser = ffn if isinstance(ffn, ChosenNeurons) else None
+    layers_call = kernels.layers if (chooser or (ffn is None and plain)) and config.head_dim % 16 == 0 else None
     ffn = ffn or dense_ffn(config, kernels)
     attention = make_attention(config, kernels)
 
@@ -215,20 +216,25 @@ def make_layers(config: ModelConfig, kernels: Kernels, ffn: Callable | None = No
         stacked = jax.tree.map(lambda *each: jnp.stack(each), *stats) if stats else None
         kept[len(which)] = x_RD
         cache = KVCache(tuple(keys), tuple(values), cache.length)
-        return x_RD, cache, stacked, side_by_side([kept[place] for place in features], n_valid_B)
+        features_RE = side_by_side([kept[place] for place in features], n_valid_B) if features else None
+        return x_RD, cache, stacked, features_RE
+
+    if layers_call is None:
+        return one_by_one
 
     def together(params: Params, x_RD, cache: KVCache, n_valid_B, parents_Bn, which, features=()):
-        if not len(which) or (chooses and x_RD.shape[0] > MOST_CHOSEN_ROWS):
+        if not len(which) or (chooser and x_RD.shape[0] > MOST_CHOSEN_ROWS):
             return one_by_one(params, x_RD, cache, n_valid_B, parents_Bn, which, features)
         keys, values = list(cache.k), list(cache.v)
         layers = [params.layers[i] for i in which]
         skip = [layer.sparse for layer in layers]
-        skips = not chooses and all(isinstance(w, SkipWeights) for w in skip)
-        how = {"act": config.activation, "skip": skip if skips else None}
-        if chooses:
-            how = {"act": ffn.acts[0], "up_act": ffn.acts[1], "chosen": [ffn.of_layer(layer) for layer in layers]}
+        skips = not chooser and all(isinstance(w, SkipWeights) for w in skip)
+        how: dict[str, Any] = {"act": config.activation, "skip": skip if skips else None}
+        if chooser:
+            acts = dict(zip(("act", "up_act"), chooser.acts, strict=True))
+            how = {**acts, "chosen": [chooser.of_layer(layer) for layer in layers]}
         with jax.named_scope("layers"):
-            x_RD, new_k, new_v, *more = kernels.layers(
+            x_RD, new_k, new_v, *more = layers_call(
                 x_RD, layers, [keys[i] for i in which], [values[i] for i in which],
                 cos=params.cos, sin=params.sin, length=cache.length, n_valid=n_valid_B, parents=parents_Bn,
                 pairing=config.rope.pairing, eps=config.norm_eps, features=features,
@@ -236,18 +242,19 @@ def make_layers(config: ModelConfig, kernels: Kernels, ffn: Callable | None = No
             )  # fmt: skip
         for i, k, v in zip(which, new_k, new_v, strict=True):
             keys[i], values[i] = k, v
-        seen = more.pop(0) if skips or chooses else ()
-        stats = SparseStats(kept=seen[0], union=seen[1], nonzero=seen[0], active=seen[1]) if skips else None
-        stats = ffn.seen(SparseStats(*seen)) if chooses else stats
+        stats = None
+        if chooser:
+            stats = chooser.seen(SparseStats(*more.pop(0)))
+        elif skips:
+            nonzero, active = more.pop(0)
+            stats = SparseStats(kept=nonzero, union=active, nonzero=nonzero, active=active)
         return x_RD, KVCache(tuple(keys), tuple(values), cache.length), stats, *(more or [None])
 
-    return together if one_call else one_by_one
+    return together
 
 
-def side_by_side(rows: Sequence[jax.Array], n_valid_B: jax.Array) -> jax.Array | None:
-    """f32[R, len(rows) * D] of f32[R, D] each, 0 for rows that do not count; None if `rows` is empty."""
-    if not rows:
-        return None
+def side_by_side(rows: Sequence[jax.Array], n_valid_B: jax.Array) -> jax.Array:
+    """f32[R, len(rows) * D] of one or more f32[R, D], 0 for rows that do not count."""
     n = rows[0].shape[0] // n_valid_B.shape[0]
     counts_R = (jnp.arange(n, dtype=jnp.int32)[None] < n_valid_B[:, None]).reshape(-1)
     return jnp.where(counts_R[:, None], jnp.concatenate(rows, axis=1), jnp.float32(0))

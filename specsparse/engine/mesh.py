@@ -15,6 +15,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -146,13 +147,12 @@ class MeshDevices(Devices):
     def make_forward(self, config: ModelConfig, kernels: Kernels, ffn: Callable | None) -> ForwardFn:
         """`engine.llama.make_forward` of a dense model over the mesh."""
         inner = llama.make_forward(config, across(kernels, config.vocab_size))
-        layer = Layer(
-            **{name: _cut(name) for name in PROJECTIONS},
-            **{name: P() for name in config.layer_norms},
-            biases={name: P(AXIS) if name in BY_ROWS else P() for name in config.biases},
-        )  # type: ignore[arg-type]
-        out = _cut("output")
-        params_specs = Params(_cut("token_embd"), (layer,) * config.n_layers, P(), out, P(), P())  # type: ignore[arg-type]
+        by_rows: Any = P(AXIS)
+        whole: Any = P()
+        specs = {**{name: _cut(name) for name in PROJECTIONS}, **{name: whole for name in config.layer_norms}}
+        layer = Layer(**specs, biases={name: by_rows if name in BY_ROWS else whole for name in config.biases})
+        layers = (layer,) * config.n_layers
+        params_specs = Params(_cut("token_embd"), layers, whole, _cut("output"), whole, whole)
 
         def own(w):
             """A device's matrix with the shape of its part."""
@@ -226,8 +226,9 @@ def _cache_program(mesh: Mesh, **shape) -> Callable[[], KVCache]:
     return jax.jit(lambda: kv.init(**shape), out_shardings=shardings)
 
 
-def _cut(name: str) -> P:
-    """Of the packed bytes [groups, bytes of a group]: equal parts of a group's bytes are equal parts of its columns."""
+def _cut(name: str) -> Any:
+    """The `PartitionSpec` in a matrix's place, of its packed bytes [groups, bytes of a group]: equal parts of a group's
+    bytes are equal parts of its columns."""
     return P(AXIS) if name in BY_ROWS else P(None, AXIS) if name in BY_COLUMNS else P()
 
 

@@ -92,7 +92,7 @@ def model_tables(
 
     The first is not None, and `freq_factors` belong to it.
     """
-    shape = (capacity, ropes[0].dim // 2)
+    shape = (capacity, next(rope.dim for rope in ropes if rope is not None) // 2)
     unturned = np.ones(shape, np.float32), np.zeros(shape, np.float32)
     tables = [
         unturned if rope is None else rope_tables(rope, capacity, None if i else freq_factors)

@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,18 @@ from specsparse.errors import UserError
 from specsparse.kernels import Fragments, NeuronRows, PlainMatrix, QTensor, pack_neurons
 from specsparse.kernels.packing.dequant import pack_float
 from specsparse.kernels.packing.pack import pack
+from specsparse.kernels.qtensor import Layout
+
+ABSENT: Any = None
+"""In the place of a weight that a program does not read."""
+
+
+class DenseFFN(NamedTuple):
+    """The dense matrices of a layer's FFN; without a gate the activation is of `up`."""
+
+    gate: QTensor | None
+    up: QTensor
+    down: QTensor
 
 
 class Layer(NamedTuple):
@@ -49,6 +62,13 @@ class Layer(NamedTuple):
     def bias(self, *names: str) -> tuple[jax.Array | None, ...] | None:
         """Biases of the named projections, or None if the layer has no bias at all."""
         return tuple(self.biases.get(n) for n in names) if self.biases else None
+
+    @property
+    def dense(self) -> DenseFFN:
+        """The FFN's dense matrices; UserError if the layer keeps none."""
+        if self.ffn_up is None or self.ffn_down is None:
+            raise UserError('the FFN of this model keeps no dense matrices: load it with ffn="dense"')
+        return DenseFFN(self.ffn_gate, self.ffn_up, self.ffn_down)
 
 
 class Params(NamedTuple):
@@ -87,14 +107,17 @@ def _pack(tensor: TensorInfo, *, floats: bool) -> QTensor:
     if floats:
         packed = pack_float(jnp.asarray(tensor.dequantize()), "f32")
         return replace(packed, layout=replace(packed.layout, source=tensor.type.name))
-    return QTensor(*pack(tensor.raw, tensor.type, tensor.shape), tensor.shape)
+    rows, cols = tensor.shape
+    on_host: tuple[Any, Layout] = pack(tensor.raw, tensor.type, (rows, cols))  # numpy's until it is placed
+    return QTensor(*on_host, (rows, cols))
 
 
 def pack_rows(tensor: TensorInfo, *, floats: bool) -> NeuronRows:
     """`pack_matrix` for a matrix of neurons, one row each."""
+    rows, cols = tensor.shape
     if floats:
-        return pack_neurons(np.ascontiguousarray(tensor.dequantize(), np.float32), GGML.F32, tensor.shape)
-    return pack_neurons(tensor.raw, tensor.type, tensor.shape)
+        return pack_neurons(np.ascontiguousarray(tensor.dequantize(), np.float32), GGML.F32, (rows, cols))
+    return pack_neurons(tensor.raw, tensor.type, (rows, cols))
 
 
 PackFFN = Callable[[dict[str, TensorInfo]], dict[str, Pytree]]
@@ -139,7 +162,7 @@ def load_params(
             progress(t.nbytes)
         return out if place is None else place(name, out)
 
-    def ffn(i: int) -> dict[str, Pytree]:
+    def ffn(pack_ffn: PackFFN, i: int) -> dict[str, Pytree]:
         own = {n: f.tensors[f"blk.{i}.{n}.weight"] for n in FFN_NAMES if f"blk.{i}.{n}.weight" in names}
         out = pack_ffn(own)
         for matrix in filter(_is_matrix, jax.tree.leaves(out, is_leaf=_is_matrix)):
@@ -152,7 +175,7 @@ def load_params(
     ours = [n for n in names if pack_ffn is None or n.split(".")[-2] not in FFN_NAMES or n.endswith(".bias")]
     with ThreadPoolExecutor(2) as pool:  # numpy's copies release the lock
         loaded = dict(zip(ours, pool.map(load, ours), strict=True))
-        packed = list(pool.map(ffn, range(config.n_layers))) if pack_ffn else [{}] * config.n_layers
+        packed = list(pool.map(partial(ffn, pack_ffn), range(config.n_layers))) if pack_ffn else [{}] * config.n_layers
 
     def on_host(value: Pytree) -> bool:
         return any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(value))
@@ -161,9 +184,9 @@ def load_params(
     loaded |= jax.device_put({name: value for name, value in loaded.items() if on_host(value)})
 
     def layer(i: int) -> Layer:
-        fields = {n: loaded.get(f"blk.{i}.{n}.weight") for n in (*config.layer_norms, *PROJECTIONS)}
-        biases = {n: loaded[f"blk.{i}.{n}.bias"] for n in config.projections if f"blk.{i}.{n}.bias" in loaded}
-        return Layer(**{**fields, "biases": biases, **packed[i]})
+        fields: dict[str, Any] = {n: loaded.get(f"blk.{i}.{n}.weight") for n in (*config.layer_norms, *PROJECTIONS)}
+        fields["biases"] = {n: loaded[f"blk.{i}.{n}.bias"] for n in config.projections if f"blk.{i}.{n}.bias" in loaded}
+        return Layer(**fields | packed[i])
 
     embedding = loaded["token_embd.weight"]
     return Params(
@@ -208,7 +231,7 @@ def footprint(params: Params, f: GGUFFile) -> Footprint:
 def types(params: Params) -> list[str]:
     """GGUF types of the matrices, the one with the most weights first; "Q8_0 as f32" if they were dequantised."""
     sizes: Counter[str] = Counter()
-    once = params._replace(output=None) if params.output is params.embedding else params
+    once = (params.embedding, params.layers) if params.output is params.embedding else params
     for w in filter(_is_matrix, jax.tree.leaves(once, is_leaf=_is_matrix)):
         stored, source = w.layout.codes, w.layout.source
         as_floats = w.layout.is_float and source.lower() != stored

@@ -111,7 +111,7 @@ def platform() -> str:
     try:
         return jax.default_backend()
     except (RuntimeError, AssertionError) as error:  # the latter if JAX has no plugin for it
-        given = os.environ.get("JAX_PLATFORMS") or jax.config.jax_platforms
+        given = os.environ.get("JAX_PLATFORMS") or jax.config.values["jax_platforms"]
         if not given:
             raise
         raise UserError(f"JAX_PLATFORMS={given}: JAX finds no such device here; leave it out, or set cpu") from error

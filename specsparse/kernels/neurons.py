@@ -262,7 +262,7 @@ def stripes(down: QTensor) -> jax.Array:
         codes = codes.reshape(blocks, BLOCK // 2, STRIPE)
         codes = np.concatenate([codes & 15, codes >> 4], axis=1).astype(np.uint16)  # [blocks, neuron, output]
         by_lane = codes.reshape(blocks, BLOCK, STRIPE // lanes, lanes)
-        words = sum(by_lane[:, :, k] << np.uint16(4 * k) for k in range(STRIPE // lanes))
+        words = sum((by_lane[:, :, k] << np.uint16(4 * k) for k in range(STRIPE // lanes)), start=np.uint16(0))
         out[s, 2 * STRIPE * blocks :] = words.astype("<u2").view(np.uint8).reshape(-1)
     out.flags.writeable = False
     return jax.device_put(out)

@@ -35,6 +35,7 @@ from specsparse.predictors.base import FFN, Predictor, gate_matrix
 from specsparse.predictors.collect import collect, self_generated, watched, windows
 from specsparse.predictors.evaluate import fit_layers
 from specsparse.predictors.rules import GateThreshold, Oracle, UnionCap
+from specsparse.support.options import options_of
 
 _WINDOW = 128
 """Tokens of a window of the text that neurons are chosen by."""
@@ -63,11 +64,11 @@ def gated(model: Model, predictor: Predictor, weights: Sequence[Pytree], *, down
     if down_type is None and isinstance(predictor, Oracle) and zero_skip.in_params(model.params, config, kernels):
         params = zero_skip.skipping(model.params)
     else:
-        if down_type is None and not model.params.layers[0].ffn_down.layout.is_float:
+        if down_type is None and not model.params.layers[0].dense.down.layout.is_float:
             down_type = "Q8_0"
         params = sparse_params(model.params, weights, down_type=down_type, keep_dense=True)
         ffn = make_ffn(config, kernels, predictor)
-    own = {f.name: getattr(predictor, f.name) for f in dataclasses.fields(predictor) if f.name != "ffn"}
+    own = {name: getattr(predictor, name) for name in options_of(type(predictor))}
     rule = f"{predictor.name}({', '.join(f'{key}={value}' for key, value in own.items() if value is not None)})"
     return dataclasses.replace(
         model, params=params, forward=make_forward(config, kernels, ffn), ffn=PREDICTED, rule=rule
@@ -83,7 +84,7 @@ def bytes_read(model: Model, predictor: Predictor) -> tuple[int, int]:
     own = rest = 0
     for layer in model.params.layers:
         if isinstance(layer.sparse, SkipWeights):
-            own += layer.ffn_gate.nbytes
+            own += gate_matrix(layer).nbytes
             rest += layer.sparse.up.nbytes + layer.sparse.down.nbytes
             continue
         w: SparseWeights = layer.sparse
@@ -149,14 +150,14 @@ def with_fewer_neurons(
     def energy(layer: Layer, x_RD: jax.Array) -> jax.Array:
         """f32[F]: the squares that each neuron adds to the output over the rows, |down_j|^2 sum of a_j^2."""
         a_RF = ffn.neurons(layer, x_RD, jnp.asarray([x_RD.shape[0]], jnp.int32))
-        return jnp.sum(a_RF**2, axis=0) * jnp.sum(dequantize(layer.ffn_down) ** 2, axis=0)
+        return jnp.sum(a_RF**2, axis=0) * jnp.sum(dequantize(layer.dense.down) ** 2, axis=0)
 
     layers = []
     for layer, rows_ND in zip(model.params.layers, rows_LND, strict=True):
         ids = np.sort(np.argsort(-np.asarray(energy(layer, jnp.asarray(rows_ND))), kind="stable")[:count])
-        gate = None if layer.ffn_gate is None else take_rows(layer.ffn_gate, ids)
-        up, down = take_rows(layer.ffn_up, ids), _columns(layer.ffn_down, ids)
-        layers.append(layer._replace(ffn_gate=gate, ffn_up=up, ffn_down=down))
+        gate, up, down = layer.dense
+        gate = None if gate is None else take_rows(gate, ids)
+        layers.append(layer._replace(ffn_gate=gate, ffn_up=take_rows(up, ids), ffn_down=_columns(down, ids)))
     config, params = dataclasses.replace(config, d_ff=count), model.params._replace(layers=tuple(layers))
     forward = make_forward(config, model.kernels)
     return dataclasses.replace(model, config=config, params=params, forward=forward, ffn="hot", rule=f"neurons={count}")
@@ -168,7 +169,8 @@ def _columns(w: QTensor, ids: np.ndarray) -> QTensor:
     if w.layout.is_float:
         return pack_float(jnp.asarray(values), w.layout.codes)
     kind = GGMLQuantizationType.Q8_0
-    return pack_qtensor(quants.quantize(np.ascontiguousarray(values), kind), kind, values.shape)
+    rows, cols = values.shape
+    return pack_qtensor(quants.quantize(np.ascontiguousarray(values), kind), kind, (rows, cols))
 
 
 @dataclasses.dataclass(frozen=True)

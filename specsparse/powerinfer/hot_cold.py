@@ -42,7 +42,7 @@ from specsparse.engine.llama import (
     side_by_side,
 )
 from specsparse.engine.pytree import Pytree
-from specsparse.engine.weights import Layer, PackFFN, Params
+from specsparse.engine.weights import ABSENT, Layer, PackFFN, Params
 from specsparse.errors import UserError
 from specsparse.kernels import Kernels, NeuronRows, QTensor, SparseStats, pack_neurons
 from specsparse.kernels.native import cpu
@@ -106,28 +106,28 @@ def packer(hot: Sequence[np.ndarray], threshold: float, *, floats: bool, dense_h
     neurons are not predicted.
     """
 
-    def matrix(tensor: TensorInfo, ids: np.ndarray) -> QTensor | None:
-        """Some rows, packed for the dense kernels; None for no rows."""
-        if not len(ids):
-            return None
+    def matrix(tensor: TensorInfo, ids: np.ndarray) -> QTensor:
+        """Some rows, packed for the dense kernels."""
         if floats:
             return pack_float(jnp.asarray(tensor.dequantize()[ids]), "f32")
         return pack_qtensor(tensor.raw[ids], tensor.type, (len(ids), tensor.shape[1]))
 
     def part(own: dict[str, TensorInfo], ids: np.ndarray) -> Part | None:
-        def rows(name: str) -> NeuronRows | None:
-            t = own.get(name)
-            return t and pack_neurons(t.raw[ids], t.type, (len(ids), t.shape[1]))
+        def rows(t: TensorInfo) -> NeuronRows:
+            return pack_neurons(t.raw[ids], t.type, (len(ids), t.shape[1]))
 
-        return Part(*map(rows, ("ffn_gate", "ffn_up", "ffn_down_t"))) if len(ids) else None
+        if not len(ids):
+            return None
+        gate = own.get("ffn_gate")
+        return Part(None if gate is None else rows(gate), rows(own["ffn_up"]), rows(own["ffn_down_t"]))
 
     def pack(own: dict[str, TensorInfo]) -> dict[str, Pytree]:
         mask = hot[int(own["ffn_up"].name.split(".")[1])]
         hot_ids, cold_ids = np.flatnonzero(mask), np.flatnonzero(~mask)
         predictor = Predictors(
             fc1=matrix(own["fc1"], np.arange(own["fc1"].shape[0])),
-            fc2_hot=None if dense_hot else matrix(own["fc2"], hot_ids),
-            fc2_cold=matrix(own["fc2"], cold_ids),
+            fc2_hot=matrix(own["fc2"], hot_ids) if len(hot_ids) and not dense_hot else None,
+            fc2_cold=matrix(own["fc2"], cold_ids) if len(cold_ids) else None,
             threshold=jnp.float32(threshold),
         )
         sparse = HotCold(predictor, part(own, hot_ids), part(own, cold_ids))
@@ -301,7 +301,8 @@ class TwoDevices(Devices):
         host_layers: frozenset[int] = frozenset(),
         output_on_host: bool = False,
     ):
-        self.config, self.devices, self.overlap, self.watch = config, devices, True, None
+        self.config, self.devices, self.overlap = config, devices, True
+        self.watch: Callable[..., None] | None = None
         self.crossed, self._lock = {"hot": 0, "cold": 0}, threading.Lock()  # two threads count
         self._home = [devices.cold if i in host_layers else devices.hot for i in range(config.n_layers)]
         self._last = devices.cold if output_on_host else devices.hot
@@ -342,7 +343,7 @@ class TwoDevices(Devices):
         if n_valid_B is None:
             n_valid_B = np.full((batch,), n, np.int32)
         n_valid = {d: _to(d, n_valid_B) for d in self._programs}
-        tables = params._replace(embedding=None, layers=(), output_norm=None, output=None)
+        tables = params._replace(embedding=ABSENT, layers=(), output_norm=ABSENT, output=ABSENT)
         shared = {d: _to(d, (tables, cache.length, parents_Bn)) for d in {*self._home}}
         tokens_R = _to(self.devices.cold, np.reshape(np.asarray(tokens_Bn), -1))  # the host's, as the embedding
         residual = _Residual(self._programs[self.devices.cold].embed(params.embedding, tokens_R))
@@ -351,10 +352,11 @@ class TwoDevices(Devices):
         features = places(want.hidden, which, self.config.n_layers)
         for place, i in enumerate(which):
             kept |= {place: residual} if place in features else {}
-            args = params.layers[i], residual, keys[i], values[i], *shared[self._home[i]], n_valid
-            residual, keys[i], values[i], stat = self._layer(i, *args)
+            residual, keys[i], values[i], stat = self._layer(
+                i, params.layers[i], residual, keys[i], values[i], *shared[self._home[i]], n_valid=n_valid
+            )
             stats.append(stat)
-        last = params._replace(embedding=None, layers=(), cos=None, sin=None)
+        last = params._replace(embedding=ABSENT, layers=(), cos=None, sin=None)
         args = self.moved(self._last, (residual, n_valid_B))
         out = _to(self.devices.hot, self._programs[self._last].finish(last, *args, want=want))
         if features:

@@ -133,12 +133,10 @@ def to_powerinfer(
         return read_predictor(predictors, i, d_model=config.d_model, d_ff=config.d_ff)
 
     wrong = {"is a PowerInfer file already; --back makes a dense one of it": f.magic != MAGIC, **unreadable(config)}
-    if not any(wrong.values()):  # all predictors are read before the first byte is written
-        ranks = [load(i).fc1.shape[0] for i in range(config.n_layers)]
-        wrong[f"ranks {ranks} must be multiples of {kind.name}'s block of {block}; use f16"] = any(
-            rank % block for rank in ranks
-        )
     refuse(wrong, f.path)
+    ranks = [load(i).fc1.shape[0] for i in range(config.n_layers)]  # all are read before the first byte is written
+    uneven = any(rank % block for rank in ranks)
+    refuse({f"ranks {ranks} must be multiples of {kind.name}'s block of {block}; use f16": uneven}, f.path)
     keys = {**f.metadata, "general.file_type": _FILE_TYPES[kind]}
     if threshold is not None:
         keys[THRESHOLD_KEY] = threshold

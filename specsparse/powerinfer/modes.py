@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.devices import Devices, OneDevice
@@ -107,8 +107,9 @@ def plan(
         if not isinstance(placement, GpuIndex | Placement):
             raise UserError(f"a placement is a gpuidx file, a GpuIndex or a Placement, not {type(placement).__name__}")
         GpuIndex(tuple(placement.hot), 0).check(layers=config.n_layers, d_ff=config.d_ff, where=source)
-        whole = isinstance(placement, Placement)  # layers or the output may lie on the host
-        host = {"host_layers": placement.host_layers, "output_on_host": placement.output_on_host} if whole else {}
+        host: dict[str, Any] = {}
+        if isinstance(placement, Placement):  # layers or the output may lie on the host
+            host = {"host_layers": placement.host_layers, "output_on_host": placement.output_on_host}
         return LoadPlan(
             mode="powerinfer" if hot == "masked" else "powerinfer, hot=dense (lossy)",
             rule=f"threshold={limit:g}, {'one device' if devices == 1 else 'two devices'}",
@@ -166,7 +167,7 @@ def threshold_of(f: GGUFFile, given: float | None = None) -> float:
     return number(f.get(THRESHOLD_KEY, "float", 0.0), f"{f.path}: metadata key '{THRESHOLD_KEY}'")
 
 
-def number(value: object, what: str) -> float:
+def number(value: Any, what: str) -> float:
     """A threshold as a float, or a UserError that begins with `what` if it is no number or NaN."""
     try:
         found = math.nan if isinstance(value, bool) else float(value)

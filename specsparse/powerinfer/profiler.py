@@ -5,6 +5,7 @@ PowerInfer's own profiler is not released; its counts are `activation_{i}.pt`, o
 
 import os
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
@@ -137,7 +138,7 @@ def profile(
         return jnp.sum(active(layer, x_RD, n_valid_B).astype(bool), axis=0, dtype=jnp.int32)
 
     counts = watched(model, windows_Wn, count, params=params, progress=progress)
-    return ActivationStats(tuple(sum(c.astype(np.int64) for c in counts)), windows_Wn.size)
+    return ActivationStats(tuple(reduce(np.add, (c.astype(np.int64) for c in counts))), windows_Wn.size)
 
 
 def probabilities(stats: ActivationStats, *, rows: int = 1) -> tuple[np.ndarray, ...]:

@@ -57,7 +57,9 @@ def make_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor) -> Cal
     others), and TEAL, which leaves out inputs and not neurons, cannot run.
     """
     assert not isinstance(predictor, Teal)
-    return (_InOneCall if isinstance(predictor, InOneCall) else _OneByOne)(config, kernels, predictor)
+    if isinstance(predictor, InOneCall):
+        return _InOneCall(config, kernels, predictor)
+    return _OneByOne(config, kernels, predictor)
 
 
 class _OneByOne:
@@ -90,9 +92,13 @@ class _OneByOne:
 class _InOneCall(_OneByOne, ChosenNeurons):
     """`make_ffn` of a predictor that the kernels know."""
 
+    def __init__(self, config: ModelConfig, kernels: Kernels, predictor: InOneCall):
+        super().__init__(config, kernels, predictor)
+        self._choice = predictor.choice
+
     def of_layer(self, layer: Layer) -> ChosenFfn:
         w: SparseWeights = layer.sparse
-        return ChosenFfn(w.gate, w.up, w.down_t, self._predictor.choice(w.predictor, layer))
+        return ChosenFfn(w.gate, w.up, w.down_t, self._choice(w.predictor, layer))
 
 
 def masked_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor | None) -> Callable:
@@ -141,7 +147,8 @@ def rows_packer(threshold: float, *, floats: bool, predictor: bool) -> PackFFN:
     """
 
     def pack(own: dict[str, TensorInfo]) -> dict[str, Pytree]:
-        gate, up = (pack_rows(own[n], floats=floats) if n in own else None for n in ("ffn_gate", "ffn_up"))
+        gate = pack_rows(own["ffn_gate"], floats=floats) if "ffn_gate" in own else None
+        up = pack_rows(own["ffn_up"], floats=floats)
         if "ffn_down_t" in own:
             down_t = pack_rows(own["ffn_down_t"], floats=floats)
         else:
@@ -191,10 +198,11 @@ def sparse_params(
     """
     layers = []
     for layer, predictor in zip(params.layers, weights, strict=True):
-        gate, up = (None if m is None else regroup_neurons(m) for m in (layer.ffn_gate, layer.ffn_up))
-        exact = "F16" if layer.ffn_down.layout.codes == "f16" else "F32"
-        down_t = _down_rows(np.asarray(dequantize(layer.ffn_down)), down_type or exact)
-        layer = layer._replace(sparse=SparseWeights(gate, up, down_t, predictor))
+        gate, up, down = layer.dense
+        exact = "F16" if down.layout.codes == "f16" else "F32"
+        down_t = _down_rows(np.asarray(dequantize(down)), down_type or exact)
+        gate_rows = None if gate is None else regroup_neurons(gate)
+        layer = layer._replace(sparse=SparseWeights(gate_rows, regroup_neurons(up), down_t, predictor))
         layers.append(layer if keep_dense else layer._replace(ffn_gate=None, ffn_up=None, ffn_down=None))
     return params._replace(layers=tuple(layers))
 

@@ -52,5 +52,5 @@ def pack(own: dict[str, TensorInfo]) -> dict[str, Pytree]:
 
 def skipping(params: Params) -> Params:
     """The parameters of `in_params`, with rows by neuron beside the matrices."""
-    layers = (layer._replace(sparse=_skip_weights(layer.ffn_up, layer.ffn_down)) for layer in params.layers)
+    layers = (layer._replace(sparse=_skip_weights(layer.dense.up, layer.dense.down)) for layer in params.layers)
     return params._replace(layers=tuple(layers))

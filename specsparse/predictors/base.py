@@ -56,10 +56,10 @@ class FFN:
 
     def neurons(self, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
         """The neurons' values a, f32[R, F]; zero in rows that do not count."""
-        gate = gate_matrix(layer)
-        if layer.ffn_gate is None:
+        gate, up, _ = layer.dense
+        if gate is None:
             return activate(self.gate(layer, x_RD, n_valid_B), self.act)
-        g_RF, u_RF = self._products(layer, (gate, layer.ffn_up), x_RD, n_valid_B)
+        g_RF, u_RF = self._products(layer, (gate, up), x_RD, n_valid_B)
         return activate(g_RF, self.act) * activate(u_RF, self.up_act)
 
     def down(self, layer: Layer, a_RF: jax.Array, n_valid_B: jax.Array, residual=None) -> jax.Array:
@@ -72,12 +72,9 @@ class FFN:
 
 
 def gate_matrix(layer: Layer) -> QTensor:
-    """The matrix that decides which neurons are active, [F, D]: the gate, or `up` of an ungated FFN. A UserError if the
-    layer keeps no dense matrices."""
-    found = layer.ffn_gate if layer.ffn_gate is not None else layer.ffn_up
-    if found is None or layer.ffn_down is None:
-        raise UserError('a predictor is fitted on dense matrices, and this model keeps none: load it with ffn="dense"')
-    return found
+    """The matrix that decides which neurons are active, [F, D]: the gate, or `up` of an ungated FFN."""
+    gate, up, _ = layer.dense
+    return up if gate is None else gate
 
 
 class Needs(enum.Enum):
@@ -97,14 +94,17 @@ class Predictor(abc.ABC):
 
     Attributes:
         name: in the registry and in `conf/predictor`; by default that of the class.
-        needs: the data that `fit` reads.
     """
 
     name: ClassVar[str]
-    needs: ClassVar[Needs] = Needs.NOTHING
 
     def __init_subclass__(cls) -> None:
         cls.name = vars(cls).get("name", cls.__name__)
+
+    @property
+    def needs(self) -> Needs:
+        """The data that `fit` reads."""
+        return Needs.NOTHING
 
     def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> Pytree:
         """The predictor's weights for a layer: a pytree of arrays, made once on the host; by default none.
@@ -123,7 +123,7 @@ class Predictor(abc.ABC):
         """
 
 
-class InOneCall(abc.ABC):
+class InOneCall(Predictor):
     """A predictor whose `keep` the native kernels also compute within their one call for all layers, bit for bit."""
 
     @abc.abstractmethod

@@ -271,16 +271,18 @@ class Evaluator:
         capacity = self.model.capacity_for(2 * half)
         params, sums = self.model.params_for(capacity), jax.jit(partial(layer_sums, predictor, self.ffn))
         masked = _program(make_forward(c, self.model.kernels, masked_ffn))
-        by_layer, whole = None, None
+        fitted = weights or ()
+        by_layer: Pytree = None
+        whole: Pytree = None
         for w, tokens in enumerate(self.windows_Wn):
             prompt, rest = jnp.asarray(tokens[None, :half]), jnp.asarray(tokens[None, half:])
             _, prompt_LnD, cache = self._dense(params, prompt, self.model.new_cache(1, capacity))
             dense_nV, rows_LnD, _ = self._dense(params, rest, cache)
             if predictor.needs is Needs.PROMPT:
-                weights = fit_layers(predictor, params.layers, prompt_LnD)
-            found = [sums(own, layer, x) for own, layer, x in zip(weights, params.layers, rows_LnD, strict=True)]
+                fitted = fit_layers(predictor, params.layers, prompt_LnD)
+            found = [sums(own, layer, x) for own, layer, x in zip(fitted, params.layers, rows_LnD, strict=True)]
             by_layer = _added(by_layer, found)
-            sparse_nV, _, _ = masked(with_weights(params, weights), rest, cache)
+            sparse_nV, _, _ = masked(with_weights(params, fitted), rest, cache)
             whole = _added(whole, model_sums(dense_nV[:-1], sparse_nV[:-1], rest[0, 1:]))
             if progress is not None:
                 progress(w + 1)
@@ -291,7 +293,7 @@ class Evaluator:
             layers=tuple(map(LayerQuality.from_sums, by_layer)),
             mean=mean,
             model=ModelQuality.from_sums(whole),
-            cost=cost_of(predictor, self.ffn, weights[middle], params.layers[middle], kept=mean.kept, width=c.d_model),
+            cost=cost_of(predictor, self.ffn, fitted[middle], params.layers[middle], kept=mean.kept, width=c.d_model),
         )
 
 
@@ -310,7 +312,7 @@ def _program(forward: ForwardFn) -> Callable:
     return program
 
 
-def _added(total: Pytree | None, more: Pytree) -> Pytree:
+def _added(total: Pytree, more: Pytree) -> Pytree:
     more = jax.tree.map(np.float64, more)
     return more if total is None else jax.tree.map(np.add, total, more)
 
@@ -326,7 +328,7 @@ def quality_in_chunks(dense: Model, model: Model, windows_Wn: np.ndarray, *, row
     whole, chunks = _program(dense.forward), _program(model.forward)
     capacity = dense.capacity_for(2 * half + rows)
     params, own = dense.params_for(capacity), model.params_for(capacity)
-    total = None
+    total: Pytree = None
 
     def read(chunk, cache):
         tokens_1n, count_B = chunk.arrays

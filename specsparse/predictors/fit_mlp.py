@@ -160,7 +160,7 @@ class LayerTrainer:
     def start(self) -> FitState:
         """The state before the first epoch, which counts as the best so far."""
         rng = np.random.default_rng([self.options.seed, self.index, 1 << 20])
-        rank, (neurons, width) = self.options.rank, self.layer.ffn_up.shape
+        rank, (neurons, width) = self.options.rank, self.layer.dense.up.shape
         fc1 = rng.normal(0, 1 / np.sqrt(width), (rank, width))
         fc2 = rng.normal(0, 1 / np.sqrt(rank), (neurons, rank))
         if self.options.init == "svd":

@@ -15,7 +15,7 @@ from specsparse.support.options import Internal, Range, Share
 
 
 @dataclass(frozen=True)
-class Oracle(Predictor, InOneCall):
+class Oracle(InOneCall):
     """keep_j if the neuron is not zero: recall and precision are 1, the output is the dense one."""
 
     name: ClassVar[str] = "oracle"
@@ -47,7 +47,7 @@ class Random(Predictor):
     def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> jax.Array:
         """The salt uint32[F] that tells neurons and layers apart."""
         key = jax.random.fold_in(jax.random.key(self.seed), index)
-        return jax.random.bits(key, (layer.ffn_up.shape[0],), jnp.uint32)
+        return jax.random.bits(key, (layer.dense.up.shape[0],), jnp.uint32)
 
     def keep(self, weights: jax.Array, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
         place_D = 2 * jnp.arange(x_RD.shape[1], dtype=jnp.uint32) + jnp.uint32(1)
@@ -110,7 +110,7 @@ class GateWeights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GateThreshold(Predictor, InOneCall):
+class GateThreshold(InOneCall):
     """keep_j if |act(gate_j z)| >= threshold, a quantile over a text (CATS, arXiv:2404.08763, eq. 3).
 
     The gate is computed in full; neurons with a small activation are left out of up and down.
@@ -120,7 +120,7 @@ class GateThreshold(Predictor, InOneCall):
     """
 
     name: ClassVar[str] = "gate_threshold"
-    needs: ClassVar[Needs] = Needs.TEXT
+    needs = Needs.TEXT
     ffn: Annotated[FFN, Internal()]
     share: Share = 0.5
 
@@ -162,7 +162,7 @@ class Teal(Predictor):
     """
 
     name: ClassVar[str] = "teal"
-    needs: ClassVar[Needs] = Needs.TEXT
+    needs = Needs.TEXT
     ffn: Annotated[FFN, Internal()]
     share: Share = 0.5
 
@@ -212,7 +212,7 @@ class Sequence(Predictor):
     """
 
     name: ClassVar[str] = "sequence"
-    needs: ClassVar[Needs] = Needs.PROMPT
+    needs = Needs.PROMPT
     ffn: Annotated[FFN, Internal()]
     share: Share = 0.5
     rule: Literal["griffin", "coreinfer"] = "griffin"

@@ -79,12 +79,13 @@ Codes: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 
 def pack_factor(matrix: np.ndarray, codes: Codes) -> QTensor:
     """A matrix f32[rows, columns] in that type, or in F16 if its columns are no whole blocks."""
-    if not codes.startswith("q"):
+    if codes in ("f32", "f16", "bf16"):
         return pack_float(jnp.asarray(matrix), codes)
     if matrix.shape[1] % BLOCK:
         return pack_float(jnp.asarray(matrix), "f16")
     kind, matrix = GGMLQuantizationType[codes.upper()], np.ascontiguousarray(matrix, np.float32)
-    return pack_qtensor(quants.quantize(matrix, kind), kind, matrix.shape)
+    rows, cols = matrix.shape
+    return pack_qtensor(quants.quantize(matrix, kind), kind, (rows, cols))
 
 
 class Factors(NamedTuple):
@@ -129,7 +130,7 @@ class Mlp(LowRank):
     """
 
     name: ClassVar[str] = "mlp"
-    needs: ClassVar[Needs] = Needs.TRAINING
+    needs = Needs.TRAINING
     relu: ClassVar[bool] = True
     codes: Codes | None = None
     threshold: float | None = None

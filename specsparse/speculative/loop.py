@@ -195,10 +195,11 @@ class Round:
             cache = kv.commit_path(cache, path_rows(verdict), count_B)
         else:
             cache = kv.commit(cache, count_B)
-        if self.config.logprobs is not None:
+        if state.scores is not None:
             rows_Bn = jnp.maximum(path_rows(verdict), 0)
             logits_BnV = jnp.take_along_axis(out.logits, rows_Bn[:, :, None], axis=1)
-            state = score(state, logits_BnV, jnp.maximum(verdict.tokens, 0), count_B, start_B)
+            scores = score(state.scores, logits_BnV, jnp.maximum(verdict.tokens, 0), count_B, start_B)
+            state = state._replace(scores=scores)
         if state.token_sources is not None:
             state = state._replace(
                 token_sources=put(state.token_sources, token_sources.codes(draft, verdict), count_B, start_B)

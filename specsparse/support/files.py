@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
@@ -140,7 +140,7 @@ def need_place(path: str | os.PathLike[str], *sources: str | os.PathLike[str] | 
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+def replacing(path: str | os.PathLike[str]) -> Generator[Path]:
     """An empty file that becomes `path` when the block ends without an error, and leaves nothing behind otherwise.
 
     Raises:
@@ -165,7 +165,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextmanager
-def atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def atomically(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
     """`replacing`, as an open binary file."""
     with replacing(path) as temporary, temporary.open("wb") as file:
         yield file

@@ -117,7 +117,7 @@ class Option(NamedTuple):
     name: str
     hint: Any
     marks: tuple[object, ...]
-    default: object
+    default: Any
     about: str
 
     @property
@@ -303,7 +303,7 @@ def _fields(owner: type) -> tuple[Option, ...]:
     if not dataclasses.is_dataclass(owner):
         raise TypeError(f"{owner.__name__} is no dataclass: its fields are its options")
     hints, about, out = typing.get_type_hints(owner, include_extras=True), _attributes(owner), []
-    for field in sorted(dataclasses.fields(owner), key=lambda field: field.kw_only):
+    for field in sorted(dataclasses.fields(owner), key=lambda field: field.kw_only is True):
         made = field.default_factory
         default = field.default if made is dataclasses.MISSING else made()
         if field.init:
@@ -311,7 +311,7 @@ def _fields(owner: type) -> tuple[Option, ...]:
     return tuple(out)
 
 
-def _parts(hint: object) -> tuple[Any, tuple[object, ...]]:
+def _parts(hint: Any) -> tuple[Any, tuple[object, ...]]:
     return (hint.__origin__, hint.__metadata__) if typing.get_origin(hint) is Annotated else (hint, ())
 
 

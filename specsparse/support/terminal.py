@@ -7,7 +7,7 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -41,7 +41,7 @@ def console(*, columns: bool = False) -> "Console":
 
 
 @contextmanager
-def busy(out: "Console", what: str) -> Iterator[None]:
+def busy(out: "Console", what: str) -> Generator[None]:
     """A spinner with the seconds, for work of unknown length; a plain line if there is no terminal."""
     from rich.progress import SpinnerColumn
     from rich.text import Text
@@ -53,7 +53,7 @@ def busy(out: "Console", what: str) -> Iterator[None]:
 
 
 @contextmanager
-def loading(out: "Console", what: str) -> Iterator[Callable[[int, int], None]]:
+def loading(out: "Console", what: str) -> Generator[Callable[[int, int], None]]:
     """A bar over bytes; yields the function to call with (bytes done, bytes in all)."""
     from rich.progress import DownloadColumn
 
@@ -62,7 +62,7 @@ def loading(out: "Console", what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
-def counting(out: "Console", what: str, total: int) -> Iterator[Callable[..., None]]:
+def counting(out: "Console", what: str, total: int) -> Generator[Callable[..., None]]:
     """A bar over `total` steps; yields `step()`, or `step(done)` with how many are done, and `what` is now done."""
     from rich.progress import MofNCompleteColumn
 
@@ -75,7 +75,7 @@ def counting(out: "Console", what: str, total: int) -> Iterator[Callable[..., No
 
 
 @contextmanager
-def _progress(out: "Console", what: str, total: int | None, column: "ProgressColumn") -> Iterator["Progress"]:
+def _progress(out: "Console", what: str, total: int | None, column: "ProgressColumn") -> Generator["Progress"]:
     """A bar with one task; nothing if there is no terminal."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -86,7 +86,7 @@ def _progress(out: "Console", what: str, total: int | None, column: "ProgressCol
 
 
 @contextmanager
-def until_the_reader_leaves() -> Iterator[None]:
+def until_the_reader_leaves() -> Generator[None]:
     """Ends the block in silence once nobody reads the standard output; the rest of the output is dropped.
 
     An exit out of the block keeps its code. Characters that the output's encoding lacks are written as JSON escapes. A
@@ -135,7 +135,7 @@ def _escape(error: UnicodeError) -> tuple[str, int]:
 
 
 @contextmanager
-def decoding_input() -> Iterator[None]:
+def decoding_input() -> Generator[None]:
     """UserError if what the block reads from the standard input is no text in its encoding."""
     try:
         yield

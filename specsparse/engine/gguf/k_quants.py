@@ -158,7 +158,7 @@ def _best_units(x: np.ndarray, fit: _Fit, form: _Form) -> tuple[np.ndarray, np.n
     return _half(d), _half(m)
 
 
-def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _quotient(a: np.ndarray | np.float32, b: np.ndarray) -> np.ndarray:
     """a / b, and 0 if b is 0."""
     return np.divide(a, b, out=np.zeros(np.broadcast_shapes(a.shape, b.shape), np.float32), where=b != 0)
 

@@ -240,7 +240,7 @@ class Cursor:
         start, self.at = self.at, self.at + n
         return start
 
-    def scalar(self, code: str, what: str) -> int | float | bool:
+    def scalar(self, code: str, what: str) -> Any:
         """The next little-endian value of a `struct` code."""
         form = "<" + code
         return struct.unpack_from(form, self.buffer, self.take(struct.calcsize(form), what))[0]

@@ -33,6 +33,10 @@ def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+def _is_real(value: object) -> TypeGuard[float]:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 def _list(text: str, fits: Callable[[Any], bool], *, single: type | None = None, least: int = 0) -> Read:
     """Reads a list, set or vector without repetitions; None is an empty one, and a `single` value a list of itself."""
 
@@ -60,8 +64,7 @@ def _bias(value: object) -> dict[int, float]:
     for key, number in (value or {}).items():
         # Keys of JSON objects are strings.
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
-        real = isinstance(number, numbers.Real) and not isinstance(number, bool)
-        if not (_is_int(token) and token >= 0 and real and (abs(number) <= 1e30 or number == -math.inf)):
+        if not (_is_int(token) and token >= 0 and _is_real(number) and (abs(number) <= 1e30 or number == -math.inf)):
             raise ValueError
         bias[int(token)] = float(number)
     return bias
@@ -186,7 +189,7 @@ class SamplingParams:
         return self.n if self.best_of is None else self.best_of
 
     @classmethod
-    def from_dict(cls, mapping: Mapping[str, object]) -> "SamplingParams":
+    def from_dict(cls, mapping: Mapping[str, Any]) -> "SamplingParams":
         """Builds the parameters from names and values, as they come from a file or a command line.
 
         Raises:

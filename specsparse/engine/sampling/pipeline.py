@@ -91,7 +91,7 @@ def init_history(cfg: SamplingConfig, prompts: Sequence[Sequence[int]]) -> Histo
         counts, in_prompt = np.zeros((B, cfg.vocab_size), np.int32), seen
     if cfg.context:
         recent = np.full((B, cfg.context), -1, np.int32)
-    return jax.device_put(History(np.zeros((B,), np.int32), counts, in_prompt, recent))
+    return History(*jax.device_put((np.zeros((B,), np.int32), counts, in_prompt, recent)))
 
 
 def observe_many(history: History, token_Bm: jax.Array, count_B: jax.Array) -> History:

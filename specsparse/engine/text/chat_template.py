@@ -63,7 +63,7 @@ class ChatTemplate:
         self._environment = _ChatEnvironment()
         self._variables = {"tools": None, "documents": None, **variables}
         try:
-            self._template = self._environment.from_string(template)
+            self._template = self._environment.from_string(template, _GLOBALS)
         except Exception as error:  # the parser meets arbitrary text: deep nesting, for one, is a RecursionError
             raise self._failed("is not valid", error) from None
 
@@ -120,6 +120,9 @@ def _tojson(
     return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys)
 
 
+_GLOBALS = {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+
+
 class _ChatEnvironment(ImmutableSandboxedEnvironment):
     """The sandbox with a budget; `restart` before each rendering."""
 
@@ -133,20 +136,19 @@ class _ChatEnvironment(ImmutableSandboxedEnvironment):
         )
         self._steps = self._built = 0
         self.globals.pop("lipsum")
-        self.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
         self.filters = {name: self._guarded(name, function) for name, function in self.filters.items()}
         self.filters |= {"_turns": self._turns, "_checked": self._checked, "_printable": _printable, "tojson": _tojson}
 
     def restart(self) -> None:
         self._steps = self._built = 0
 
-    def concat(self, parts: Iterable[str]) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def concat(self, parts: Iterable[str]) -> str:  # pyrefly: ignore[bad-override]  # Jinja's is an attribute
         """Joins the output of a block, macro or template."""
         parts = list(parts)
         self._count(sum(map(len, parts)))
         return "".join(parts)
 
-    def call(self, context: Context, function: Callable, *args: object, **kwargs: object) -> object:
+    def call(self, context: Context, function: Callable, *args: Any, **kwargs: object) -> object:
         self._step(5)  # about what a macro costs beside a loop turn
         method = getattr(function, "__wrapped__", function)  # Jinja wraps str.format
         owner = getattr(method, "__self__", None)
@@ -205,7 +207,7 @@ class _ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def _guarded(self, name: str, function: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(function)
-        def guarded(*args: object, **kwargs: object) -> object:
+        def guarded(*args: Any, **kwargs: object) -> object:
             self._step()
             # Jinja passes its environment or context first to the filters that ask for it.
             values = [value for value in args if not isinstance(value, _PASSED)]
@@ -276,7 +278,7 @@ def _check_arguments(values: Iterable[object]) -> None:
             raise SecurityError(f"it passes the number {value:.3g} to a function")
 
 
-def _check_growth(name: str, value: object, args: tuple[object, ...]) -> None:
+def _check_growth(name: str, value: Any, args: tuple[object, ...]) -> None:
     """Refuses the string operations that would make much out of little."""
     size = 0
     if name == "replace" and len(args) >= 2:

@@ -69,7 +69,7 @@ def pack(x: jax.Array, norm: jax.Array | None, eps: float, *, interpret: bool = 
             scale = jax.lax.rsqrt(total / jnp.float32(columns) + jnp.float32(eps))
 
         def write(i, v, _):
-            if weights is not None:
+            if weights is not None and scale is not None:
                 weight = ops.read(weights.at[first + i], _WORDS.reduce((0, 1)))
                 v = v * ops.spread(scale, _SHAPE, (0, 1), _WORDS) * ops.spread(weight, _SHAPE, (2, 3, 4, 5), _WORDS)
             words, largest = _quantised(ops, v)

@@ -7,6 +7,7 @@ Rows of activations are int8 codes, and a scale for each block of 32.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +146,7 @@ def abstract(layout: Layout, shape: tuple[int, int]) -> Fragments:
     """`fragments` of such a matrix by shapes and types alone (`jax.ShapeDtypeStruct`)."""
     tiles, pieces, subs = -(-shape[0] // TILE), -(-shape[1] // PIECE), PIECE // layout.sub
     fields = 2 if layout.has_min else 1
-    of = jax.ShapeDtypeStruct
+    of: Any = jax.ShapeDtypeStruct  # stands for an array
     words = 4 if layout.codes == "nibble" else 8
     if layout.scales.startswith("super"):
         scales = of((tiles, -(-shape[1] // SUPER), 32, 2 * fields), jnp.float16)
@@ -195,7 +196,7 @@ def unpack(codes: jax.Array, scales: jax.Array, subs: jax.Array | None, layout: 
     if subs is not None:
         sc, mn = jnp.split(subs, 2, axis=-1) if layout.has_min else (subs, None)
         d = times(d, sc, jnp.int8)
-        m = None if mn is None else -times(m, mn, jnp.uint8)
+        m = None if m is None or mn is None else -times(m, mn, jnp.uint8)
     return numbers, d, m
 
 
@@ -209,8 +210,8 @@ def widened(w: Fragments, dtype: jnp.dtype) -> jax.Array:
 def embed_rows(w: Fragments, ids: jax.Array) -> jax.Array:
     """Rows `ids` int32[R] as f32[R, cols]. Ids out of range are clipped."""
     ids = jnp.clip(ids, 0, w.shape[0] - 1)
-    tiles = jax.tree.map(lambda a: a[ids // TILE], (w.codes, w.scales, w.subs))
-    values = _values(*tiles, w.layout)
+    codes, scales, subs = jax.tree.map(lambda a: a[ids // TILE], (w.codes, w.scales, w.subs))
+    values = _values(codes, scales, subs, w.layout)
     return jnp.take_along_axis(values, (ids % TILE)[:, None, None], axis=1)[:, 0, : w.shape[1]]
 
 

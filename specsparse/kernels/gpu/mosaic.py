@@ -9,6 +9,7 @@ bits depend neither on the rows beside it nor on the place of its row.
 from collections.abc import Sequence
 from functools import partial, reduce
 from operator import add
+from typing import Any
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
@@ -230,12 +231,13 @@ class _Compiled(InRegisters):
         given = [i for i, a in enumerate(arrays) if a is not None]
 
         @plgpu.inline_mgpu(
-            arg_types=tuple(tiled(layouts[i]) for i in given),
+            arg_types=tuple(tiled(layout) for layout in layouts if layout is not None),
             return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=tiled(_ACC)),
         )
         def run(ctx, *values):
             have = dict(zip(given, values))
-            return _add(self.layout, *(have.get(i) for i in range(6)), [have[i] for i in range(6, len(arrays))])
+            acc, codes, scales, subs, x, dx = (have.get(i) for i in range(6))
+            return _add(self.layout, acc, codes, scales, subs, x, dx, [have[i] for i in range(6, len(arrays))])
 
         return run(*(arrays[i] for i in given))
 
@@ -346,7 +348,7 @@ def _looked_up(nibbles, table: tuple[int, ...]):
     select = arith.ori(arith.andi(select, _i32(0xFF)), arith.andi(arith.shrui(select, _i32(8)), _i32(0xFF00)))
     i32 = ir.IntegerType.get_signless(32)
 
-    def permute(*words):
+    def permute(*words) -> Any:
         """PTX's prmt.b32: byte i is byte (select >> 4 i) & 7 of the eight bytes of two words, the low one first."""
         both = [_i32(int(word.view(np.int32))) for word in words]
         return llvm.inline_asm(i32, [*both, select], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", has_side_effects=False)

@@ -38,7 +38,7 @@ def mosaic_kernel(
     return plgpu.kernel(body, **options, num_threads=num_threads, compiler_params=by_thread, **grid)
 
 
-def meet(barrier: jax.Ref) -> None:
+def meet(barrier) -> None:
     """Waits for the other warpgroups of the block."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
@@ -54,9 +54,9 @@ class InArrays:
         """A matrix, transposed: neighbours in memory go to different threads."""
         return ref[...].T
 
-    def write(self, ref, value: jax.Array, layout: Layout | None = None, order: tuple[int, ...] | None = None) -> None:
+    def write(self, ref, value: jax.Array, layout: Layout | None = None, order: tuple[int, ...] = ()) -> None:
         """Stores a value; with `order`, axis i of the reference is axis order[i] of the value, which has `layout`."""
-        ref[...] = value if order is None else value.transpose(order)
+        ref[...] = value.transpose(order) if order else value
 
     def spread(self, value: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...], layout: Layout) -> jax.Array:
         """The value with its axes as `axes` of a larger array."""
@@ -85,8 +85,8 @@ class InRegisters:
 
         return run(ref)
 
-    def write(self, ref, value: jax.Array, layout: Layout | None = None, order: tuple[int, ...] | None = None) -> None:
-        if order is None:
+    def write(self, ref, value: jax.Array, layout: Layout | None = None, order: tuple[int, ...] = ()) -> None:
+        if layout is None:
             ref[...] = value
             return
 

@@ -32,7 +32,8 @@ class PlainMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.data.shape
+        rows, cols = self.data.shape
+        return rows, cols
 
     @property
     def nbytes(self) -> int:

@@ -5,6 +5,7 @@ import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -184,7 +185,7 @@ def given(array, dtype=jnp.float32):
     return jnp.zeros((0,), dtype) if array is None else array
 
 
-def call(target: str, results, *operands, aliases=None, **attributes):
+def call(target: str, results, *operands, aliases=None, **attributes) -> Any:
     """Calls specsparse_`target`; `results` are (shape, dtype) pairs: a list of them, or one for a single array."""
     needed()
     one = not isinstance(results, list)

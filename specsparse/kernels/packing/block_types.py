@@ -45,8 +45,13 @@ def _minus(words: np.ndarray, offset: int) -> np.ndarray:
 
 def as_stored(blocks: np.ndarray) -> Fields:
     """Q4_0, Q4_1, IQ4_NL, Q8_0: codes in the file are those of the layout."""
-    names = blocks.dtype.names
-    return Fields(blocks["q"], blocks["d"][..., None], blocks["m"][..., None] if "m" in names else None)
+    return Fields(blocks["q"], *_scales(blocks))
+
+
+def _scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """d, and m of the types that have one."""
+    has_min = "m" in (blocks.dtype.names or ())
+    return blocks["d"][..., None], blocks["m"][..., None] if has_min else None
 
 
 def _planes(field: np.ndarray, axis: int) -> np.ndarray:
@@ -62,7 +67,7 @@ def _five_bits(blocks: np.ndarray, *, offset: int) -> Fields:
     codes[0] |= low & _each(0x0F)
     codes[1] |= _shifted(low, 4, 0x0F)
     codes = np.moveaxis(_minus(codes, offset) if offset else codes, 0, 2)
-    return Fields(codes, blocks["d"][..., None], blocks["m"][..., None] if "m" in blocks.dtype.names else None)
+    return Fields(codes, *_scales(blocks))
 
 
 def _nvfp4(blocks: np.ndarray) -> Fields:
@@ -283,7 +288,7 @@ def _iq1_m(blocks: np.ndarray) -> Fields:
     words = blocks["s"]
     high = _nibbles(blocks["h"]).astype(np.uint16)
     index = blocks["q"] | (high << np.uint16(8))
-    d = sum(((words[..., i] >> np.uint16(12)) << np.uint16(4 * i) for i in range(4)), start=np.uint16(0))
+    d = np.bitwise_or.reduce((words >> np.uint16(12)) << np.arange(0, 16, 4, dtype=np.uint16), axis=-1)
     sub = _fields(words, 4, 3).reshape(*blocks.shape, 16)
     return _codebook_fields(_iq1_grid().take(index), d, sub, 0.125)
 

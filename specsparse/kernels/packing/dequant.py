@@ -6,12 +6,11 @@ the final sum with a min rounds, and fusing it with a product changes no bit. Th
 """
 
 from functools import partial
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from specsparse.kernels.qtensor import BLOCK, ROWS, Fields, Layout, QTensor
+from specsparse.kernels.qtensor import BLOCK, ROWS, Codes, Fields, Layout, QTensor
 
 FLOATS = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}
 
@@ -38,9 +37,10 @@ def embed_rows(w: QTensor, ids: jax.Array) -> jax.Array:
     return _values(row, w.layout)[..., 0]
 
 
-def pack_float(array: jax.Array, codes: Literal["f32", "f16", "bf16"] = "f32") -> QTensor:
+def pack_float(array: jax.Array, codes: Codes = "f32") -> QTensor:
     """float32[rows, cols] as a float QTensor, rounded to nearest even for the two-byte codes."""
-    return QTensor(_float_groups(array, codes), Layout(codes, source=codes.upper()), array.shape)
+    rows, cols = array.shape
+    return QTensor(_float_groups(array, codes), Layout(codes, source=codes.upper()), (rows, cols))
 
 
 @partial(jax.jit, static_argnames="codes")  # one program a shape; step by step it would be eight

@@ -316,7 +316,7 @@ def attend_batched(q, k, v, cache_k, cache_v, *, parents=None, window=0, finite=
     at = first[..., None] + jnp.arange(n, dtype=jnp.int32)[None, None]
     low = positions - window if window else jnp.full_like(positions, -1)
     slot = None if parents is None else jnp.clip(_slots(step, at), 0, capacity - 1)
-    if core is not None and parents is not None:
+    if core is not None and slot is not None:
         near = jnp.where((at >= 0) & (at > low[..., None]), slot, -1)
         out = core(step, q_BnGhd, first, low, near)
         if out is not None:
@@ -342,7 +342,7 @@ def attend_batched(q, k, v, cache_k, cache_v, *, parents=None, window=0, finite=
     top, weights, total = weighed(scores, slots < first[..., None], slots)
     read = decode if finite else lambda rows: _finite(decode(rows))
     summed = jnp.einsum("bgnhs,bgsd->bgnhd", weights, read(step.cache_v), precision=HIGHEST)
-    if parents is not None:
+    if slot is not None:
         near = jnp.take_along_axis(scores, slot[:, None, :, None], axis=-1)
         top_2, weights, total_2 = weighed(near, at >= 0, at)
         newest = read(jax.vmap(lambda v, s: v[:, s])(step.cache_v, slot))  # [B, G, n, S, d]
