@@ -10,9 +10,9 @@ import enum
 import numbers
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, Self
 
-from specsparse.engine.pytree import Pytree
+from specsparse.engine.pytree import AnyArray, Pytree
 from specsparse.errors import refuse
 from specsparse.support.options import Also, Range, shown
 
@@ -21,11 +21,9 @@ if TYPE_CHECKING:  # for the types alone: kinds of draws are known without it
     import numpy as np
 
     from specsparse.engine.model import Model
-
-# Types of modules that import this one.
-ActivePolicy = DraftView = Policy = Any  # specsparse.speculative.policies.base
-Load = Any  # specsparse.speculative.drafters.spec
-Rule = Any  # specsparse.speculative.verify
+    from specsparse.speculative.drafters.spec import Load
+    from specsparse.speculative.policies.base import ActivePolicy, DraftView, Policy
+    from specsparse.speculative.verify import Rule
 
 # How many tokens a round drafts: `max_nodes` inside; outside it is gamma, or what other projects call it.
 
@@ -87,10 +85,10 @@ class Draft(NamedTuple):
             node whose row has no mass at its own token is never accepted and leaves p alone.
     """
 
-    tokens: "jax.Array"
-    parents: "jax.Array"
-    count: "jax.Array"
-    q: "jax.Array | None" = None
+    tokens: AnyArray
+    parents: AnyArray
+    count: AnyArray
+    q: AnyArray | None = None
 
     @property
     def max_nodes(self) -> int:
@@ -165,7 +163,7 @@ class DraftContext(NamedTuple):
     params: Pytree = None
     cache: Pytree = None
     text: Pytree = None
-    policies: tuple[ActivePolicy, ...] = ()
+    policies: "tuple[ActivePolicy, ...]" = ()
     vocabulary: Vocabulary | None = None
 
     @property
@@ -178,7 +176,7 @@ class DraftContext(NamedTuple):
         """Fields of a `DraftView` that `stop` reads; empty if no policy ends drafts early."""
         return self.policies[0].policy.needs if self.policies else frozenset()
 
-    def stop(self, view: DraftView) -> "jax.Array":
+    def stop(self, view: "DraftView") -> "jax.Array":
         """bool[B]: whether to end the draft before its next node is drawn from the distribution in view."""
         return self.policies[0].stop(view) if self.policies else view.depth < 0
 
@@ -249,13 +247,19 @@ class AnyDrafter(abc.ABC):
 
     Attributes:
         needs_model: whether `build` reads the target's model.
-        on_mesh: whether the target's matrices may be divided among devices.
-        can_draw: whether a temperature above 0 makes it draw its drafts from distributions that a verifier can weigh.
     """
 
     needs_model: ClassVar[bool] = False
-    on_mesh: ClassVar[bool] = True
-    can_draw: ClassVar[bool] = False
+
+    @property
+    def on_mesh(self) -> bool:
+        """Whether the target's matrices may be divided among devices."""
+        return True
+
+    @property
+    def can_draw(self) -> bool:
+        """Whether a temperature above 0 makes it draw its drafts from distributions that a verifier can weigh."""
+        return False
 
     @property
     @abc.abstractmethod
@@ -278,7 +282,7 @@ class AnyDrafter(abc.ABC):
         return None
 
     @property
-    def length_policy(self) -> Policy | None:
+    def length_policy(self) -> "Policy | None":
         """The draft-length policy that its own options say, or None."""
         return None
 
@@ -296,12 +300,12 @@ class AnyDrafter(abc.ABC):
         """Refuses missing or impossible facts, such as a head without a path."""
         return None
 
-    def with_policy(self, policy: Policy) -> Self:
+    def with_policy(self, policy: "Policy") -> Self:
         """The same with that policy among its options, if it has such options."""
         return self
 
     @abc.abstractmethod
-    def build(self, target: "Model", load: Load) -> LoadedDrafter:
+    def build(self, target: "Model", load: "Load") -> LoadedDrafter:
         """The drafter for this target, and its weights; `runtime.method.load_drafter` gives it room for a policy."""
 
 
@@ -338,7 +342,7 @@ class Drafter(AnyDrafter):
         """The same with room for drafts of so many nodes, if that is for a policy to say."""
         return self
 
-    def source_policies(self, policy: Policy) -> tuple[Policy, ...]:
+    def source_policies(self, policy: "Policy") -> "tuple[Policy, ...]":
         """The policy of each source of drafts; of several, `draft` says which one drafted."""
         return (policy,)
 
@@ -369,11 +373,11 @@ class Drafter(AnyDrafter):
         for fact in ("max_nodes", "max_depth"):
             value = getattr(self, fact)
             whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-            whole = whole and 1 <= value <= MOST_ROOM
+            whole = whole and 1 <= int(value) <= MOST_ROOM
             wrong[f"{name}.{fact}={shown(value)} must be a whole number from 1 to {MOST_ROOM}"] = not whole
         refuse(wrong)
 
-    def build(self, target: "Model", load: Load) -> LoadedDrafter:
+    def build(self, target: "Model", load: "Load") -> LoadedDrafter:
         """Itself."""
         return LoadedDrafter(self)
 
@@ -412,7 +416,7 @@ class Verifier:
     """
 
     name: str
-    rule: Rule
+    rule: "Rule"
     kinds: frozenset[DraftKind]
     tree: bool = False
     lossless: bool = True

@@ -4,6 +4,7 @@ Times are in plain decoding steps: v(n) of a forward of n rows (v(1) = 1), c to 
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
@@ -40,7 +41,7 @@ def mean_tokens(tokens: float, share: float) -> float:
 
 
 def round_cost(
-    v: Callable[[float], float], gamma: float, *, c: float = 0.0, c0: float = 0.0, share: float = 1.0
+    v: Callable[[Any], float], gamma: float, *, c: float = 0.0, c0: float = 0.0, share: float = 1.0
 ) -> float:
     """T in plain steps, v(gamma+1) + (gamma c + c0); without any draft a plain step.
 
@@ -51,7 +52,7 @@ def round_cost(
 
 
 def predicted_speedup(
-    alpha: float, gamma: int, v: Callable[[float], float], *, c: float = 0.0, c0: float = 0.0, share: float = 1.0
+    alpha: float, gamma: int, v: Callable[[int], float], *, c: float = 0.0, c0: float = 0.0, share: float = 1.0
 ) -> float:
     """E[tokens] / T of chains of gamma tokens, which a `share` of the rounds drafts."""
     return mean_tokens(expected_tokens(alpha, gamma), share) / round_cost(v, gamma, c=c, c0=c0, share=share)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import NamedTuple
 
 import jax
@@ -45,7 +45,7 @@ from specsparse.speculative.base import (
 )
 from specsparse.speculative.policies.base import ActivePolicy, Policy
 from specsparse.speculative.trees.base import node_depths, path_rows, row_parents
-from specsparse.speculative.verify import LogitRows, Noise, Target, has_native_call, of_nothing
+from specsparse.speculative.verify import LogitRows, Noise, Target, native_judge, of_nothing
 
 jax.tree_util.register_static(Vocabulary)
 
@@ -143,7 +143,7 @@ class Round:
         kernels sample without writing distributions down.
         """
         if self.verifier.needs_p:
-            writes_probs = not has_native_call(self.verifier, self.kernels)
+            writes_probs = native_judge(self.verifier, self.kernels) is None
         else:
             writes_probs = self.reads_alpha and draft.q is not None
         if self.kernels.sample is not None and not writes_probs:
@@ -307,10 +307,10 @@ class RoundTarget(Target):
     @functools.cached_property
     def rows(self) -> LogitRows | None:  # type: ignore[override]
         round, state = self._round, self._state
-        if not has_native_call(round.verifier, round.kernels):
+        if (judge := native_judge(round.verifier, round.kernels)) is None:
             return None
         rows_RV, probs = rows_to_judge(round.config, self._job.sampling, self._logits_RV, state.history, self._paths)
-        return LogitRows(rows_RV, probs, _valid(state, self._draft), round.kernels.judge)
+        return LogitRows(rows_RV, probs, _valid(state, self._draft), judge)
 
     @functools.cached_property
     def _paths(self):
@@ -341,7 +341,7 @@ _NOT_TRACEABLE = (
 
 
 @contextlib.contextmanager
-def traced(drafter: Drafter, method: str) -> Iterator[None]:
+def traced(drafter: Drafter, method: str) -> Generator[None]:
     """Calls a method of anybody's drafter while a program is traced; refuses one that asks for a traced value."""
     try:
         yield

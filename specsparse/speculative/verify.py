@@ -147,9 +147,9 @@ class Rule(abc.ABC):
         return self.reads_alpha(tree=tree, greedy=greedy)
 
 
-def has_native_call(verifier: Verifier, kernels: SamplingKernels) -> bool:
-    """Whether these kernels judge the verifier's chains in one call."""
-    return kernels.judge is not None and verifier.rule.judges_whole is not None and not verifier.tree
+def native_judge(verifier: Verifier, kernels: SamplingKernels) -> Callable | None:
+    """The one call by which these kernels judge the verifier's chains, or None."""
+    return None if verifier.rule.judges_whole is None or verifier.tree else kernels.judge
 
 
 def judged_at_once(rule: Rule, draft: Draft, target: Target, noise: Noise) -> Verdict:

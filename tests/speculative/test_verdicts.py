@@ -14,7 +14,7 @@ from specsparse.speculative.base import PAD, Draft
 from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import VERIFIERS
 from specsparse.speculative.verifiers.draft_rules import match_verdict
-from specsparse.speculative.verify import Noise, Target, has_native_call, of_nothing
+from specsparse.speculative.verify import Noise, Target, native_judge, of_nothing
 from tests.cells import cells
 from tests.speculative.verdicts import verify, verify_rows
 
@@ -34,7 +34,7 @@ def compiled(name, alpha=False):
 def at_once(name, alpha=False):
     """The verdict by this machine's kernels in one call, or None where they have none for this verifier."""
     ours = kernels_of(get())
-    if not has_native_call(VERIFIERS[name], ours):
+    if not native_judge(VERIFIERS[name], ours):
         return None
 
     def run(draft, p, *, coins_BK, u_B):

@@ -109,7 +109,7 @@ def drafter(shape: int | TreeShape, kind: DraftKind | None = None, *, own: bool 
     """
     sampling = sources.DraftSampling(SamplingParams(temperature=1.0), VOCAB)
     vocab = VocabMap(VOCAB, VOCAB, VOCAB)
-    source = OwnModel(forward, vocab, 64, (0,), 1, 1, 1, jnp.float32) if own else TargetLayers(forward, vocab, 64, (0,))
+    source = OwnModel(vocab, forward, 64, (0,), 1, 1, 1, jnp.float32) if own else TargetLayers(vocab, forward, 64, (0,))
     if isinstance(shape, int):
         return ModelDrafter(source, sampling, shape, kind)
     return TreeDrafter(source, sampling, shape)

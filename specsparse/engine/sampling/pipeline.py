@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsparse.engine.pytree import AnyArray
 from specsparse.engine.sampling.params import SamplingArrays, SamplingConfig, Truncation
 from specsparse.engine.sampling.probs import REFERENCE, SamplingKernels, mass, one_hot
 from specsparse.errors import UserError
@@ -61,7 +62,7 @@ class Sampled(NamedTuple):
 
     token: jax.Array
     ok: jax.Array
-    share: jax.Array | None
+    share: AnyArray
 
 
 class Logprobs(NamedTuple):

@@ -164,7 +164,7 @@ class DraftModel(DrafterSpec):
         common = common_tokens(target, model, text=slem)
         expansion = max(1.0, common.pieces_per_token)
         if slem:
-            writer = self.style.drafter(_source(model, size, size), target)
+            writer = self.style.chain(_source(model, size, size), target)
             drafter = StringDrafter(writer, Translator(target.tokenizer, model.tokenizer, common), expansion)
             loaded = _loaded(drafter, drafter.slots, model, DraftWeights())
         else:
@@ -211,7 +211,7 @@ def _loaded(drafter: Drafter, slots: Callable[[int], int], model: Model, weights
     head = weights.head
 
     def weights_for(tokens: int) -> DraftWeights:
-        params = model.params_for(slots(tokens))
+        params: Pytree = model.params_for(slots(tokens))
         return weights._replace(params=params if head is None else params._replace(output=head))
 
     reads = bytes_of(model.params.layers, model.params.output if head is None else head)
@@ -223,7 +223,7 @@ def _source(model: Model, target_size: int, columns: int, expansion: float = 1.0
     c, unknown = model.config, model.tokenizer.unknown_id
     vocab = VocabMap(target_size, c.vocab_size, columns, 0 if unknown is None else unknown)
     sizes = c.n_layers, c.n_kv_heads, c.head_dim
-    return OwnModel(model.forward, vocab, c.context_length, None, *sizes, model.cache_dtype, expansion)
+    return OwnModel(vocab, model.forward, c.context_length, None, *sizes, model.cache_dtype, expansion)
 
 
 def common_tokens(target: Model, draft: Model, *, text: bool = False) -> Intersection:

@@ -6,7 +6,7 @@ import inspect
 import itertools
 import operator
 from collections.abc import Iterable, Mapping, Set
-from typing import ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ class ListDrafter(Drafter):
     """
 
     max_nodes: MaxNodes = SHORT_GAMMA
-    kind: ClassVar[DraftKind] = DraftKind.ONE_HOT
+    kind = DraftKind.ONE_HOT
 
     def __init_subclass__(cls) -> None:
         """Makes each class a frozen dataclass, also one that only says `max_nodes = 8`."""
@@ -92,7 +92,7 @@ class ListDrafter(Drafter):
             found = self.propose(tokens, limit)
             ordered = isinstance(found, Iterable) and not isinstance(found, Set | Mapping)
             # A generator may raise too, or never end.
-            given = list(itertools.islice(found, limit + 1)) if ordered else [None]
+            given: list[Any] = list(itertools.islice(found, limit + 1)) if ordered else [None]
         except (Exception, SystemExit) as error:
             at = f" ({line})" if (line := own_line(error)) else ""
             raise UserError(f"{called} raised {type(error).__name__}: {shown(str(error))}{at}") from None

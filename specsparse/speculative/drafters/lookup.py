@@ -7,7 +7,7 @@ a draft to the budget, `copy_chain` copies tokens of the text as a draft, `draft
 import functools
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Annotated, ClassVar, NamedTuple, Self
+from typing import Annotated, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -88,21 +88,23 @@ class NGrams(Drafter):
         ngram_max: longest n-gram to look up.
         ngram_min: shortest n-gram to look up, 1..ngram_max.
         newest: whether the most recent match wins, or the first one in the text.
-        min_hits: matches an n-gram must have.
         min_follow: tokens that must follow a match for it to count.
         copy_max: tokens copied at most (llama.cpp's m, before the draft is cut to K); None for no such limit.
         min_copy: tokens that must follow the winner, else the draft is empty.
     """
 
-    kind: ClassVar[DraftKind] = DraftKind.ONE_HOT
-    max_nodes: int
+    kind = DraftKind.ONE_HOT
     ngram_max: int
     ngram_min: int
     newest = False
-    min_hits = 1
     min_follow = 1
     copy_max: int | None = None
     min_copy = 0
+
+    @property
+    def min_hits(self) -> int:
+        """Matches an n-gram must have."""
+        return 1
 
     def draft(self, params: Pytree, state: Pytree, ctx: DraftContext) -> Drafted:
         """Copies the tokens behind the match; consumes no noise."""
@@ -241,7 +243,7 @@ class Suffix(Drafter):
         candidates: matches that vote at most.
     """
 
-    kind: ClassVar[DraftKind] = DraftKind.ONE_HOT
+    kind = DraftKind.ONE_HOT
     max_nodes: MaxNodes = SHORT_GAMMA
     longest: Annotated[int, Range(1, 4096), Also("suffix_decoding_max_tree_depth")] = 64
     min_match: Annotated[int, Range(1, 4096)] = 1
@@ -392,8 +394,8 @@ class Either(Drafter):
         rest = ctx._replace(budget=jnp.where(took_B, 0, ctx.budget), cache=a.cache).from_source(1)
         b = self.second.draft(params, state.second, rest)
         K = self.max_nodes
-        tokens = (jnp.pad(x.draft.tokens, ((0, 0), (0, K - x.draft.max_nodes))) for x in (a, b))
-        tokens_BK, q_BKV = jnp.where(took_B[:, None], *tokens), None
+        ours_BK, theirs_BK = (jnp.pad(x.draft.tokens, ((0, 0), (0, K - x.draft.max_nodes))) for x in (a, b))
+        tokens_BK, q_BKV = jnp.where(took_B[:, None], ours_BK, theirs_BK), None
         if (q_BkV := b.draft.q) is not None:
             q_BKV = jnp.pad(q_BkV, ((0, 0), (0, K - q_BkV.shape[1]), (0, 0)))
             q_BKV = jnp.where(took_B[:, None, None], jax.nn.one_hot(tokens_BK, q_BKV.shape[-1]), q_BKV)

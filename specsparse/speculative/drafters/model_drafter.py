@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from specsparse.engine import cache as kv
 from specsparse.engine.cache import KVCache
-from specsparse.engine.pytree import Pytree
+from specsparse.engine.pytree import AnyArray, Pytree
 from specsparse.speculative.base import SHORT_GAMMA, Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
 from specsparse.speculative.drafters.sources import (
     DraftSampling,
@@ -113,23 +113,24 @@ class ModelDrafter(Drafter):
         live_B, sampled = chain.live, self.draw is DraftKind.SAMPLED
         u_BU = draft_uniforms(ctx, depth=i + 1, node=i)[:, 0]
         vocab = self.source.vocab
-        q_BN = wide_BV = None
-        at_once = sampled and not ctx.needs and self.sampling.kernels.propose is not None
-        if at_once:
+        q_BN: AnyArray = None
+        wide_BV: AnyArray = None
+        if sampled and not ctx.needs and self.sampling.kernels.propose is not None:
             column_B, ok_B, wide_BV = self.sampling.propose(logits_BN, u_BU, params.ids, vocab.target)
             live_B = live_B & ok_B
-        elif sampled:
-            q_BN, ok_B = self.sampling.probs(logits_BN)
-            live_B = live_B & ok_B  # without a distribution the draft ends
-        elif ctx.needs:
-            q_BN = self.sampling.confidence(logits_BN)
-        if ctx.needs:
-            view = draft_view(q_BN, depth_B=chain.count, last_B=chain.last, needs=ctx.needs)
-            live_B = live_B & ~ctx.stop(view)
-        if not sampled:
-            column_B = self.sampling.top(logits_BN)
-        elif not at_once:
-            column_B, wide_BV = self.sampling.draw(q_BN, u_BU), vocab.widen(params, q_BN)
+        else:
+            if sampled:
+                q_BN, ok_B = self.sampling.probs(logits_BN)
+                live_B = live_B & ok_B  # without a distribution the draft ends
+            elif ctx.needs:
+                q_BN = self.sampling.confidence(logits_BN)
+            if ctx.needs:
+                view = draft_view(q_BN, depth_B=chain.count, last_B=chain.last, needs=ctx.needs)
+                live_B = live_B & ~ctx.stop(view)
+            if sampled:
+                column_B, wide_BV = self.sampling.draw(q_BN, u_BU), vocab.widen(params, q_BN)
+            else:
+                column_B = self.sampling.top(logits_BN)
         token_B = jnp.where(live_B, vocab.token_ids(params, column_B), 0)
         last_B = chain.last
         if "last" in ctx.needs:
@@ -138,7 +139,7 @@ class ModelDrafter(Drafter):
         return _Chain(
             cache=chain.cache,
             tokens=jax.lax.dynamic_update_slice_in_dim(chain.tokens, token_B[:, None], i, axis=1),
-            q=None if not sampled else jax.lax.dynamic_update_slice_in_dim(chain.q, wide_BV[:, None], i, axis=1),
+            q=None if chain.q is None else jax.lax.dynamic_update_slice_in_dim(chain.q, wide_BV[:, None], i, axis=1),
             count=count_B,
             live=live_B & (count_B < budget_B),
             last=last_B,

@@ -1,6 +1,7 @@
 """The target drafts for itself, with fewer layers or neurons and on its own cache."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import jax
@@ -110,9 +111,7 @@ class SparseSelf(DrafterSpec):
     def build(self, target: Model, load: Load) -> LoadedDrafter:
         own = {"rule": self.rule, "share": self.share, "threshold": self.threshold, "text": self.text}
         fewer = load("fewer_neurons", {key: value for key, value in own.items() if value is not None})
-        loaded = on_target(self.style, target, fewer.forward, None, fewer.params.layers)
-        weights = loaded.weights(0)
-        return loaded._replace(weights=lambda capacity: weights._replace(params=fewer.params_for(capacity)))
+        return on_target(self.style, target, fewer.forward, None, fewer.params.layers, params=fewer.params_for)
 
 
 def default_layers(count: int) -> tuple[int, ...]:
@@ -122,17 +121,23 @@ def default_layers(count: int) -> tuple[int, ...]:
 
 
 def on_target(
-    style: Drafting, target: Model, forward: ForwardFn, layers: tuple[int, ...] | None, read: Pytree
-) -> LoadedDrafter:
+    style: Drafting, target: Model, forward: ForwardFn, layers: tuple[int, ...] | None, read: Pytree,
+    *, params: Callable[[int], Pytree] = lambda capacity: None,
+) -> LoadedDrafter:  # fmt: skip
     """The drafter that is a part of the target, on the target's cache.
 
     Args:
         forward: of the part.
         layers: those that run, None for all.
         read: the weights that drafting a token reads, without the output matrix.
+        params: of the part by capacity, None for the target's own.
     """
     c = target.config
     weights, columns = style.trim(target, target.params.output, c.vocab_size)
-    source = TargetLayers(forward, VocabMap(c.vocab_size, c.vocab_size, columns), c.context_length, layers)
+    source = TargetLayers(VocabMap(c.vocab_size, c.vocab_size, columns), forward, c.context_length, layers)
     reads = bytes_of(read, target.params.output if weights.head is None else weights.head)
-    return LoadedDrafter(style.drafter(source, target), lambda capacity: weights, reads)
+
+    def weights_for(capacity: int) -> DraftWeights:
+        return weights._replace(params=params(capacity))
+
+    return LoadedDrafter(style.drafter(source, target), weights_for, reads)

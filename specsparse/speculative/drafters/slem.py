@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine.cache import KVCache
+from specsparse.engine.pytree import AnyArray
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.speculative.base import DraftContext, Drafted, DraftKind, TextDrafter
 from specsparse.speculative.drafters.model_drafter import ModelDrafter
@@ -126,11 +127,11 @@ class OwnText(NamedTuple):
         closed: int32[B], ids that they are, more than there is room for as well.
     """
 
-    ids: jax.Array
-    length: jax.Array
-    kept: jax.Array
-    read: jax.Array
-    closed: jax.Array
+    ids: AnyArray
+    length: AnyArray
+    kept: AnyArray
+    read: AnyArray
+    closed: AnyArray
 
 
 class StringState(NamedTuple):
@@ -163,7 +164,7 @@ class StringDrafter(TextDrafter):
     translator: Translator
     expansion: float
 
-    kind: ClassVar[DraftKind] = DraftKind.ONE_HOT  # type: ignore[misc]  # static, as a field of its own would be
+    kind = DraftKind.ONE_HOT
     asks_stop: ClassVar[bool] = True
     has_sources: ClassVar[bool] = True  # the budget is in tokens of the target, the policy's in those of the writer
     max_nodes = property(attrgetter("writer.max_nodes"))

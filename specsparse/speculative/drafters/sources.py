@@ -65,7 +65,7 @@ class DraftIds(NamedTuple):
     def at(self, images: Images | None, at_Bn: jax.Array) -> jax.Array:
         """int32[B, n]: the ids at these places; anything beyond the text. Without images the target's own ids."""
         last = self.tokens.shape[1] - 1
-        if images is None or self.ends is None:
+        if images is None or self.ends is None or self.bos is None:
             return jnp.take_along_axis(self.tokens, jnp.clip(at_Bn, 0, last), axis=1)
         before_Bn = jnp.sum(self.ends[:, None, :] <= at_Bn[:, :, None], axis=2, dtype=jnp.int32)
         token_Bn = jnp.clip(before_Bn, 0, last)
@@ -167,6 +167,7 @@ class VocabMap:
         return jnp.pad(q_RN, ((0, 0), (0, self.target - self.columns)))
 
 
+@dataclasses.dataclass(frozen=True)
 class Source(abc.ABC):
     """Base of all sources: final frozen dataclasses. The state is a pytree, the cache passes through a draft by value.
 
@@ -175,13 +176,16 @@ class Source(abc.ABC):
 
     Attributes:
         vocab: the map between the vocabularies.
-        wants_hidden: the target's hidden rows for `init` and `keep`, as `Drafter.wants_hidden`.
         independent: whether logits at a position do not depend on the drafted tokens before it.
     """
 
     vocab: VocabMap
-    wants_hidden: ClassVar[bool | tuple[int, ...]] = False
     independent: ClassVar[bool] = False
+
+    @property
+    def wants_hidden(self) -> bool | tuple[int, ...]:
+        """The target's hidden rows for `init` and `keep`, as `Drafter.wants_hidden`."""
+        return False
 
     @abc.abstractmethod
     def init(self, weights: DraftWeights, ctx: DraftContext, hidden_BnD: jax.Array | None = None) -> Pytree:
@@ -223,13 +227,11 @@ class ModelSource(Source):
 
     Attributes:
         forward: the forward function.
-        vocab: the map between the vocabularies.
         context: tokens the model may look at.
         layers: the layers that run, None for all.
     """
 
     forward: ForwardFn
-    vocab: VocabMap
     context: int
     layers: tuple[int, ...] | None
 

@@ -139,15 +139,21 @@ class Drafting:
 
     def drafter(self, source: Source, target: Model) -> Drafter:
         """The drafter with that source of logits, for that target."""
-        probs = DraftSampling(self.sampling, source.vocab.columns, target.sampling_kernels)
-        if self.shape is not None and self.shape.independent and not source.independent:
+        if self.shape is None:
+            return self.chain(source, target)
+        if self.shape.independent and not source.independent:
             raise UserError(
                 "tree=ddtree needs distributions that do not depend on the draft so far, as drafter=dflash has; "
                 "choose tree=dynamic for this drafter"
             )
-        if self.shape is not None:
-            return TreeDrafter(source, probs, self.shape)
-        return ModelDrafter(source, probs, self.length_policy.gamma, self.kind)
+        return TreeDrafter(source, self._sampling_of(source, target), self.shape)
+
+    def chain(self, source: Source, target: Model) -> ModelDrafter:
+        """`drafter` without a tree."""
+        return ModelDrafter(source, self._sampling_of(source, target), self.length_policy.gamma, self.kind)
+
+    def _sampling_of(self, source: Source, target: Model) -> DraftSampling:
+        return DraftSampling(self.sampling, source.vocab.columns, target.sampling_kernels)
 
     def trim(
         self, target: Model, output: Matrix, columns: int, *, rows: np.ndarray | None = None
@@ -179,7 +185,7 @@ class HeadDrafting(Drafting):
             and block, which draws drafts from q.
     """
 
-    temperature: Temperature | None = None
+    temperature: Temperature | None = None  # pyrefly: ignore[bad-override]  # `Drafting` takes it, its own option not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,13 +241,19 @@ class DrafterSpec(AnyDrafter):
 
     Attributes:
         drafting: how it drafts, as far as that is the same for all.
-        on_mesh: whether the target's matrices may be divided among devices: only its forward function reads them.
     """
 
     drafting: Annotated[Drafting, Inline()] = dataclasses.field(default=Drafting(), kw_only=True)
     needs_model: ClassVar[bool] = True
-    on_mesh: ClassVar[bool] = False
-    can_draw: ClassVar[bool] = True
+
+    @property
+    def on_mesh(self) -> bool:
+        """Whether the target's matrices may be divided among devices: only its forward function reads them."""
+        return False
+
+    @property
+    def can_draw(self) -> bool:
+        return True
 
     @property
     def style(self) -> Drafting:

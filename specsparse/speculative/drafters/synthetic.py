@@ -9,7 +9,7 @@ import functools
 import itertools
 import operator
 from operator import attrgetter
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -155,7 +155,7 @@ class Synthetic(Drafter):
 
     max_nodes: MaxNodes = SHORT_GAMMA
     acceptance: Annotated[SyntheticRates, Inline()] = SyntheticRates()
-    kind: ClassVar[DraftKind] = DraftKind.ONE_HOT
+    kind = DraftKind.ONE_HOT
 
     def __post_init__(self):
         if self.acceptance.rates is not None:
@@ -201,7 +201,7 @@ class Scripted(Drafter):
     truth: Annotated[tuple[int, ...], Read(lambda ids: tuple(map(int, ids)), "a list of ids")] = ()
     max_nodes: MaxNodes = SHORT_GAMMA
     accept: tuple[int, ...] | None = None
-    kind: ClassVar[DraftKind] = DraftKind.ONE_HOT
+    kind = DraftKind.ONE_HOT
 
     def __post_init__(self):
         object.__setattr__(self, "max_nodes", self.shape.size)

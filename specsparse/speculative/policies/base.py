@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsparse.engine.pytree import AnyArray
 from specsparse.errors import UserError
 from specsparse.speculative.base import DEFAULT_GAMMA, GAMMA_NAMES, MAX_GAMMA, DraftContext, DraftKind, Verdict
 from specsparse.support.options import Also, Count, Positive, Range, Size, check_at_most
@@ -49,10 +50,10 @@ class DraftView(NamedTuple):
     """
 
     depth: jax.Array
-    top: jax.Array | None = None
-    top10: jax.Array | None = None
-    entropy: jax.Array | None = None
-    last: jax.Array | None = None
+    top: AnyArray = None
+    top10: AnyArray = None
+    entropy: AnyArray = None
+    last: AnyArray = None
 
 
 def draft_view(q_BV: jax.Array, *, depth_B: jax.Array, last_B: jax.Array, needs: frozenset[str]) -> DraftView:
@@ -75,23 +76,32 @@ class Policy:
     Attributes:
         gamma: tokens to draft in a round, at most; a drafter needs room for as many.
         name: for messages; by default that of the class.
-        needs: fields of `DraftView` that `stop` reads; empty if it never stops.
-        one_hot_only: whether `keep` may drop tokens, which only one-hot drafts survive without loss. True of a class
-            that overrides `keep` and says nothing else.
-        always: whether every round drafts `gamma` tokens if it can, and all are verified: as without a policy.
     """
 
     name: ClassVar[str]
-    needs: ClassVar[frozenset[str]] = frozenset()
-    one_hot_only: ClassVar[bool] = False
-    always: ClassVar[bool] = False
     gamma: Gamma = DEFAULT_GAMMA
 
     def __init_subclass__(cls) -> None:
         cls.name = vars(cls).get("name", cls.__name__)
         last = next(c for c in cls.__mro__ if {"keep", "one_hot_only"} & vars(c).keys())
         if "one_hot_only" not in vars(last):  # what a base says of its own `keep` does not hold of this one
-            cls.one_hot_only = True
+            cls.one_hot_only = True  # pyrefly: ignore[bad-assignment]  # a class attribute in the property's place
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Fields of `DraftView` that `stop` reads; empty if it never stops."""
+        return frozenset()
+
+    @property
+    def one_hot_only(self) -> bool:
+        """Whether `keep` may drop tokens, which only one-hot drafts survive without loss. True of a class that
+        overrides `keep` and says nothing else."""
+        return False
+
+    @property
+    def always(self) -> bool:
+        """Whether every round drafts `gamma` tokens if it can, and all are verified: as without a policy."""
+        return False
 
     def check_times(self) -> None:
         """Refuses a policy that weighs times and has none; by default it weighs none."""
@@ -178,12 +188,12 @@ class Fixed(Policy):
         check_at_most("policy", self, n_min="gamma")
 
     @property
-    def always(self) -> bool:  # type: ignore[override]
+    def always(self) -> bool:
         """If no draft is too short; a class derived from this one may do otherwise."""
         return type(self) in (Fixed, NMin) and not self.one_hot_only
 
     @property
-    def one_hot_only(self) -> bool:  # type: ignore[override]
+    def one_hot_only(self) -> bool:
         """With `n_min`."""
         return self.n_min > 1
 
@@ -212,7 +222,7 @@ class PMin(Fixed):
     p_min: Annotated[Unit, Also("draft_p_min")] = 0.75
 
     @property
-    def needs(self) -> frozenset[str]:  # type: ignore[override]
+    def needs(self) -> frozenset[str]:
         """The renormalised top probability."""
         return frozenset({"top10"}) if self.p_min > 0 else frozenset()
 
@@ -233,7 +243,7 @@ class Confidence(Policy):
 
     name: ClassVar[str] = "confidence"
     gamma: Gamma = 20
-    needs: ClassVar[frozenset[str]] = frozenset({"last"})
+    needs = frozenset({"last"})
     threshold: Annotated[Unit, Also("assistant_confidence_threshold")] = 0.4
 
     def stop(self, state: Any, view: DraftView) -> jax.Array:
@@ -254,7 +264,7 @@ class Entropy(Policy):
 
     name: ClassVar[str] = "entropy"
     threshold: Unit = 0.4
-    needs: ClassVar[frozenset[str]] = frozenset({"entropy"})
+    needs = frozenset({"entropy"})
     scale: Positive = 0.2
 
     def stop(self, state: Any, view: DraftView) -> jax.Array:

@@ -126,7 +126,7 @@ def _settle(
             found.append(settled)
             divided = more if divided is None else _join(divided, more)
             probed += chunk.draft.size
-        if divided.draft.size >= LANES or not boxes.draft.size:
+        if divided is not None and (divided.draft.size >= LANES or not boxes.draft.size):
             boxes = _join(boxes, *_cut(judge, _take(divided, last)))
             divided = _take(divided, others) if divided.draft.size > LANES else None
     return _join(*found)

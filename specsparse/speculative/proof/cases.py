@@ -173,9 +173,11 @@ def at_temperature_0(case: Case) -> Case:
 
 def _changes(*, p: Change | None = None, q: Change | None = None) -> Corner:
     """The corner in which each distribution of the target, and of the draft, is changed alike."""
-    return lambda tables_p, tables_q: tuple(
-        map_tables(tables, change) if change else tables for tables, change in ((tables_p, p), (tables_q, q))
-    )
+
+    def changed(tables: Tables, change: Change | None) -> Tables:
+        return map_tables(tables, change) if change else tables
+
+    return lambda tables_p, tables_q: (changed(tables_p, p), changed(tables_q, q))
 
 
 def _every_second(first: int) -> Change:

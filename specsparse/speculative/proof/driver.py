@@ -19,13 +19,12 @@ from jax.custom_batching import custom_vmap
 from specsparse import kernels
 from specsparse.engine.sampling import pipeline
 from specsparse.engine.sampling.params import Truncation
-from specsparse.engine.sampling.probs import SamplingKernels
 from specsparse.speculative.base import PAD, ROOT, Draft, Verdict, Verifier
 from specsparse.speculative.proof import boxes
 from specsparse.speculative.proof.boxes import LANES, STEPS
 from specsparse.speculative.proof.cases import Case
 from specsparse.speculative.proof.exact import text_probs
-from specsparse.speculative.verify import Draw, LogitRows, Noise, Target, has_native_call
+from specsparse.speculative.verify import Draw, LogitRows, Noise, Target, native_judge
 
 CHAIN_ROOM, TREE_ROOM, VOCAB_ROOM = 3, 8, 6
 """Arrays of one size for all cases, so that a rule is compiled once: nodes of a chain, of a tree, and tokens.
@@ -64,8 +63,8 @@ class Decided(NamedTuple):
 def jitted(verifier: Verifier) -> Driver:
     """The decode loop's verdict for this verifier, with the draw of this machine's kernels; `vmap` over batches."""
     ours = pipeline.kernels_of(kernels.get())
-    if has_native_call(verifier, ours):
-        return jax.jit(functools.partial(_at_once, verifier, ours))
+    if (native := native_judge(verifier, ours)) is not None:
+        return jax.jit(functools.partial(_at_once, verifier, native))
     draw = _over_batches(ours.draw)
 
     def run(draft: Draft, p_BnV: jax.Array, uniforms_Bn: jax.Array) -> Verdict:
@@ -84,7 +83,7 @@ def _to_draw_by(u_R: jax.Array) -> jax.Array:
 
 
 def _at_once(
-    verifier: Verifier, ours: SamplingKernels, draft: Draft, p_LBnV: jax.Array, uniforms_LBn: jax.Array
+    verifier: Verifier, native: Callable, draft: Draft, p_LBnV: jax.Array, uniforms_LBn: jax.Array
 ) -> Verdict:
     """A driver by kernels that judge rows, as the loop hands them over: logits, here log p, and numbers of a
     distribution that change nothing. Batches become one, since a native call knows no `vmap`."""
@@ -93,7 +92,7 @@ def _at_once(
     uniforms_Bn = uniforms_LBn.reshape(L * B, n)
     every = jnp.ones((L * B,), jnp.float32)
     as_given = Truncation(every, -jnp.inf * every, jnp.full((L * B,), V, jnp.int32), every)
-    rows = LogitRows(jnp.log(p_LBnV).reshape(-1, V), as_given, draft.count + 1, ours.judge)
+    rows = LogitRows(jnp.log(p_LBnV).reshape(-1, V), as_given, draft.count + 1, native)
     found = verifier.rule.verdict(draft, Target(rows=rows), Noise(uniforms_Bn[:, :-1], _to_draw_by(uniforms_Bn[:, -1])))
     return jax.tree.map(lambda x: x.reshape(L, B, *x.shape[1:]), found)
 

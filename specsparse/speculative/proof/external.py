@@ -24,10 +24,11 @@ import importlib.util
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 
+from specsparse.engine.pytree import AnyArray
 from specsparse.errors import UserError, own_line, refuse
 from specsparse.speculative.base import PAD, ROOT, DraftKind
 from specsparse.support.options import Range, checked, nearest, options_of
@@ -118,6 +119,12 @@ class ExternalVerifier:
         fill("samples", max(self.samples, 2) if self.samples else 200_000 if self.batched else 20_000)
 
     @property
+    def kind(self) -> DraftKind:
+        """How its drafts are drawn."""
+        assert self.drafts is not None
+        return self.drafts
+
+    @property
     def exact(self) -> bool:
         """Whether its distribution is enumerated; else it is sampled."""
         return self.randomness == "uniforms"
@@ -140,7 +147,7 @@ class ExternalVerifier:
         return f"{name}({', '.join(given)}) -> ({accepted}, next token)"
 
     def tokens(
-        self, p: np.ndarray, q: np.ndarray, drafts: np.ndarray, random: object, parents: np.ndarray | None = None
+        self, p: np.ndarray, q: np.ndarray, drafts: np.ndarray, random: Any, parents: AnyArray = None
     ) -> np.ndarray:
         """Calls it once and reads its result. A batched one has a leading axis N in all arguments and the result.
 
@@ -190,7 +197,7 @@ class ExternalVerifier:
             )
         return emitted if self.batched else emitted[0]
 
-    def _plain(self, back: object, parents: np.ndarray | None, K: int) -> tuple[Sequence[int], int] | None:
+    def _plain(self, back: object, parents: AnyArray, K: int) -> tuple[Sequence[int], int] | None:
         """Accepted nodes and token of a result of one sequence in plain numbers, None of any other.
 
         A hundred thousand calls return these, and arrays would take most of the time.

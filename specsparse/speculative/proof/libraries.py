@@ -12,9 +12,9 @@ import dataclasses
 import importlib
 import importlib.metadata
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from specsparse.speculative.proof.known_bugs import (
     walk,
 )
 from specsparse.speculative.proof.measured import GAMMA, VOCAB, measure_external
-from specsparse.speculative.proof.results import CALLABLE, LEVEL, POWER, Result
+from specsparse.speculative.proof.results import LEVEL, POWER, Result
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +96,7 @@ class _TorchWithUniforms:
 
 
 @contextlib.contextmanager
-def _draws_from(utils: ModuleType, uniforms: "torch.Tensor") -> Iterator[None]:
+def _draws_from(utils: Any, uniforms: "torch.Tensor") -> Generator[None]:
     original = utils.torch
     utils.torch = _TorchWithUniforms(original, uniforms)
     try:
@@ -136,7 +136,9 @@ def vllm_random(*, uniforms: bool = False, draft_probs: bool = True) -> External
 
     name = f"vLLM random{'' if draft_probs else ' without draft_probs'}{', inverse CDF' if uniforms else ''}"
     kind = DraftKind.SAMPLED if draft_probs else DraftKind.ONE_HOT
-    how = {"randomness": "uniforms"} if uniforms else {"randomness": "generator", "samples": VLLM_SAMPLES}
+    how: dict[str, Any] = {"randomness": "uniforms"}
+    if not uniforms:
+        how = {"randomness": "generator", "samples": VLLM_SAMPLES}
     return ExternalVerifier(verify, name=name, batched=True, drafts=kind, **how)
 
 
@@ -311,7 +313,7 @@ def library_row(library: Library, how: ExternalVerifier, results: Sequence[Resul
 
 
 def _kind(result: Result) -> str:
-    return "exact" if result.part == CALLABLE else f"sampled, n = {result.power.samples:,}"
+    return "exact" if result.power is None else f"sampled, n = {result.power.samples:,}"
 
 
 def _size(result: Result) -> str:

@@ -91,7 +91,7 @@ def measure_external(
             found += [_sampled(how, case, length, len(tried), seed)] if _drawable(case) else []
         return found
     for i, (corners, V, template) in enumerate(shapes):
-        cases = [make_case(c, how.drafts, template, vocab=V, seed=seed) for c in corners]
+        cases = [make_case(c, how.kind, template, vocab=V, seed=seed) for c in corners]
         cases = [at_temperature_0(case) if how.greedy else case for case in cases if _drawable(case)]
         say(f"{how.name}: shape {i + 1} of {len(shapes) + 1}, {V} tokens, {template.size} drafts, {len(cases)} cases")
         found += [_exact(how, case, *made) for case, made in zip(cases, round_probs(how, cases, seed=seed))]
@@ -106,9 +106,11 @@ def _shapes(
     """Corners, tokens and shape of the drafts; empty drafts last, so that a mistake is not said of these first."""
     beyond, wide = vocab is None and gamma is None and not how.uniforms, vocab is None or vocab >= 4
     vocab, gamma = vocab or VOCAB, gamma or GAMMA
+    shapes: list[tuple[Iterable[str], int, TreeTemplate]]
     if not how.tree:
         shapes = [(CORNERS, vocab, TreeTemplate.chain(K)) for K in (*range(1, gamma + 1), 0)]
-        return shapes + [(("random",), V, TreeTemplate.chain(K)) for V, K in BEYOND if beyond]
+        shapes += [(("random",), V, TreeTemplate.chain(K)) for V, K in BEYOND if beyond]
+        return shapes
     some, ragged = ("random", "p flat, q tied"), TreeTemplate.from_paths([(0, 0, 0), (1,), (2,)])
     shapes = [
         (CORNERS, 2, TreeTemplate.kary((2, 1))),
@@ -131,7 +133,7 @@ def _long_case(how: ExternalVerifier, corner: str, vocab: int, length: int, temp
     """A case whose tables reach as far as several rounds may."""
     rng = np.random.default_rng([seed, vocab, SAMPLED_CORNERS.index(corner), 9])
     p, q = (random_tables(rng, vocab=vocab, depth=length - 1 + template.max_depth) for _ in range(2))
-    case = Case(f"{corner}, {length} tokens by rounds", how.drafts, template, *CORNERS[corner](p, q))
+    case = Case(f"{corner}, {length} tokens by rounds", how.kind, template, *CORNERS[corner](p, q))
     return at_temperature_0(case) if how.greedy else case
 
 
@@ -190,7 +192,7 @@ def round_texts(
     case_N, N = np.repeat(np.arange(len(cases)), [len(several) for several in every]), len(made)
     p_NnV, q_NKV, tokens_NK = (
         np.stack(rows)
-        for rows in zip(*((o.p[: K + 1], o.draft.q[:K], o.draft.tokens[:K].astype(np.int64)) for o in made))
+        for rows in zip(*((o.p[: K + 1], np.asarray(o.draft.q)[:K], o.draft.tokens[:K].astype(np.int64)) for o in made))
     )
     known: dict[tuple[int, bytes], np.ndarray] = {}
 
@@ -249,7 +251,8 @@ def several_rounds(how: ExternalVerifier, case: Case, length: int, *, seed: int)
     V = len(case.p[0])
     contexts = [text for d in range(length) for text in itertools.product(range(V), repeat=d)]
     found = round_texts(how, [case.after(context) for context in contexts], seed=seed)
-    probs, mass = np.zeros((V,) * length), {(): 1.0}
+    probs = np.zeros((V,) * length)
+    mass: dict[tuple[int, ...], float] = {(): 1.0}
     for context, (texts, _) in zip(contexts, found):
         for emitted, chance in texts.items():
             longer = (*context, *emitted)[:length]

@@ -97,7 +97,7 @@ def iid(q: Tables) -> RowProbs:
 class WrongResidual(Rejection):
     """Goes on from `rest(p, q, rejected token)` after a rejection."""
 
-    rest: Callable[[np.ndarray, np.ndarray, int], np.ndarray]
+    rest: Callable[..., Any]
 
     def reject(self, probs_V, q_V, child, memo, last):
         return self.rest(probs_V, q_V, child.token), memo

@@ -140,7 +140,7 @@ class Result:
         drafts: int, texts: bool = True, **more: Any,
     ) -> "Result":  # fmt: skip
         """Compares `probs` with `target`, and keeps both for `differences` if `texts` is true."""
-        kept = {"probs": probs, "target": target} if texts else {}
+        kept: dict[str, Any] = {"probs": probs, "target": target} if texts else {}
         tv, kind, parents = total_variation(probs, target), case.kind.value, case.template.parents
         return cls(verifier, lossless, kind, parents, len(target), case.name, drafts, tv, **kept, **more)
 

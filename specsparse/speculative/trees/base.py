@@ -93,20 +93,32 @@ class TreeShape(abc.ABC):
     forward a level.
 
     Static facts are class attributes, fields or properties.
-
-    Attributes:
-        kind: how the tokens are drawn.
-        max_nodes: K.
-        max_depth: longest path.
-        branches: whether a node may have more than one child.
-        independent: whether it is made of distributions that do not depend on what was drafted before.
     """
 
-    kind: DraftKind = DraftKind.ONE_HOT
-    max_nodes: int
-    max_depth: int
-    branches: bool = True
-    independent: bool = False
+    @property
+    def kind(self) -> DraftKind:
+        """How the tokens are drawn."""
+        return DraftKind.ONE_HOT
+
+    @property
+    @abc.abstractmethod
+    def max_nodes(self) -> int:
+        """K."""
+
+    @property
+    @abc.abstractmethod
+    def max_depth(self) -> int:
+        """Longest path."""
+
+    @property
+    def branches(self) -> bool:
+        """Whether a node may have more than one child."""
+        return True
+
+    @property
+    def independent(self) -> bool:
+        """Whether it is made of distributions that do not depend on what was drafted before."""
+        return False
 
     @property
     def max_rows(self) -> int:

@@ -159,7 +159,7 @@ Draw = Literal["top", "iid", "wor"]
 class StaticTree(TemplateTree):
     """A given template, its nodes in any order, and how tokens are drawn."""
 
-    template: TreeTemplate
+    template: TreeTemplate  # pyrefly: ignore[bad-override]  # read-only here, and nobody writes it
     draw: DraftKind = DraftKind.ONE_HOT
 
     kind = property(attrgetter("draw"))
@@ -206,7 +206,7 @@ class Static(_Described):
     draw: Draw = "top"
 
     @property
-    def kind(self) -> DraftKind:  # type: ignore[override]
+    def kind(self) -> DraftKind:
         return DRAWS[self.draw]
 
 

@@ -11,6 +11,7 @@ engine runs it in float32 inside the jit, the certificate in float64 with exact 
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftKind, Verifier
@@ -23,22 +24,28 @@ SYNTHETIC = "synthetic"
 _ONE_HOT, _SAMPLED, _IID, _WOR = (frozenset({k}) for k in DraftKind)
 _ANY = frozenset(DraftKind)
 
+
+def _builtin(name: str, home: Any, kinds: frozenset[DraftKind], **facts: Any) -> Verifier:
+    """With the home of its rule, which is not made yet, in the rule's place."""
+    return Verifier(name, home, kinds, **facts)
+
+
 BUILTIN: Mapping[str, Verifier] = {v.name: v for v in (
-    Verifier("greedy", "draft_rules:Match", _ONE_HOT, needs_p=False, greedy_only=True),
-    Verifier("match", "draft_rules:Match", _ONE_HOT | _SAMPLED, needs_p=False),
-    Verifier(
+    _builtin("greedy", "draft_rules:Match", _ONE_HOT, needs_p=False, greedy_only=True),
+    _builtin("match", "draft_rules:Match", _ONE_HOT | _SAMPLED, needs_p=False),
+    _builtin(
         "tree_greedy", "draft_rules:Match", _ONE_HOT, tree=True, needs_p=False, greedy_only=True, paper="2305.09781"
     ),
-    Verifier("tree_match", "draft_rules:Match", _ONE_HOT | _IID | _WOR, tree=True, needs_p=False, paper="2305.09781"),
-    Verifier("token", "rejection:Rejection", _SAMPLED, paper="2211.17192"),
-    Verifier("mss", "rejection:Rejection", _IID, tree=True, paper="2305.09781"),
-    Verifier("wor", "rejection:Rejection", _WOR, tree=True, paper="2402.12374"),
-    Verifier("delta", "rejection:Rejection", _ONE_HOT, paper="2401.15077"),
-    Verifier("tree_delta", "rejection:Rejection", _ONE_HOT, tree=True, paper="2401.15077"),
-    Verifier("kseq", "sibling_rules:KSeq", _IID, tree=True, paper="2310.15141"),
-    Verifier("block", "draft_rules:Block", _ONE_HOT | _SAMPLED, paper="2403.10444"),
-    Verifier("typical", "sibling_rules:Typical", _ANY, tree=True, lossless=False, paper="2401.10774"),
-    Verifier("threshold", "sibling_rules:Threshold", _ANY, tree=True, lossless=False),
+    _builtin("tree_match", "draft_rules:Match", _ONE_HOT | _IID | _WOR, tree=True, needs_p=False, paper="2305.09781"),
+    _builtin("token", "rejection:Rejection", _SAMPLED, paper="2211.17192"),
+    _builtin("mss", "rejection:Rejection", _IID, tree=True, paper="2305.09781"),
+    _builtin("wor", "rejection:Rejection", _WOR, tree=True, paper="2402.12374"),
+    _builtin("delta", "rejection:Rejection", _ONE_HOT, paper="2401.15077"),
+    _builtin("tree_delta", "rejection:Rejection", _ONE_HOT, tree=True, paper="2401.15077"),
+    _builtin("kseq", "sibling_rules:KSeq", _IID, tree=True, paper="2310.15141"),
+    _builtin("block", "draft_rules:Block", _ONE_HOT | _SAMPLED, paper="2403.10444"),
+    _builtin("typical", "sibling_rules:Typical", _ANY, tree=True, lossless=False, paper="2401.10774"),
+    _builtin("threshold", "sibling_rules:Threshold", _ANY, tree=True, lossless=False),
 )}  # fmt: skip
 """All verifiers that have a distribution, by name; the rule of each is its home here, and is not made yet."""
 
@@ -77,10 +84,10 @@ def get_verifier(name: str, **options: object) -> Verifier:
     if not isinstance(found, type):
         raise UserError(f"verifier={name} is no specsparse.speculative.base.Verifier: make one of a rule")
     own = RULES.make(name, options)
-    if not found.kinds:
+    if not own.kinds:
         raise UserError(f"verifier={name} says no `kinds`: the draws that its rule is sound for")
     return Verifier(
-        name, own, found.kinds, tree=found.tree, lossless=found.lossless, needs_p=found.needs_p, paper=found.paper
+        name, own, own.kinds, tree=own.tree, lossless=own.lossless, needs_p=own.needs_p, paper=own.paper
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from specsparse.speculative.base import PAD, Draft, Verdict
 from specsparse.speculative.verifiers import residuals
-from specsparse.speculative.verifiers.residuals import Array, namespace
+from specsparse.speculative.verifiers.residuals import Array, Scalar, namespace
 from specsparse.speculative.verify import (
     Coin,
     End,
@@ -42,7 +42,7 @@ class Match(Rule):
         """Of chains; at temperature 0 there is no distribution to read it off."""
         return not tree and not greedy
 
-    def child(self, tokens_K: Array, parents_K: Array, count: Array, at: Array, token: Array) -> Array:
+    def child(self, tokens_K: Array, parents_K: Array, count: Scalar, at: Scalar, token: Scalar) -> Scalar:
         """First existing child of row `at` that holds `token`; K if there is none."""
         xp = namespace(tokens_K)
         K = tokens_K.shape[0]
@@ -162,22 +162,22 @@ class Block(Rule):
             open_weight, coins = open_weight * (1 - chance), (*coins, Coin(i - 1, chance, False))
         return [end for end in found if end.weight > 0]
 
-    def weight(self, before: Array, p_x: Array, q_x: Array) -> Array:
+    def weight(self, before: Scalar, p_x: Scalar, q_x: Scalar) -> Scalar:
         """p_i from p_{i-1} and both distributions at x_i."""
         return residuals.cap(before * residuals.ratio(p_x, q_x))
 
-    def stop(self, weight: Array, p_V: Array, q_V: Array) -> Array:
+    def stop(self, weight: Scalar, p_V: Array, q_V: Array) -> Scalar:
         """h_i inside the draft, from p_i, and p and q of position i+1. 0/0 (p_i = 1 and p = q) never stops there."""
         xp = residuals.namespace(p_V)
         gap = self._scaled(weight, p_V) - q_V
         s = residuals.total(xp.maximum(gap, xp.zeros_like(gap)))
         return residuals.ratio(s, s + (1 - weight))
 
-    def probs(self, weight: Array, p_V: Array, q_V: Array) -> Array:
+    def probs(self, weight: Scalar, p_V: Array, q_V: Array) -> Array:
         """Distribution of the token after i accepted ones, i < gamma."""
         return residuals.residual(self._scaled(weight, p_V), q_V)
 
-    def _scaled(self, weight: Array, p_V: Array) -> Array:
+    def _scaled(self, weight: Scalar, p_V: Array) -> Array:
         """weight * p. The maximum keeps a compiler from fusing the product with the difference that follows."""
         scaled = weight * p_V
         return residuals.namespace(p_V).maximum(scaled, residuals.namespace(p_V).zeros_like(scaled))

@@ -3,7 +3,7 @@
 import dataclasses
 
 from specsparse.speculative.verifiers import residuals
-from specsparse.speculative.verifiers.residuals import Array
+from specsparse.speculative.verifiers.residuals import Array, Scalar
 from specsparse.speculative.verifiers.siblings import Child, SiblingRule
 
 
@@ -22,14 +22,14 @@ class Rejection(SiblingRule):
         """Of chains: sum_x min(p, q), p(x) of one-hot drafts."""
         return not tree
 
-    def enter(self, p_V: Array, q_V: Array, siblings: Array) -> tuple:
+    def enter(self, p_V: Array, q_V: Array, siblings: Scalar) -> tuple:
         return ()
 
-    def accept(self, p_x: Array, q_x: Array, memo: tuple) -> Array:
+    def accept(self, p_x: Scalar, q_x: Scalar, memo: tuple) -> Scalar:
         """min(1, p/q)."""
         return residuals.cap(residuals.ratio(p_x, q_x))
 
-    def reject(self, probs_V: Array, q_V: Array, child: Child, memo: tuple, last: Array) -> tuple[Array, tuple]:
+    def reject(self, probs_V: Array, q_V: Array, child: Child, memo: tuple, last: Scalar) -> tuple[Array, tuple]:
         """norm(max(0, p - q))."""
         # A row that could not have drawn its own token is no distribution: refusing the token leaves p owed in full.
         return residuals.residual(probs_V, q_V, usable=child.q > 0), ()

@@ -3,20 +3,20 @@
 import importlib
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:  # numpy alone is enough to import this
     import jax
 
-    Array: TypeAlias = jax.Array | np.ndarray | np.generic | float
-else:
-    Array = Any
-"""What rules compute with: traced by jax, numpy's in float64 (the exact certificate), or a plain number."""
+Array = TypeVar("Array", "jax.Array", np.ndarray)
+"""Arrays that rules compute with: traced by jax, or numpy's in float64 (the exact certificate)."""
+Scalar: TypeAlias = Any
+"""A number of these: an array without axes, numpy's, or a plain one."""
 
 
-def namespace(x: Array) -> ModuleType:
+def namespace(x: Scalar) -> ModuleType:
     """numpy for numpy values, jax.numpy for everything else (tracers included), which numpy alone never imports."""
     return np if isinstance(x, np.ndarray | np.generic) else importlib.import_module("jax.numpy")
 
@@ -30,33 +30,33 @@ def repeat_while(condition: Callable, step: Callable, state: tuple) -> tuple:
     return state
 
 
-def total(x_V: Array) -> Array:
+def total(x_V: Array) -> Scalar:
     """Sum over the vocabulary, by jax in the order of `probs.mass`, which kernels of other makes keep too."""
     if namespace(x_V) is np:
         return x_V.sum()
     return importlib.import_module("specsparse.engine.sampling.probs").mass(x_V[None])[0]
 
 
-def one_hot(like_V: Array, token: Array) -> Array:
+def one_hot(like_V: Array, token: Scalar) -> Array:
     """The distribution that is 1 at `token`, in the shape and dtype of `like_V`."""
     xp = namespace(like_V)
     return (xp.arange(like_V.shape[0]) == token).astype(like_V.dtype)
 
 
-def ratio(p_x: Array, q_x: Array) -> Array:
+def ratio(p_x: Scalar, q_x: Scalar) -> Scalar:
     """p/q where q is positive, else 0 (also where q is NaN): a token that q could not have drawn is never accepted."""
     xp = namespace(p_x)
     drawn = q_x > 0
     return xp.where(drawn, p_x / xp.where(drawn, q_x, xp.ones_like(q_x)), xp.zeros_like(p_x))
 
 
-def cap(a: Array) -> Array:
+def cap(a: Scalar) -> Scalar:
     """min(1, a); NaN stays NaN, and no coin is under NaN."""
     xp = namespace(a)
     return xp.minimum(a, xp.ones_like(a))
 
 
-def normalise(weights_V: Array, fallback_V: Array, usable: Array = True) -> Array:
+def normalise(weights_V: Array, fallback_V: Array, usable: Scalar = True) -> Array:
     """`weights / sum`, or `fallback` where not `usable` or where the sum is not positive (0/0 residuals, NaN)."""
     xp = namespace(weights_V)
     left = total(weights_V)
@@ -65,7 +65,7 @@ def normalise(weights_V: Array, fallback_V: Array, usable: Array = True) -> Arra
     return xp.where(good, weights_V / safe, fallback_V)
 
 
-def residual(probs_V: Array, q_V: Array, usable: Array = True) -> Array:
+def residual(probs_V: Array, q_V: Array, usable: Scalar = True) -> Array:
     """norm(max(0, distribution - q)), the distribution after a rejection (Leviathan et al. 2211.17192, Alg. 1).
 
     `probs` itself when the residual is 0/0 or not `usable`.
@@ -75,7 +75,7 @@ def residual(probs_V: Array, q_V: Array, usable: Array = True) -> Array:
     return normalise(xp.maximum(gap, xp.zeros_like(gap)), probs_V, usable)
 
 
-def remove(probs_V: Array, token: Array) -> Array:
+def remove(probs_V: Array, token: Scalar) -> Array:
     """`probs` without one token, renormalised: what the next sibling is drawn from without replacement.
 
     All zeros when nothing is left; a node drawn from that is never accepted.

@@ -4,7 +4,7 @@ distribution for acceptance and are labelled and measured wherever they appear."
 import dataclasses
 
 from specsparse.speculative.verifiers import residuals
-from specsparse.speculative.verifiers.residuals import Array
+from specsparse.speculative.verifiers.residuals import Array, Scalar
 from specsparse.speculative.verifiers.siblings import Child, SiblingRule
 from specsparse.support.options import Share
 
@@ -12,13 +12,13 @@ TOLERANCE = 1e-4
 """Width of the bracket around rho at which the solver stops."""
 
 
-def overlap(p_V: Array, q_V: Array, rho: Array) -> Array:
+def overlap(p_V: Array, q_V: Array, rho: Scalar) -> Scalar:
     """b(rho) = sum_x min(q, p/rho), the chance that one sibling passes."""
     xp = residuals.namespace(p_V)
     return residuals.total(xp.minimum(rho * q_V, p_V)) / rho
 
 
-def uses(b: Array, siblings: Array) -> Array:
+def uses(b: Scalar, siblings: Scalar) -> Scalar:
     """c = (1 - (1-b)^k) / b = sum_{j<k} (1-b)^j, expected siblings tested per sibling's share; k at b = 0."""
     xp = residuals.namespace(b)
     one = xp.ones_like(b)
@@ -27,7 +27,7 @@ def uses(b: Array, siblings: Array) -> Array:
     return xp.where(siblings > 1, xp.clip(c, one, xp.maximum(siblings, one)), one)
 
 
-def solve_rho(p_V: Array, q_V: Array, siblings: Array) -> tuple[Array, Array]:
+def solve_rho(p_V: Array, q_V: Array, siblings: Scalar) -> tuple[Scalar, Scalar]:
     """(rho, c): rho at most `TOLERANCE` above the root of c(b(rho)) = rho in [1, k], and c there.
 
     c(b(.)) increases, so c at a point below the root is itself a lower bound, and above it an upper bound: every step
@@ -62,16 +62,16 @@ class KSeq(SiblingRule):
     distribution.
     """
 
-    def enter(self, p_V: Array, q_V: Array, siblings: Array) -> tuple:
+    def enter(self, p_V: Array, q_V: Array, siblings: Scalar) -> tuple:
         """Memo: (rho, c)."""
         return solve_rho(p_V, q_V, siblings)
 
-    def accept(self, p_x: Array, q_x: Array, memo: tuple) -> Array:
+    def accept(self, p_x: Scalar, q_x: Scalar, memo: tuple) -> Scalar:
         """min(1, p / (rho q))."""
         rho, _ = memo
         return residuals.cap(residuals.ratio(p_x, rho * q_x))
 
-    def reject(self, probs_V: Array, q_V: Array, child: Child, memo: tuple, last: Array) -> tuple[Array, tuple]:
+    def reject(self, probs_V: Array, q_V: Array, child: Child, memo: tuple, last: Scalar) -> tuple[Array, tuple]:
         """p until the last sibling, then what the k siblings leave of it."""
         xp = residuals.namespace(probs_V)
         rho, c = memo
@@ -95,7 +95,7 @@ class Typical(SiblingRule):
     epsilon: Share = 0.09
     delta: Share = 0.3
 
-    def enter(self, p_V: Array, q_V: Array, siblings: Array) -> tuple:
+    def enter(self, p_V: Array, q_V: Array, siblings: Scalar) -> tuple:
         """Memo: the threshold at this parent."""
         xp = residuals.namespace(p_V)
         some = p_V > 0
@@ -103,11 +103,11 @@ class Typical(SiblingRule):
         entropy = -residuals.total(p_V * log_p)
         return (xp.minimum(xp.full_like(entropy, self.epsilon), self.delta * xp.exp(-entropy)),)
 
-    def accept(self, p_x: Array, q_x: Array, memo: tuple) -> Array:
+    def accept(self, p_x: Scalar, q_x: Scalar, memo: tuple) -> Scalar:
         """1 over the threshold, else 0."""
         return (p_x > memo[0]).astype(p_x.dtype)
 
-    def reject(self, probs_V: Array, q_V: Array, child: Child, memo: tuple, last: Array) -> tuple[Array, tuple]:
+    def reject(self, probs_V: Array, q_V: Array, child: Child, memo: tuple, last: Scalar) -> tuple[Array, tuple]:
         return probs_V, memo
 
 
@@ -127,11 +127,11 @@ class Threshold(SiblingRule):
     single: Share = 1.0
     total: Share = 0.8
 
-    def enter(self, p_V: Array, q_V: Array, siblings: Array) -> tuple:
+    def enter(self, p_V: Array, q_V: Array, siblings: Scalar) -> tuple:
         """Memo: p already tried at this parent."""
         return (residuals.namespace(p_V).zeros_like(p_V[0]),)
 
-    def accept(self, p_x: Array, q_x: Array, memo: tuple) -> Array:
+    def accept(self, p_x: Scalar, q_x: Scalar, memo: tuple) -> Scalar:
         """Chance that the parent's coin, not met by the elder siblings, is met by this one."""
         xp = residuals.namespace(p_x)
         (tried,) = memo
@@ -140,7 +140,7 @@ class Threshold(SiblingRule):
         chance = xp.where(before < 1, residuals.ratio(after - before, 1 - before), xp.ones_like(p_x))
         return xp.where(p_x >= self.single, xp.ones_like(p_x), chance)
 
-    def reject(self, probs_V: Array, q_V: Array, child: Child, memo: tuple, last: Array) -> tuple[Array, tuple]:
+    def reject(self, probs_V: Array, q_V: Array, child: Child, memo: tuple, last: Scalar) -> tuple[Array, tuple]:
         (tried,) = memo
         rest_V = residuals.residual(probs_V, residuals.one_hot(probs_V, child.token))
         return rest_V, (tried + probs_V[child.token] * (1 - tried),)

@@ -14,7 +14,7 @@ import numpy as np
 
 from specsparse.speculative.base import PAD, Draft, Verdict
 from specsparse.speculative.verifiers import residuals
-from specsparse.speculative.verifiers.residuals import Array
+from specsparse.speculative.verifiers.residuals import Array, Scalar
 from specsparse.speculative.verify import (
     Coin,
     End,
@@ -32,8 +32,8 @@ from specsparse.speculative.verify import (
 class Child(NamedTuple):
     """A child under test: its token, and its draft distribution at that token (1 for one-hot drafts)."""
 
-    token: Array
-    q: Array
+    token: Scalar
+    q: Scalar
 
 
 class SiblingRule(Rule):
@@ -94,15 +94,15 @@ class SiblingRule(Rule):
         return found
 
     @abc.abstractmethod
-    def enter(self, p_V: Array, q_V: Array, siblings: Array) -> tuple:
+    def enter(self, p_V: Array, q_V: Array, siblings: Scalar) -> tuple:
         """Memo at a parent with distribution `p_V` and `siblings` children, the first of them drawn from `q_V`."""
 
     @abc.abstractmethod
-    def accept(self, p_x: Array, q_x: Array, memo: tuple) -> Array:
+    def accept(self, p_x: Scalar, q_x: Scalar, memo: tuple) -> Scalar:
         """Acceptance probability of a child x, from the mass still owed and the draft's, both at x."""
 
     @abc.abstractmethod
-    def reject(self, probs_V: Array, q_V: Array, child: Child, memo: tuple, last: Array) -> tuple[Array, tuple]:
+    def reject(self, probs_V: Array, q_V: Array, child: Child, memo: tuple, last: Scalar) -> tuple[Array, tuple]:
         """Distribution and memo after a child drawn from `q_V` is rejected; `last`: it has no younger sibling."""
 
 
@@ -135,7 +135,7 @@ class Walk(NamedTuple):
     accepted: jax.Array
 
 
-def next_child(parents_K: Array, count: Array, at: Array, after: Array) -> Array:
+def next_child(parents_K: Array, count: Scalar, at: Scalar, after: Scalar) -> Scalar:
     """The first existing node beyond `after` whose parent is row `at`; K if there is none."""
     xp = residuals.namespace(parents_K)
     K = parents_K.shape[0]
@@ -144,7 +144,7 @@ def next_child(parents_K: Array, count: Array, at: Array, after: Array) -> Array
     return xp.where(live_K.any(), live_K.argmax(), K).astype(xp.int32)
 
 
-def children(parents_K: Array, count: Array, at: Array) -> Array:
+def children(parents_K: Array, count: Scalar, at: Scalar) -> Scalar:
     """How many existing nodes have row `at` as parent."""
     xp = residuals.namespace(parents_K)
     return ((parents_K == at - 1) & (xp.arange(parents_K.shape[0]) < count)).sum()

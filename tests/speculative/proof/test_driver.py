@@ -30,7 +30,7 @@ from specsparse.speculative.proof.mutants import DRIVER_MUTANTS, measure_mutant
 from specsparse.speculative.proof.results import DRIVER, MUTANT_TV, RULE, driver_tv
 from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import VERIFIERS, draft_rules, siblings
-from specsparse.speculative.verify import has_native_call
+from specsparse.speculative.verify import native_judge
 from tests.cells import cells
 from tests.speculative.verdicts import verify
 
@@ -78,7 +78,7 @@ HANDED = [("token", False), ("block", False), ("match", False), ("tree_match", F
 @pytest.mark.parametrize(("what", "at_once"), cells(HANDED, [("token", False), ("match", False), ("block", True)]))
 def test_a_driver_that_is_handed_no_coins_fails_the_certificate(monkeypatch, retraced, what, at_once):
     """The rules stay as they are: only what the engine calls is wrong, jax's verdict or the kernels' in one call."""
-    if at_once and not has_native_call(VERIFIERS[what], kernels_of(kernels.get())):
+    if at_once and not native_judge(VERIFIERS[what], kernels_of(kernels.get())):
         pytest.skip("no kernels have this verdict in one call")
     home, place = siblings if what == "token" else draft_rules, -1 if what == "match" else -2
     part = {"token": "walk", "block": "judge", "match": "match_chain", "tree_match": "follow"}[what]

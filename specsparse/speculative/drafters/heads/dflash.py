@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -304,7 +304,7 @@ class DFlashFile(PublishedHead):
         }
 
     def packed(self, *, floats: bool) -> BlockWeights:
-        def part(name: str) -> Matrix:
+        def part(name: str) -> Any:
             return self.part(f"{name}.weight", floats=floats)
 
         layers = range(self.shape.layers)
@@ -396,7 +396,7 @@ class BlockSource(FeatureSource):
     softcap: float = 0.0
 
     independent = True
-    wants_hidden = property(attrgetter("shape.features"))  # type: ignore[assignment]
+    wants_hidden = property(attrgetter("shape.features"))
 
     @property
     def drafted_at_once(self) -> int:  # type: ignore[override]
@@ -482,8 +482,8 @@ class BlockSource(FeatureSource):
             )
         keys, values = [], []
         for k, v, own in zip(state.k, state.v, found, strict=True):
-            rows = (a.reshape(batch, n, *a.shape[1:]) for a in own)
-            k, v = append(k, v, *rows, at_Bn, kept_Bn)
+            k_BnGd, v_BnGd = (a.reshape(batch, n, *a.shape[1:]) for a in own)
+            k, v = append(k, v, k_BnGd, v_BnGd, at_Bn, kept_Bn)
             keys.append(k)
             values.append(v)
         return KVCache(tuple(keys), tuple(values), state.length + count_B)

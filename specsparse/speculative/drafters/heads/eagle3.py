@@ -156,7 +156,7 @@ def enter(shape: HeadShape, w: Eagle3Weights, products: Products, embedded_RD: j
     both_RD = jnp.concatenate([products.normalise(embedded_RD, w.token_norm), normed_RD], axis=-1)
     names = ("attn_q", "attn_k", "attn_v")
     q, k, v = products.linear(both_RD, (w.attn_q, w.attn_k, w.attn_v), biases=w.bias(*names))
-    if shape.qk_norm:
+    if w.q_norm is not None and w.k_norm is not None:
         by_head = ((x, x.reshape(-1, shape.head_dim), norm) for x, norm in ((q, w.q_norm), (k, w.k_norm)))
         q, k = (products.normalise(x_Rd, norm).reshape(x.shape) for x, x_Rd, norm in by_head)
     return HeadRows(q, k, v, normed_RD if shape.norm_before_residual else g_RD)

@@ -55,7 +55,6 @@ class FeatureSource(Source):
     """Base of the drafters on features. Static.
 
     Attributes:
-        vocab: the map between the vocabularies.
         kernels: of products, embedding and attention.
         context: tokens the target may look at.
         kv_dtype: of the cache.
@@ -63,7 +62,6 @@ class FeatureSource(Source):
         drafted_at_once: tokens for which one pass reads the weights.
     """
 
-    vocab: VocabMap
     kernels: Kernels
     context: int
     kv_dtype: DTypeLike

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.engine.llama import make_layers
 from specsparse.engine.model import Model
-from specsparse.engine.weights import Layer, Params, pack_matrix
+from specsparse.engine.weights import ABSENT, Layer, Params, pack_matrix
 from specsparse.errors import UserError, refuse
 from specsparse.kernels import QTensor
 from specsparse.speculative.base import DraftContext
@@ -93,7 +93,7 @@ class HeadSource(OneLayerSource):
     features: tuple[int, ...] = ()
 
     @property
-    def wants_hidden(self) -> bool | tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def wants_hidden(self) -> bool | tuple[int, ...]:
         """The rows that it reads: those before the output norm if there are no others."""
         return self.features or True
 
@@ -117,7 +117,7 @@ class HeadSource(OneLayerSource):
             (x_RD,) = self.kernels.linear(
                 e_RD, (w.fc_token,), norm=w.token_norm, eps=self.eps, residual=read_RD, n_valid=rows.n_valid
             )
-            params = Params(ctx.params.embedding, (w.layer,), w.output_norm, None, ctx.params.cos, ctx.params.sin)
+            params = Params(ctx.params.embedding, (w.layer,), w.output_norm, ABSENT, ctx.params.cos, ctx.params.sin)
             cache = KVCache(state.k, state.v, state.length)
             y_RD, cache, *_ = self.layers(params, x_RD, cache, rows.n_valid, rows.parents, (0,))
         return y_RD.reshape(batch, n, width), state._replace(k=cache.k, v=cache.v)
@@ -171,7 +171,7 @@ def fingerprint(output_norm: ArrayLike) -> str:
     return hashlib.sha256(np.asarray(output_norm, np.float32).tobytes()).hexdigest()[:16]
 
 
-def find(spec: str | Path | None, output_norm: ArrayLike | None) -> Path:
+def find(spec: str | Path | None, output_norm: ArrayLike) -> Path:
     """The file of a head: a path, the name of a shipped one, or None for the shipped one that fits the target."""
     shipped = sorted(SHIPPED.glob("*.gguf"))
     if spec is None:
@@ -185,7 +185,7 @@ def find(spec: str | Path | None, output_norm: ArrayLike | None) -> Path:
     raise UserError(f"drafter.head={spec}: no such file; heads with a name: {names}")
 
 
-def shipped_for(output_norm: ArrayLike | None) -> GGUFFile | None:
+def shipped_for(output_norm: ArrayLike) -> GGUFFile | None:
     """The head that travels with specsparse for a target of that output norm f32[D], open, or None."""
     wanted = fingerprint(output_norm)
     return next((f for f in map(open_gguf, sorted(SHIPPED.glob("*.gguf"))) if f.get(TARGET, "str", "") == wanted), None)
@@ -234,12 +234,12 @@ def read_head(path: Path, config: ModelConfig, *, floats: bool) -> HeadFile:
     def vector(name: str):
         return jnp.asarray(f.tensors[f"{name}.weight"].dequantize().astype(np.float32).reshape(-1))
 
-    fields = {name: matrix(f"blk.0.{name}") for name in LAYER_MATRICES}
-    norms = {name: vector(f"blk.0.{name}") for name in ("attn_norm", "ffn_norm")}
+    fields: dict[str, Any] = {name: matrix(f"blk.0.{name}") for name in LAYER_MATRICES}
+    fields |= {name: vector(f"blk.0.{name}") for name in ("attn_norm", "ffn_norm")}
     params = HeadParams(
         fc_hidden=matrix("fc_hidden"),
         fc_token=matrix("fc_token"),
-        layer=Layer(**fields, **norms, biases={}),
+        layer=Layer(**fields, biases={}),
         **{name: vector(name) for name in NORMS},
         below=tuple(Input(vector(f"below_norm.{i}"), matrix(f"fc_below.{i}")) for i in range(len(below))),
         own=Input(vector("own_norm"), matrix("fc_own")) if below else None,
@@ -327,7 +327,10 @@ class LookupHead(DrafterSpec, NGramSizes):
     """
 
     head: str | Path | None = None
-    drafting: Annotated[ChainDrafting, Inline()] = dataclasses.field(default=ChainDrafting(), kw_only=True)
+    # Fewer options than a `Drafting`: `style` is the head's.
+    drafting: Annotated[ChainDrafting, Inline()] = dataclasses.field(  # pyrefly: ignore[bad-override]
+        default=ChainDrafting(), kw_only=True
+    )
 
     def __post_init__(self):
         NGramSizes.__post_init__(self)
