@@ -21,6 +21,8 @@ from specsparse.kernels import ChosenFfn, Kernels, QTensor, SkipWeights, SparseS
 from specsparse.kernels.native.layers import MOST_CHOSEN_ROWS
 from specsparse.kernels.reference.dense import activate
 
+WhichLogits = Literal["all", "last", "none"]
+
 
 @dataclass(frozen=True)
 class Want:
@@ -35,7 +37,7 @@ class Want:
         zeros: whether logits of rows that do not count are 0; they need not be written if nobody reads them.
     """
 
-    logits: Literal["all", "last", "none"] = "all"
+    logits: WhichLogits = "all"
     hidden: bool | tuple[int, ...] = False
     layers: tuple[int, ...] | None = None
     zeros: bool = True

@@ -317,13 +317,16 @@ class Drafter(AnyDrafter):
 
     Attributes:
         reads_text: whether it is a `TextDrafter`.
-        asks_stop: whether `draft` asks `ctx.stop` before each node, as policies that read the draft's q need.
         has_sources: whether it drafts by other drafters and gives each its budget itself (`ctx.from_source`).
     """
 
     reads_text: ClassVar[bool] = False
-    asks_stop: ClassVar[bool] = False
     has_sources: ClassVar[bool] = False
+
+    @property
+    def asks_stop(self) -> bool:
+        """Whether `draft` asks `ctx.stop` before each node, as policies that read the draft's q need."""
+        return False
 
     @property
     def max_depth(self) -> int:

@@ -381,7 +381,7 @@ def check_drafted(drafter: Drafter, found: object, ctx: DraftContext) -> None:
             if (shown := _shown(value)) != needed:
                 wrong = f"{field} {shown} where {needed} is needed"
         q = found.draft.q
-        is_probs = hasattr(q, "dtype") and q.dtype == jnp.float32 and q.ndim == 3 and q.shape[:2] == (B, K)  # type: ignore[union-attr]
+        is_probs = q is not None and getattr(q, "dtype", None) == jnp.float32 and q.ndim == 3 and q.shape[:2] == (B, K)
         if not is_probs and (q is not None or drafter.kind is not DraftKind.ONE_HOT):
             wrong = wrong or f"q {_shown(q)} where float32[{B}, {K}, V] is needed"
     if wrong:

@@ -267,7 +267,7 @@ def _value(hint: Any, marks: Sequence[object], value: object, label: str) -> obj
         if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence | Set):
             raise OptionError(label, value, "a list, such as [a,b]")
         return tuple(_value(args[0] if args else Any, (), item, label) for item in value)
-    is_group = dataclasses.is_dataclass(hint) and not isinstance(value, hint)  # type: ignore[arg-type]
+    is_group = dataclasses.is_dataclass(hint) and not isinstance(value, hint)
     if is_group or origin in (dict, Mapping) or hint is dict:
         if not isinstance(value, Mapping):
             raise OptionError(label, value, "a group of values")
@@ -278,11 +278,11 @@ def _value(hint: Any, marks: Sequence[object], value: object, label: str) -> obj
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
-def _plain(hint: type, ranges: Sequence[Range], value: object, label: str) -> object:
+def _plain(hint: type, ranges: Sequence[Range], value: Any, label: str) -> object:
     given, real = value, isinstance(value, numbers.Real) and not isinstance(value, bool)
     if hint is float and real:
         try:
-            value = float(value)  # type: ignore[arg-type]
+            value = float(value)
         except OverflowError:  # a whole number too long for a float
             value = math.inf
     elif hint is int and real and isinstance(value, numbers.Integral):
@@ -290,7 +290,7 @@ def _plain(hint: type, ranges: Sequence[Range], value: object, label: str) -> ob
     elif hint is str and real:
         value = str(value)
     fits = isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool)
-    if not fits or not all(bounds.holds(value) for bounds in ranges):  # type: ignore[arg-type]
+    if not fits or not all(bounds.holds(value) for bounds in ranges):
         wanted = _NAMES.get(hint) or f"a {getattr(hint, '__name__', hint)}"
         limits = [f"of {bounds}" if str(bounds).startswith("at ") else str(bounds) for bounds in ranges]
         raise OptionError(label, given, " ".join([wanted, *limits]))

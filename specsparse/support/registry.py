@@ -101,8 +101,8 @@ class Registry(Generic[T]):
 
     def options(self, name: str) -> Mapping[str, Option]:
         """The options of a choice by name; see `find`. UserError, too, if it is no frozen dataclass."""
-        found = self.find(name)
-        if not dataclasses.is_dataclass(found) or not found.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        found: Any = self.find(name)
+        if not dataclasses.is_dataclass(found) or not found.__dataclass_params__.frozen:
             raise UserError(f"{self.group}={name} must be a dataclass: put @dataclass(frozen=True) above the class")
         return options_of(found)
 

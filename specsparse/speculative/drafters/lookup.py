@@ -363,7 +363,7 @@ class Either(Drafter):
         assert self.first.kind is DraftKind.ONE_HOT and not self.first.tree and not self.second.tree
 
     kind = property(attrgetter("second.kind"))
-    asks_stop = property(attrgetter("second.asks_stop"))  # type: ignore[assignment]
+    asks_stop = property(attrgetter("second.asks_stop"))
     has_sources = True
 
     @property

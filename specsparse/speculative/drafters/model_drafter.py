@@ -2,7 +2,7 @@
 
 import dataclasses
 from operator import attrgetter
-from typing import ClassVar, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ class ModelDrafter(Drafter):
     sampling: DraftSampling
     max_nodes: int = SHORT_GAMMA
     draw: DraftKind = DraftKind.ONE_HOT
-    asks_stop: ClassVar[bool] = True
+    asks_stop = True
 
     def __post_init__(self):
         assert self.draw in (DraftKind.ONE_HOT, DraftKind.SAMPLED)

@@ -165,7 +165,7 @@ class StringDrafter(TextDrafter):
     expansion: float
 
     kind = DraftKind.ONE_HOT
-    asks_stop: ClassVar[bool] = True
+    asks_stop = True
     has_sources: ClassVar[bool] = True  # the budget is in tokens of the target, the policy's in those of the writer
     max_nodes = property(attrgetter("writer.max_nodes"))
 
@@ -174,7 +174,7 @@ class StringDrafter(TextDrafter):
 
     def slots(self, tokens: int) -> int:
         """S, draft tokens beside a target's cache of `tokens` slots."""
-        return self.writer.source.capacity(int(np.ceil(tokens * self.expansion)))  # type: ignore[attr-defined]
+        return self.writer.source.capacity(int(np.ceil(tokens * self.expansion)))
 
     def read_text(self, state: StringState | None, tokens_BC: np.ndarray, length_B: np.ndarray) -> OwnText:
         """Reads each text behind its last `Translator.boundary`, and counts the ids that the cache still holds."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine.cache import KVCache
-from specsparse.engine.llama import ForwardFn, Want
+from specsparse.engine.llama import ForwardFn, Want, WhichLogits
 from specsparse.engine.noise import NoiseStream, token_uniforms
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling.params import SamplingParams, compile_params
@@ -187,6 +187,10 @@ class Source(abc.ABC):
         """The target's hidden rows for `init` and `keep`, as `Drafter.wants_hidden`."""
         return False
 
+    def capacity(self, tokens: int) -> int:
+        """Slots of its cache beside a target's of so many tokens."""
+        return tokens
+
     @abc.abstractmethod
     def init(self, weights: DraftWeights, ctx: DraftContext, hidden_BnD: jax.Array | None = None) -> Pytree:
         """State after the prompt; `hidden` are its rows."""
@@ -245,10 +249,10 @@ class ModelSource(Source):
         return self.run(weights, ctx, cache, rows._replace(tokens=ids_Bn))
 
     def run(
-        self, weights: DraftWeights, ctx: DraftContext, cache: KVCache, rows: FedRows, logits: str = "all"
+        self, weights: DraftWeights, ctx: DraftContext, cache: KVCache, rows: FedRows, logits: WhichLogits = "all"
     ) -> tuple[Pytree, KVCache]:
         """`feed` for ids of the draft model; `logits` as in `Want`: [B, 1, N] for "last", None for "none"."""
-        want = Want(logits=logits, layers=self.layers)  # type: ignore[arg-type]
+        want = Want(logits=logits, layers=self.layers)
         params = self.params(weights, ctx)
         out, cache = self.forward(
             params, rows.tokens, cache, n_valid_B=rows.n_valid, parents_Bn=rows.parents, want=want

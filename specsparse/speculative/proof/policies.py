@@ -60,9 +60,10 @@ class PolicyCase(Case):
 
     def _state(self, N: int) -> Any:
         state, drafted = self.policy.init(N), jnp.full((N,), self.template.size, jnp.int32)
+        unread: Any = None
         for whole in self.history:
             accepted, tested = (drafted, drafted) if whole else (drafted * 0, drafted * 0 + 1)
-            said = Verdict(None, accepted + 1, None, accepted, tested, None, None, None)  # type: ignore[arg-type]
+            said = Verdict(unread, accepted + 1, unread, accepted, tested, unread, unread, unread)
             state = self.policy.update(state, said, drafted)
         return state
 

@@ -399,7 +399,7 @@ class BlockSource(FeatureSource):
     wants_hidden = property(attrgetter("shape.features"))
 
     @property
-    def drafted_at_once(self) -> int:  # type: ignore[override]
+    def drafted_at_once(self) -> int:
         return self.rows - self.skipped
 
     def capacity(self, tokens: int) -> int:

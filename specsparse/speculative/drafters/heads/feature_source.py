@@ -6,7 +6,7 @@ are tokens. A verdict appends the rows of the tokens it kept. Drafted rows lie b
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,18 +59,17 @@ class FeatureSource(Source):
         context: tokens the target may look at.
         kv_dtype: of the cache.
         eps: of the RMS norms.
-        drafted_at_once: tokens for which one pass reads the weights.
     """
 
     kernels: Kernels
     context: int
     kv_dtype: DTypeLike
     eps: float
-    drafted_at_once: ClassVar[int] = 1
 
-    def capacity(self, tokens: int) -> int:
-        """Slots of its cache beside a target's of so many tokens."""
-        return tokens
+    @property
+    def drafted_at_once(self) -> int:
+        """Tokens for which one pass reads the weights."""
+        return 1
 
     def logits(self, weights: DraftWeights, y_BnD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
         """Logits f32[B, n, N] of rows before the output norm."""
