@@ -237,7 +237,7 @@ class RoundTarget(Target):
         self.draw, self.tree, self.alpha = round.kernels.draw, round.verifier.tree, round.reads_alpha
 
     @functools.cached_property
-    def probs(self) -> jax.Array:  # type: ignore[override]
+    def probs(self) -> jax.Array:
         """A rule that reads tokens sees there which rows are invalid, which saves a pass over V here."""
         if self._round.verifier.needs_p:
             return self.marked_probs
@@ -265,7 +265,7 @@ class RoundTarget(Target):
         )
 
     @functools.cached_property
-    def tokens(self) -> jax.Array:  # type: ignore[override]
+    def tokens(self) -> jax.Array:
         """If alpha is measured, drawn from the distributions that it is read off."""
         if not self.alpha:
             return self.own_tokens
@@ -305,7 +305,7 @@ class RoundTarget(Target):
         return jnp.where(found.ok, found.token, -1).reshape(self._logits_BnV.shape[:2]), found.share
 
     @functools.cached_property
-    def rows(self) -> LogitRows | None:  # type: ignore[override]
+    def rows(self) -> LogitRows | None:
         round, state = self._round, self._state
         if (judge := native_judge(round.verifier, round.kernels)) is None:
             return None

@@ -220,7 +220,7 @@ def _init_by_known_names(self, *args, **given):
     _generated_init(self, *args, **given)
 
 
-SamplingParams.__init__ = _init_by_known_names  # type: ignore[method-assign]
+SamplingParams.__init__ = _init_by_known_names
 
 
 @dataclasses.dataclass(frozen=True)

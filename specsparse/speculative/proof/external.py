@@ -102,7 +102,6 @@ class ExternalVerifier:
         names = _parameters(self.call)
         fill("tree", names[3:4] == ["parents"] if self.tree is None else self.tree)
         fill("randomness", self.randomness or _randomness_of(names, 4 if self.tree else 3))
-        fill("drafts", self.drafts or (DraftKind.IID if self.tree else DraftKind.SAMPLED))
         wrong = {}
         for option, choices in (("arrays", ARRAYS), ("dtype", GRID), ("randomness", RANDOMNESS)):
             value = getattr(self, option)
@@ -112,7 +111,7 @@ class ExternalVerifier:
             fill(option, checked(own, getattr(self, option), f"{self.name}: {option}"))
         fit = (DraftKind.ONE_HOT, *((DraftKind.IID, DraftKind.WOR) if self.tree else (DraftKind.SAMPLED,)))
         what = "of a tree" if self.tree else "a chain"
-        wrong[f"drafts are {what}: {', '.join(kind.value for kind in fit)}"] = self.drafts not in fit
+        wrong[f"drafts are {what}: {', '.join(kind.value for kind in fit)}"] = self.kind not in fit
         refuse(wrong, self.name)
         for library in {self.arrays, "jax" if self.randomness == "key" else "numpy"} - {"numpy"}:
             refuse({f"needs {library}, which is not installed": not importlib.util.find_spec(library)}, self.name)
@@ -121,8 +120,7 @@ class ExternalVerifier:
     @property
     def kind(self) -> DraftKind:
         """How its drafts are drawn."""
-        assert self.drafts is not None
-        return self.drafts
+        return self.drafts or (DraftKind.IID if self.tree else DraftKind.SAMPLED)
 
     @property
     def exact(self) -> bool:

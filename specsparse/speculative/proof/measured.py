@@ -115,7 +115,7 @@ def _shapes(
     shapes = [
         (CORNERS, 2, TreeTemplate.kary((2, 1))),
         (CORNERS, vocab, TreeTemplate.kary((2,))),
-        (some, 2 if how.drafts is DraftKind.IID else 3, ragged),
+        (some, 2 if how.kind is DraftKind.IID else 3, ragged),
         *[(some, 4, TreeTemplate.kary((4,)))] * wide,  # the rejection of a fourth sibling shows if tokens are left
         (CORNERS, vocab, TreeTemplate.chain(1)),
         (CORNERS, vocab, TreeTemplate.chain(0)),

@@ -187,7 +187,7 @@ class _Described(TemplateTree):
     paths: tuple[tuple[Size, ...], ...] | None = None
 
     @functools.cached_property
-    def template(self) -> TreeTemplate:  # type: ignore[override]
+    def template(self) -> TreeTemplate:
         if self.paths is None:
             return TreeTemplate.kary(self.widths)
         if self.widths != _Described.widths:
@@ -249,7 +249,7 @@ class Sequoia(TemplateTree):
     kind = Static.kind
 
     @functools.cached_property
-    def template(self) -> TreeTemplate:  # type: ignore[override]
+    def template(self) -> TreeTemplate:
         rates = GUESSED_ACCEPTANCE if self.acceptance is None else self.acceptance
         times = [1 + n / 16 for n in range(self.nodes + 1)] if self.cost is None else self.cost
         return sequoia(rates, times, self.nodes, self.depth, level_cost=self.level_cost or 0.0)
