@@ -171,11 +171,11 @@ def fingerprint(output_norm: ArrayLike) -> str:
     return hashlib.sha256(np.asarray(output_norm, np.float32).tobytes()).hexdigest()[:16]
 
 
-def find(spec: str | Path | None, output_norm: ArrayLike) -> Path:
+def find(spec: str | Path | None, output_norm: ArrayLike | None) -> Path:
     """The file of a head: a path, the name of a shipped one, or None for the shipped one that fits the target."""
     shipped = sorted(SHIPPED.glob("*.gguf"))
     if spec is None:
-        if (own := shipped_for(output_norm)) is not None:
+        if output_norm is not None and (own := shipped_for(output_norm)) is not None:
             return own.path
         raise UserError("no head was trained for this model: give drafter.head=FILE, or +experiment=train_drafter")
     for path in (SHIPPED / f"{spec}.gguf", Path(os.path.expanduser(spec))):
