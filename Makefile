@@ -55,7 +55,7 @@ lock:
 lint: $(STAMP)-test
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
-	$(BIN)/pyrefly check
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 docs: $(STAMP)-docs
 	$(BIN)/python experiments/vn_page.py

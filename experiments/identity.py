@@ -202,7 +202,7 @@ class IdentityBench:
         """The drafter with its verifier; `scripted` is told `wanted`, int32[ROWS, TEXT], the plain texts."""
         drafter = METHODS[unit.method](self.model.config)
         verifier = ("tree_" if drafter.tree else "") + ("greedy" if self.greedy(unit, drafter) else "match")
-        policy = None if drafter.needs_model or drafter.tree else RowLengths(GAMMA)
+        policy = RowLengths(GAMMA) if isinstance(drafter, Drafter) and not drafter.tree else None
         method = resolve(MethodSpec(drafter, verifier, policy, sampling=SAMPLINGS[unit.sampling][0]), self.model)
         if not unit.method.startswith("scripted"):
             return method

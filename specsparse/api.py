@@ -4,7 +4,7 @@ import difflib
 import itertools
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -24,6 +24,25 @@ from specsparse.support.options import nearest, options_of, shown
 __all__ = ["Generation", "GenerationStats", "Model", "SamplingParams", "Stream", "generate", "load", "stream"]
 
 
+@overload  # `n`, of which one gives no list
+def generate(
+    model: Model, prompt: PromptLike, *, n: int, max_tokens: int | None = ..., sampling: SamplingParams | None = ...,
+    drafter: str | AnyDrafter | None = ..., verifier: str | Verifier | None = ..., policy: str | Policy | None = ...,
+    seed: int | None = ..., loop: str = ..., watch: Watch | None = ..., common_noise: bool = ..., **fields: Any,
+) -> Generation | list[Generation]: ...  # fmt: skip
+@overload
+def generate(
+    model: Model, prompt: PromptLike, *, max_tokens: int | None = ..., sampling: SamplingParams | None = ...,
+    drafter: str | AnyDrafter | None = ..., verifier: str | Verifier | None = ..., policy: str | Policy | None = ...,
+    seed: int | None = ..., loop: str = ..., watch: Watch | None = ..., common_noise: bool = ..., **fields: Any,
+) -> Generation: ...  # fmt: skip
+@overload
+def generate(
+    model: Model, prompt: Seq[PromptLike], *, max_tokens: int | None = ...,
+    sampling: SamplingParams | Seq[SamplingParams] | None = ..., drafter: str | AnyDrafter | None = ...,
+    verifier: str | Verifier | None = ..., policy: str | Policy | None = ..., seed: int | None = ..., loop: str = ...,
+    watch: Watch | None = ..., common_noise: bool = ..., **fields: Any,
+) -> list[Generation]: ...  # fmt: skip
 def generate(
     model: Model,
     prompt: PromptLike | Seq[PromptLike],
@@ -166,4 +185,5 @@ def _prompts(prompt: PromptLike | Seq[PromptLike]) -> tuple[list[PromptLike], bo
     if not isinstance(prompt, Seq):
         raise UserError(f"a prompt is a text, token ids or a chat, not {type(prompt).__name__}")
     many = len(prompt) > 0 and isinstance(prompt[0], str | Seq | np.ndarray)
-    return (list(prompt) if many else [prompt]), many
+    prompts: list[Any] = list(prompt) if many else [prompt]
+    return prompts, many

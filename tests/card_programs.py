@@ -79,7 +79,7 @@ def programs(
 
     def speculative(template: TreeTemplate, verifier: str):
         drafter = Scripted(template, (template.size - 1,), config.vocab_size, truth=(1, 2, 3))
-        step = loop.make_step(forward, probs, samplers, drafter=drafter, verifier=get_verifier(verifier))
+        step = loop.make_step(loop.Round(forward, probs, samplers, drafter, get_verifier(verifier)))
         return partial(generate.run, step), ((params, None), job, state(template.size), rounds)
 
     plain = generate.make_step(forward, probs, samplers)

@@ -98,13 +98,13 @@ class LayerWindows:
     def __bool__(self) -> bool:
         return any(window for window, _ in self.shares)
 
-    def read(self, rows: int, before: float) -> float:
+    def read(self, rows: float, before: float) -> float:
         """Positions that `rows` rows in sequence read together, `before` tokens before the first: each once."""
         return sum(
             share * min(before + rows, window + rows - 1 if window else math.inf) for window, share in self.shares
         )
 
-    def attended(self, rows: int, before: float) -> float:
+    def attended(self, rows: float, before: float) -> float:
         """The same, each row counted on its own: row i sees `before` + i + 1 positions, or its window."""
         total = 0.0
         for window, share in self.shares:

@@ -1,9 +1,10 @@
 """A loaded model: configuration, tokenizer, packed weights and the forward function that belongs to them."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from specsparse.support import notebook
 KV_DTYPES = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16, "q8_0": jnp.int8}
 _CAPACITY_STEP = 256
 """Caches come in few sizes, so that few programs are compiled."""
+Program = TypeVar("Program")
 
 
 @dataclass(eq=False)
@@ -41,12 +43,12 @@ class Programs:
         widths: the models on the same weights, by the width of their steps.
     """
 
-    compiled: dict[Hashable, Callable] = field(default_factory=dict)
+    compiled: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     drafters: dict = field(default_factory=dict)
     tables: dict[int, tuple[jax.Array, jax.Array]] = field(default_factory=dict)
     widths: dict[int, "Model"] = field(default_factory=dict)
 
-    def once(self, key: Hashable, make: Callable[[], Callable]) -> Callable:
+    def once(self, key: tuple[Any, ...], make: Callable[[], Program]) -> Program:
         """The program of this key, made if there is none yet."""
         if key not in self.compiled:
             self.compiled[key] = make()
@@ -210,7 +212,7 @@ class Model:
                 "load it with backend=xla and width=0"
             )
 
-    def check_ids(self, ids: Sequence[int]) -> np.ndarray:
+    def check_ids(self, ids: Sequence[object] | np.ndarray) -> np.ndarray:
         """Token ids as int32[n]; raises UserError if they are not of this vocabulary, too many, or there are none."""
         try:
             array = np.asarray(ids)
@@ -240,7 +242,7 @@ class Model:
 
         return self.programs.once(("logits",), lambda: self.devices.jit(chunk, donate_argnums=3))
 
-    def logits(self, ids: Sequence[int]) -> np.ndarray:
+    def logits(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Teacher-forced logits float32[n, V]: row i predicts the token after `ids[i]`. Raises as `check_ids`."""
         array = self.check_ids(ids)
         capacity = self.capacity_for(len(array))

@@ -204,8 +204,8 @@ def ties(found: Sequence[Interval]) -> list[list[int]]:
     """
     out: list[list[int]] = []
     for i in sorted(range(len(found)), key=lambda i: -found[i].value):
-        best = found[out[-1][0]].low if out else None
-        if out and (best is None or found[i].high is None or found[i].high >= best):
+        best, high = found[out[-1][0]].low if out else None, found[i].high
+        if out and (best is None or high is None or high >= best):
             out[-1].append(i)
         else:
             out.append([i])
@@ -214,9 +214,9 @@ def ties(found: Sequence[Interval]) -> list[list[int]]:
 
 def ranks(found: Sequence[Interval | None]) -> list[Rank | None]:
     """The rank of each, in the order given; None for those without an interval, and for all if none stands out."""
-    where = [i for i, interval in enumerate(found) if interval is not None and interval.low is not None]
+    known = {i: interval for i, interval in enumerate(found) if interval is not None and interval.low is not None}
     out: list[Rank | None] = [None] * len(found)
-    groups = ties([found[i] for i in where])
+    where, groups = list(known), ties(list(known.values()))
     place = 1
     for group in groups if len(groups) > 1 else []:
         for i in group:

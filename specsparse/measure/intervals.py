@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 LEVEL = 0.95
 LEAST_PROMPTS = 3
@@ -56,7 +57,7 @@ def shown(low: float | None, high: float | None, *, joined: str = "-") -> str:
     return "-" if low is None or high is None else f"{low:.2f}{joined}{high:.2f}"
 
 
-def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interval | None:
+def ratio(numerators: ArrayLike, denominators: ArrayLike) -> Interval | None:
     """sum(numerators) / sum(denominators), one entry a prompt; the interval is symmetric in the logarithm.
 
     Both sums lose the same prompt, so that what moves both sides of one prompt cancels.
@@ -100,7 +101,7 @@ def ratio_of_ratios(above: Sequence[tuple[float, float]], below: Sequence[tuple[
     return _without_each(value, [a[:, 0], b[:, 1]], [a[:, 1], b[:, 0]])
 
 
-def geometric_mean(values: Sequence[float], *, least: int = LEAST_PROMPTS) -> Interval:
+def geometric_mean(values: ArrayLike, *, least: int = LEAST_PROMPTS) -> Interval:
     """Of positive values, one a prompt, with the t interval of their logarithms if there are at least so many."""
     logs = np.log(np.asarray(values, np.float64))
     found = mean(logs.tolist())
@@ -120,7 +121,7 @@ def mean(values: Sequence[float]) -> Interval:
     return Interval(middle, middle - half, middle + half, array.size)
 
 
-def over_repeats(numerators: Sequence[float], denominators: Sequence[float], prompts: Sequence[object]) -> Interval:
+def over_repeats(numerators: ArrayLike, denominators: ArrayLike, prompts: Sequence[object]) -> Interval:
     """The ratio of sums for these very prompts: how far timing noise alone moves it from repeat to repeat.
 
     An entry is one repeat of one prompt. The relative error of the ratio is linear in the entries' errors; each prompt
@@ -178,7 +179,7 @@ def _skewed(values: np.ndarray) -> bool:
     return skewness > max(2.4 * (6 * (n - 2) / ((n + 1) * (n + 3))) ** 0.5, (n / 10) ** 0.5)
 
 
-def _entries(tops: Sequence[float], bottoms: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+def _entries(tops: ArrayLike, bottoms: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     top, bottom = np.asarray(tops, np.float64), np.asarray(bottoms, np.float64)
     assert top.shape == bottom.shape and top.ndim == 1
     return top, bottom
@@ -190,7 +191,7 @@ def _without_each(value: float, tops: list[np.ndarray], bottoms: list[np.ndarray
     left = [(sum_.sum() - sum_, sign) for sums, sign in ((tops, 1), (bottoms, -1)) for sum_ in sums]
     if count < LEAST_PROMPTS or value <= 0 or any((rest <= 0).any() for rest, _ in left):
         return Interval(value, None, None, count)
-    logs = sum(sign * np.log(rest) for rest, sign in left)
+    logs = sum((sign * np.log(rest) for rest, sign in left), np.zeros(count))
     error = float(np.sqrt((count - 1) / count * ((logs - logs.mean()) ** 2).sum()))
     return _around(value, _t(count - 1) * error, count, skewed=_skewed(logs))
 

@@ -13,13 +13,14 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from specsparse.errors import UserError
-from specsparse.runtime.loops import RoundView
+from specsparse.runtime.loops import RoundView, round_of
 from specsparse.speculative.base import ROOT, DraftKind
 from specsparse.support.files import Json, append_line, atomically, read_npz, to_json, write_atomically
 
@@ -152,7 +153,7 @@ class Recorder:
     def __init__(self, top: int):
         self.top = top
         self._prompts: list[str] = []
-        self._rows: list[dict[str, int | np.ndarray]] = []
+        self._rows: list[dict[str, Any]] = []
         self._about: Json = {}
 
     def start(self, prompt_id: str) -> None:
@@ -160,13 +161,13 @@ class Recorder:
 
     def round(self, view: RoundView) -> None:
         if not self._about:
-            session = view.session
-            drafter, sampling, params = session.method.drafter, session.sampling, session.sequences[0].params
+            stages, params = round_of(view.session), view.session.sequences[0].params
+            sampling = stages.config
             self._about = {
-                "kind": drafter.kind.value,
-                "tree": drafter.tree,
-                "depth": drafter.max_depth,
-                "verifier": session.method.verifier.name,
+                "kind": stages.drafter.kind.value,
+                "tree": stages.drafter.tree,
+                "depth": stages.drafter.max_depth,
+                "verifier": stages.verifier.name,
                 "vocab": sampling.vocab_size,
                 "top": self.top,
                 "temperature": 0.0 if params.greedy else params.temperature,
@@ -177,7 +178,7 @@ class Recorder:
         q_KV = None if draft.q is None else np.asarray(draft.q[0])
         count, K = int(draft.count[0]), draft.max_nodes
         width = min(p_nV.shape[1], 2 * self.top + K)
-        row: dict[str, int | np.ndarray] = {
+        row: dict[str, Any] = {
             "prompt": len(self._prompts) - 1,
             "position": int(view.before.length[0]),
             "count": count,
@@ -201,8 +202,9 @@ class Recorder:
             ids = np.array(list(unique)[:width], np.int32)
             row["ids"][at, : len(ids)] = ids
             row["p"][at, : len(ids)], row["p_rest"][at] = _at(p_nV[at], ids)
-            for i in children if q_KV is not None else ():
-                row["q"][i, : len(ids)], row["q_rest"][i] = _at(q_KV[i], ids)
+            if q_KV is not None:
+                for i in children:
+                    row["q"][i, : len(ids)], row["q_rest"][i] = _at(q_KV[i], ids)
         self._rows.append(row)
 
     def recording(self) -> Recording:

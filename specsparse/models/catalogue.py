@@ -22,7 +22,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from specsparse.engine.gguf.shards import shard_names
 from specsparse.errors import CHECKOUT, UserError, pip_install
@@ -476,7 +476,8 @@ def known(entry: Entry) -> Entry:
     facts = kept(_facts_file(entry))
     if facts.get("repo") != entry.repo:
         return entry
-    return replace(entry, **{key: facts.get(key) for key in _KEPT if getattr(entry, key) is None})
+    gaps: dict[str, Any] = {key: facts.get(key) for key in _KEPT if getattr(entry, key) is None}
+    return replace(entry, **gaps)
 
 
 def _keep(entry: Entry, **facts: str | int | None) -> None:

@@ -224,10 +224,11 @@ def download_header(text: str) -> Path:
     wanted = Reference.parse(text).with_file()
     if offline():
         return download(text)  # from the cache, or the reason why there is nothing
-    here = [next(cached(part, repo=wanted.repo), None) for part in parts(wanted.file)]
+    names = parts(str(wanted.file))
+    here = [next(cached(name, repo=wanted.repo), None) for name in names]
     if wanted.revision is None and here[0] is not None and all(here):
         return here[0]
-    paths = [_header(wanted, part) for part in parts(wanted.file)]
+    paths = [_header(wanted, name) for name in names]
     return paths[0]
 
 
@@ -253,7 +254,7 @@ def _header(wanted: Reference, name: str) -> Path:
         hf_raise_for_status(answer)
         if answer.status_code != 206 or len(answer.content) != end - start:
             raise OSError(f"a part of {name} was asked for, and something else came")
-        return bytes(answer.content)
+        return answer.content
 
     content = hashlib.sha256(f"{wanted.repo} {wanted.file} {facts.etag}".encode()).hexdigest()[:16]
     path = cache_dir() / "headers" / content / Path(name).name
@@ -387,10 +388,11 @@ def _explained(wanted: Reference, get: Callable[[], _T]) -> _T:
     """`get()`, with its errors as one line that says what to do."""
     from huggingface_hub import errors
 
-    network = (OSError, ValueError, *errors.HfHubHTTPError.__bases__)  # the last: of whatever HTTP library it uses
+    failures: tuple[type[Exception], ...] = (errors.EntryNotFoundError, errors.HfHubHTTPError, OSError, ValueError)
+    failures += errors.HfHubHTTPError.__bases__  # of whatever HTTP library it uses
     try:
         return get()
-    except (errors.EntryNotFoundError, errors.HfHubHTTPError, *network) as error:
+    except failures as error:
         kind, first_line = HubError, (str(error) or type(error).__name__).splitlines()[0]
         match error:
             case errors.GatedRepoError():

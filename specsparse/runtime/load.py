@@ -157,10 +157,11 @@ def load(
     def advance(nbytes: int) -> None:
         nonlocal done
         done += nbytes
-        progress(done, total)
+        if progress is not None:
+            progress(done, total)
 
     params = weights.load_params(
-        f, config, floats=floats, float_types=plan.float_types, progress=progress and advance, pack_ffn=plan.pack,
+        f, config, floats=floats, float_types=plan.float_types, progress=advance, pack_ffn=plan.pack,
         place=place,
     )  # fmt: skip
     footprint = weights.footprint(params, f)
@@ -230,7 +231,7 @@ def _stored(
 
 def _use_compilation_cache() -> None:
     """Compiled programs are kept between processes, unless the user has a cache of their own."""
-    if jax.config.jax_compilation_cache_dir is not None or os.environ.get("SPECSPARSE_NO_CACHE") == "1":
+    if jax.config.values["jax_compilation_cache_dir"] is not None or os.environ.get("SPECSPARSE_NO_CACHE") == "1":
         return
     jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

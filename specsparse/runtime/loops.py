@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,11 +23,11 @@ from specsparse.errors import UserError
 from specsparse.runtime.method import Method
 from specsparse.runtime.metrics import Times
 from specsparse.speculative import loop as speculation
-from specsparse.speculative.base import Draft, Verdict
+from specsparse.speculative.base import Draft, TextDrafter, Verdict
 from specsparse.support.options import shown
 
-Session = Any
-"""A `runtime.session.Session`; that module imports this one."""
+if TYPE_CHECKING:
+    from specsparse.runtime.session import Session  # that module imports this one
 
 NOTED_ROUNDS = 16
 """Rounds between two looks at the texts."""
@@ -38,11 +38,11 @@ class RoundLoop(NamedTuple):
     them to its log. If a text may end in a stop string, the texts are looked at after so many `rounds`.
     """
 
-    advance: Callable[[Session, int], None]
+    advance: Callable[["Session", int], None]
     rounds: int
 
 
-def _in_one_program(session: Session, rounds: int) -> None:
+def _in_one_program(session: "Session", rounds: int) -> None:
     """One `lax.while_loop`; of at most `NOTED_ROUNDS` rounds if the session is `noting`."""
     assert not session.noting or rounds <= NOTED_ROUNDS
     note, room = (session.note, NOTED_ROUNDS) if session.noting else (None, 0)
@@ -52,8 +52,7 @@ def _in_one_program(session: Session, rounds: int) -> None:
         step = generate.make_step(model.forward, session.sampling, model.sampling_kernels)
     else:
         weights = (session.params, session.draft_params)
-        parts = {"drafter": method.drafter, "verifier": method.verifier, "policy": method.policy}
-        step = speculation.make_step(model.forward, session.sampling, model.sampling_kernels, **parts)
+        step = speculation.make_step(round_of(session))
 
     def program(weights, job, state, rounds):
         return generate.run(step, weights, job, state, rounds, note=note, room=room)
@@ -83,7 +82,7 @@ class RoundView:
         stats: of the target's sparse FFN in this pass, see `ForwardOut`, or None.
     """
 
-    session: Session
+    session: "Session"
     number: int
     before: DecodeState
     after: DecodeState
@@ -133,7 +132,7 @@ def loop_for(model: Model, method: Method, *, loop: str = "jit", watch: Watch | 
     if watch is not None and not callable(watch):
         raise UserError(f"watch={shown(watch)} must be a function of a round")
     whole = model.devices.one_program
-    by_text = method.drafter is not None and method.drafter.reads_text
+    by_text = isinstance(method.drafter, TextDrafter)
     if loop == "jit" and watch is None and whole and not by_text:
         return JIT
     if method.drafter is not None:
@@ -141,7 +140,7 @@ def loop_for(model: Model, method: Method, *, loop: str = "jit", watch: Watch | 
     else:
         step = partial(_in_one_program, rounds=1) if whole else _plain_round_around_forward
 
-    def advance(session: Session, rounds: int) -> None:
+    def advance(session: "Session", rounds: int) -> None:
         for _ in range(rounds):
             if Finish.RUNNING not in session.finish:
                 return
@@ -150,11 +149,11 @@ def loop_for(model: Model, method: Method, *, loop: str = "jit", watch: Watch | 
     return RoundLoop(advance, rounds=1)
 
 
-def _log_round(session: Session, times: Times) -> None:
+def _log_round(session: "Session", times: Times) -> None:
     session.log.add(times, jax.tree.map(lambda a: a[None], session.note(session.state)) if session.noting else None)
 
 
-def _plain_round_around_forward(session: Session) -> None:
+def _plain_round_around_forward(session: "Session") -> None:
     """Plain decoding if no program may contain the forward pass: the rest of a step is one."""
     probs, kernels = session.sampling, session.model.sampling_kernels
 
@@ -172,15 +171,20 @@ def _plain_round_around_forward(session: Session) -> None:
     _log_round(session, Times(total=session.clock() - begun))
 
 
-def round_of(session: Session) -> speculation.Round:
+def round_of(session: "Session") -> speculation.Round:
     method, model = session.method, session.model
+    assert method.drafter is not None and method.verifier is not None, "plain decoding drafts nothing"
     return speculation.Round(
         model.forward, session.sampling, model.sampling_kernels, method.drafter, method.verifier, method.policy
     )
 
 
+_APART: dict[str, Any] = {"cache": None, "drafter": None}
+"""What a stage replaces travels apart from the rest of the state, so that it alone is donated."""
+
+
 def _speculative_round(
-    session: Session, *, compile_forward: Callable[..., "Pruned | Unpruned"], watch: Watch | None
+    session: "Session", *, compile_forward: Callable[..., "Pruned | Unpruned"], watch: Watch | None
 ) -> None:
     """Draft, verify, accept, commit; the stages are timed, and the rest of the time is the host's.
 
@@ -201,8 +205,7 @@ def _speculative_round(
         out, spent[stage] = program.timed(weights, *args)
         return out
 
-    # What a stage replaces travels apart from the rest of the state, so that it alone is donated.
-    rest = session.state._replace(cache=None, drafter=None)
+    rest = session.state._replace(**_APART)
 
     def draft_stage(w, job, rest, cache, own, text):
         return stages.draft(w, job, rest._replace(cache=cache, drafter=own), text=text)
@@ -230,7 +233,7 @@ def _speculative_round(
     total = session.clock() - begun
     _log_round(session, Times(**spent, host=total - sum(spent.values()), total=total))
     if watch is not None:
-        after = session.state._replace(cache=None, drafter=None)
+        after = session.state._replace(**_APART)
         caches = cache_before, np.asarray(session.state.cache.length)
         number = int(np.max(np.asarray(rest.counters.rounds)))
         watch(RoundView(session, number, rest, after, *caches, drafted.draft, out.logits, verdict, out.stats))

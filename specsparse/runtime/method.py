@@ -7,7 +7,7 @@ it is the check before a run.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
@@ -16,7 +16,15 @@ from specsparse.errors import UserError, refuse
 from specsparse.models import catalogue
 from specsparse.runtime.load import load
 from specsparse.runtime.timing_cache import STEP_FLOOR, policy_times
-from specsparse.speculative.base import GAMMA_NAMES, SHORT_GAMMA, AnyDrafter, DraftKind, LoadedDrafter, Verifier
+from specsparse.speculative.base import (
+    GAMMA_NAMES,
+    SHORT_GAMMA,
+    AnyDrafter,
+    Drafter,
+    DraftKind,
+    LoadedDrafter,
+    Verifier,
+)
 from specsparse.speculative.drafters import DRAFTERS, check_is_drafter, draw_temperature, get_drafter, takes
 from specsparse.speculative.drafters.synthetic import synthetic_verifier
 from specsparse.speculative.policies import default_policy, get_policy, over_tree
@@ -32,9 +40,9 @@ NO_DRAFTER = "none"
 """The name that stands for plain decoding."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class MethodSpec:
-    """What a method is made of. Each part is a name, a name with options (`Choice`), or the part itself.
+    """What a method is made of. Each part is given as a name, a name with options (`Choice`), or the part itself.
 
     Attributes:
         drafter: who proposes; None and "none" are plain decoding.
@@ -45,16 +53,23 @@ class MethodSpec:
         sampling: of the target. Its temperature decides which verifiers fit.
     """
 
-    drafter: str | Choice | AnyDrafter | None = None
-    verifier: str | Choice | Verifier | None = None
-    policy: str | Choice | Policy | None = None
-    tree: str | Choice | TreeShape | None = None
-    sampling: SamplingParams = GREEDY
+    drafter: Choice | AnyDrafter | None
+    verifier: Choice | Verifier | None
+    policy: Choice | Policy | None
+    tree: Choice | TreeShape | None
+    sampling: SamplingParams
 
-    def __post_init__(self):
-        for part in ("drafter", "verifier", "policy", "tree"):
-            if isinstance(value := getattr(self, part), str):
-                object.__setattr__(self, part, Choice(value))
+    def __init__(
+        self,
+        drafter: str | Choice | AnyDrafter | None = None,
+        verifier: str | Choice | Verifier | None = None,
+        policy: str | Choice | Policy | None = None,
+        tree: str | Choice | TreeShape | None = None,
+        sampling: SamplingParams = GREEDY,
+    ):
+        parts = {"drafter": drafter, "verifier": verifier, "policy": policy, "tree": tree, "sampling": sampling}
+        for name, part in parts.items():
+            object.__setattr__(self, name, Choice(part) if isinstance(part, str) else part)
         if isinstance(self.drafter, Choice) and self.drafter.name == NO_DRAFTER:
             object.__setattr__(self, "drafter", None)
         if not isinstance(self.drafter, Choice | None):
@@ -69,8 +84,9 @@ class MethodSpec:
     @property
     def bare_name(self) -> str | None:
         """The drafter's name if nothing else is said of its drafts, else None."""
-        more = not isinstance(self.drafter, Choice) or self.drafter.options or self.policy or self.tree
-        return None if more else self.drafter.name
+        if not isinstance(self.drafter, Choice) or self.drafter.options or self.policy or self.tree:
+            return None
+        return self.drafter.name
 
     @property
     def temperature(self) -> float:
@@ -95,25 +111,16 @@ class UnfitPair(UserError):
 
 
 @dataclass(frozen=True)
-class Method:
-    """How to decode, checked. Without a drafter it is plain decoding.
+class MethodParts:
+    """The parts of a method, which go together. Without a drafter it is plain decoding.
 
     Attributes:
-        drafter: a spec of one if it needs a model and was resolved without.
         policy: how much is drafted in a round; None if that is the drafter's room alone.
-        weights: cache capacity -> the drafter's weights; None if it has none.
-        share: guessed time of a drafted token in plain steps, by the bytes it reads; 0 if it has no weights.
-        about: what records say of the drafter, such as how two vocabularies overlap.
-        notes: the same in lines.
     """
 
     drafter: AnyDrafter | None = None
     verifier: Verifier | None = None
     policy: Policy | None = None
-    weights: Callable[[int], Pytree] | None = None
-    share: float = 0.0
-    about: Mapping[str, object] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
 
     @property
     def max_nodes(self) -> int:
@@ -126,7 +133,29 @@ class Method:
         return self.drafter.files if self.drafter else {}
 
 
-def resolve(spec: MethodSpec, target: Model | None = None, *, batch: int = 1) -> Method:
+@dataclass(frozen=True)
+class Method(MethodParts):
+    """How to decode on a model, checked and loaded.
+
+    Attributes:
+        weights: cache capacity -> the drafter's weights; None if it has none.
+        share: guessed time of a drafted token in plain steps, by the bytes it reads; 0 if it has no weights.
+        about: what records say of the drafter, such as how two vocabularies overlap.
+        notes: the same in lines.
+    """
+
+    drafter: Drafter | None = None
+    weights: Callable[[int], Pytree] | None = None
+    share: float = 0.0
+    about: Mapping[str, object] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@overload
+def resolve(spec: MethodSpec, target: None = None, *, batch: int = 1) -> MethodParts: ...
+@overload
+def resolve(spec: MethodSpec, target: Model, *, batch: int = 1) -> Method: ...
+def resolve(spec: MethodSpec, target: Model | None = None, *, batch: int = 1) -> MethodParts:
     """The method of a spec; with a target ready to run on it.
 
     Without a target nothing is loaded. With one, the drafter's own model is loaded the first time it is asked for. A
@@ -143,7 +172,7 @@ def resolve(spec: MethodSpec, target: Model | None = None, *, batch: int = 1) ->
         return Method()
     verifier = _verifier(drafter, spec)
     if target is None:
-        return Method(drafter, verifier, policy)
+        return MethodParts(drafter, verifier, policy)
     loaded, share, name = load_drafter(target, drafter), 0.0, spec.bare_name
     if loaded.weights is not None:
         share = loaded.bytes_per_token / max(target.footprint.file, 1) + STEP_FLOOR
@@ -182,14 +211,10 @@ def _drafter(spec: MethodSpec) -> tuple[AnyDrafter | None, Policy | None]:
         if isinstance(policy, Choice):
             policy = _policy(policy, drafter.max_nodes if drafter.tree else None)
         drafter = drafter if policy is None else drafter.with_policy(policy)
-    if not drafter.needs_model:
+    if isinstance(drafter, Drafter):
         return drafter, _fitting(policy, drafter)
-    if drafter.drafting.temperature is not None or spec.verifier is None:
-        return drafter, None
-    drawn_at = draw_temperature(spec.verifier.name, spec.temperature)  # for a verifier that weighs draws
-    if drawn_at is not None:
-        drafter = replace(drafter, drafting=replace(drafter.drafting, temperature=drawn_at))
-    return drafter, None
+    drawn_at = None if spec.verifier is None else draw_temperature(spec.verifier.name, spec.temperature)
+    return drafter if drawn_at is None else drafter.drawing_at(drawn_at), None
 
 
 def _policy(chosen: Choice, tree_nodes: int | None) -> Policy:
@@ -219,7 +244,7 @@ def _named_drafter(chosen: Choice, spec: MethodSpec) -> tuple[AnyDrafter, Policy
     return get_drafter(name, **options), policy
 
 
-def _fitting(policy: Policy | None, drafter: AnyDrafter) -> Policy | None:
+def _fitting(policy: Policy | None, drafter: Drafter) -> Policy | None:
     """The policy if that drafter can follow it; None if it leaves all drafts as they are."""
     if policy is None:
         return None

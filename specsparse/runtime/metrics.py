@@ -81,7 +81,7 @@ class Counters:
         mine, theirs = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
         width = max(len(mine), len(theirs))
         mine, theirs = (tuple(v) + (0,) * (width - len(v)) for v in (mine, theirs))
-        sums["num_accepted_tokens_per_pos"] = tuple(int(a + b) for a, b in zip(mine, theirs, strict=True))
+        sums["num_accepted_tokens_per_pos"] = tuple(a + b for a, b in zip(mine, theirs, strict=True))
         return Counters(**sums)
 
     def validate(self) -> None:
@@ -206,7 +206,7 @@ STYLES = ("llama.cpp", "sglang", "spec-bench")
 """Other projects whose definitions `export` knows."""
 
 
-def export(counters: Counters, style: str, *, tree: bool = False) -> dict[str, object]:
+def export(counters: Counters, style: str, *, tree: bool = False) -> dict[str, float | None]:
     """The counters as another project of `STYLES` defines and names them (`accept` of llama.cpp is in percent); None
     if the counters do not tell a figure. `tree`: the drafts branched.
 
@@ -218,8 +218,8 @@ def export(counters: Counters, style: str, *, tree: bool = False) -> dict[str, o
     if style == "llama.cpp":  # counts the levels that a tree came to, which nodes do not tell
         drafted = None if tree else c.num_draft_tokens
         accept = 100 * c.num_accepted_tokens / drafted if drafted else None
-        names = {"n_predict": c.num_emitted_tokens, "n_drafted": drafted, "n_accept": c.num_accepted_tokens}
-        return names | {"accept": accept}
+        emitted, accepted = c.num_emitted_tokens, c.num_accepted_tokens
+        return {"n_predict": emitted, "n_drafted": drafted, "n_accept": accepted, "accept": accept}
     if style == "sglang":  # the bonus token stands in the numerator of both
         rate = _ratio(c.num_emitted_tokens, c.num_draft_tokens)
         return {"spec_verify_ct": c.num_rounds, "accept_length": per_round, "accept_rate": rate}
@@ -229,16 +229,16 @@ def export(counters: Counters, style: str, *, tree: bool = False) -> dict[str, o
     raise ValueError(f"style={style!r} must be one of {', '.join(STYLES)}")
 
 
-def to_dict(counters: Counters) -> dict[str, object]:
+def to_dict(counters: Counters) -> dict[str, Any]:
     return dataclasses.asdict(counters)
 
 
-def from_dict(values: Mapping[str, object]) -> Counters:
+def from_dict(values: Mapping[str, Any]) -> Counters:
     """The inverse of `to_dict`. Older records do not count how often alpha was measured: an alpha of 0 was not."""
     per_pos = tuple(values.get("num_accepted_tokens_per_pos", ()))
-    times = dict(values.get("times", {}))
+    times: dict[str, Any] = dict(values.get("times", {}))
     if not any(times.get(name) for name in STAGES):
         times |= dict.fromkeys(STAGES)  # older records wrote 0 for what was not measured
     measured = values.get("num_tested", 0) if values.get("alpha") else 0
-    given = {**values, "num_accepted_tokens_per_pos": per_pos, "times": Times(**times)}
-    return Counters(**{"num_alpha_tested": measured, **given})
+    given: dict[str, Any] = {"num_alpha_tested": measured, **values}
+    return Counters(**given | {"num_accepted_tokens_per_pos": per_pos, "times": Times(**times)})

@@ -247,7 +247,7 @@ def best_of(group: list[Generation], params: SamplingParams) -> list[Generation]
     """The n most likely of best_of completions, the likeliest first."""
     if len(group) <= params.n:
         return group
-    total = [sum(t.logprob for t in g.logprobs) for g in group]
+    total = [sum(t.logprob for t in g.logprobs or ()) for g in group]
     order = sorted(range(len(group)), key=lambda i: -total[i])
     best = [group[i] for i in order[: params.n]]
     return [dataclasses.replace(g, logprobs=None) for g in best] if params.logprobs is None else best

@@ -9,10 +9,12 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from specsparse.engine import generate
 from specsparse.engine.cache import KVCache
@@ -31,12 +33,14 @@ from specsparse.runtime.loops import Note, RoundLog, Watch, loop_for, round_of
 from specsparse.runtime.method import Method
 from specsparse.runtime.metrics import Counters, Times
 from specsparse.speculative import token_sources
-from specsparse.speculative.base import Drafted
+from specsparse.speculative.base import Drafted, TextDrafter
 from specsparse.speculative.policies.base import PolicyReport
 from specsparse.speculative.token_sources import TokenSource
 from specsparse.support.options import shown
 
 ALL_ROUNDS = 2**30
+Program = TypeVar("Program")
+"""A compiled function, or one that is timed."""
 PromptLike = str | np.ndarray | Seq[int] | Seq[Mapping[str, str]]
 """A text, token ids, or a chat: a list of {"role", "content"}."""
 
@@ -172,9 +176,9 @@ class Session:
         check_rows(method.max_nodes + 1, model.width)
         context = model.config.context_length
         lengths = [len(s.prompt) for s in sequences]
-        limits = [min(context, n + (context if s.params.max_tokens is None else s.params.max_tokens))
-                  for n, s in zip(lengths, sequences, strict=True)]  # fmt: skip
-        self.capacity = model.capacity_for(max(limits) + model.room_for(method.max_nodes))
+        limits = np.array([min(context, n + (context if s.params.max_tokens is None else s.params.max_tokens))
+                           for n, s in zip(lengths, sequences, strict=True)], np.int32)  # fmt: skip
+        self.capacity = model.capacity_for(int(limits.max()) + model.room_for(method.max_nodes))
         self.params = model.params_for(self.capacity)
         self.draft_params = None if method.weights is None else model.everywhere(method.weights(self.capacity))
         eos_ids = model.tokenizer.stop_ids
@@ -188,15 +192,16 @@ class Session:
         every = [s.params for s in sequences]
         stop_ids = [sorted({*p.stop_token_ids, *(() if p.ignore_eos else eos_ids)}) for p in every]
         width = max(1, *map(len, stop_ids))
+        put = jax.device_put  # `jnp.asarray` would compile a program for each shape
         job = Job(
-            sampling=sampling_arrays,
-            stop_ids=np.array([ids + [-1] * (width - len(ids)) for ids in stop_ids], np.int32),
-            limit=np.array(limits, np.int32),
-            seed=np.stack([seed_words(s.seed) for s in sequences]),
-            sample=np.array([s.sample for s in sequences], np.int32),
+            sampling=put(sampling_arrays),
+            stop_ids=put(np.array([ids + [-1] * (width - len(ids)) for ids in stop_ids], np.int32)),
+            limit=put(limits),
+            seed=put(np.stack([seed_words(s.seed) for s in sequences])),
+            sample=put(np.array([s.sample for s in sequences], np.int32)),
         )
-        self.job = model.everywhere(jax.device_put(job))  # `jnp.asarray` would compile a program for each shape
-        self.state = model.everywhere(self._prefill(np.array(lengths, np.int32), job.limit))
+        self.job: Job = model.everywhere(job)
+        self.state: DecodeState = model.everywhere(self._prefill(np.array(lengths, np.int32), limits))
 
     def clock(self) -> float:
         """Seconds on a clock that stands still while programs are compiled."""
@@ -213,8 +218,8 @@ class Session:
         function: Callable,
         *args: Pytree,
         donate: tuple[int, ...] = (),
-        compiled: Callable[..., Callable] = compiled,
-    ) -> Callable:
+        compiled: Callable[..., Program] = compiled,
+    ) -> Program:
         """A pure `function` compiled for arguments of these shapes, once; compiling is timed apart.
 
         Args:
@@ -226,7 +231,7 @@ class Session:
         leaves, structure = jax.tree.flatten(args[1:])  # args[0] are weights
         key = (key, structure, tuple((jnp.shape(a), a.dtype) for a in leaves))
 
-        def compile_it() -> Callable:
+        def compile_it() -> Program:
             start = time.perf_counter()
             program = compiled(function, *args, donate=donate)
             self.compile_s += time.perf_counter() - start
@@ -287,13 +292,14 @@ class Session:
 
     def read_text(self, state: DecodeState, own: Pytree) -> Pytree:
         """The text drafter's view of the committed text, or None for other drafters."""
-        if not self.method.drafter.reads_text:
+        if not isinstance(self.method.drafter, TextDrafter):
             return None
         text = self.method.drafter.read_text(own, np.asarray(state.tokens), np.asarray(state.length))
         return self.model.everywhere(jax.tree.map(jnp.asarray, text))
 
     def write_text(self, state: DecodeState, drafted: Drafted) -> Drafted:
         """A draft of a `TextDrafter` in the target's tokens."""
+        assert isinstance(self.method.drafter, TextDrafter)
         drafted = self.method.drafter.write_text(drafted, np.asarray(state.tokens), np.asarray(state.length))
         return drafted._replace(draft=self.model.everywhere(jax.tree.map(jnp.asarray, drafted.draft)))
 
@@ -400,7 +406,7 @@ class Session:
         return policy.reports(state.sources[0], state.off)
 
 
-def _shares(weights: Seq[int]) -> list[float]:
+def _shares(proportions: ArrayLike) -> list[float]:
     """Parts of one in these proportions; equal ones if all are 0."""
-    weights = np.asarray(weights, np.float64)
+    weights = np.asarray(proportions, np.float64)
     return (weights / weights.sum() if weights.any() else np.full(weights.shape, 1 / len(weights))).tolist()

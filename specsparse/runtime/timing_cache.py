@@ -82,7 +82,7 @@ class CostTable:
     drafts: dict[str, DraftCost] = field(default_factory=dict)
     acceptance: dict[str, tuple[float, ...]] = field(default_factory=dict)
     windows: LayerWindows = WHOLE
-    residuals: dict[str, object] = field(default_factory=dict)
+    residuals: dict[str, Any] = field(default_factory=dict)
     identity: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -321,7 +321,7 @@ def policy_times(
     table = load(model)
     if table is None:
         rows = guessed_v(model.kernels.name, batch * (gamma + 1))
-        found = {"v": [t / rows[batch - 1] for t in rows[batch - 1 :: batch]], "c": share, "c0": 0.0}
+        found: dict[str, Any] = {"v": [t / rows[batch - 1] for t in rows[batch - 1 :: batch]], "c": share, "c0": 0.0}
     else:
         key = None if name is None else cost_key(name, options)
         found = table.policy_options(gamma, key, batch=batch)

@@ -243,13 +243,7 @@ class LoadedDrafter(NamedTuple):
 
 
 class AnyDrafter(abc.ABC):
-    """What is known of a drafter before it runs: a `Drafter`, or the `DrafterSpec` of one that needs a model.
-
-    Attributes:
-        needs_model: whether `build` reads the target's model.
-    """
-
-    needs_model: ClassVar[bool] = False
+    """What is known of a drafter before it runs: a `Drafter`, or the `DrafterSpec` of one that needs a model."""
 
     @property
     def on_mesh(self) -> bool:
@@ -304,6 +298,10 @@ class AnyDrafter(abc.ABC):
         """The same with that policy among its options, if it has such options."""
         return self
 
+    def drawing_at(self, temperature: float) -> Self:
+        """The same drawing its drafts at that temperature, if its options leave it open."""
+        return self
+
     @abc.abstractmethod
     def build(self, target: "Model", load: "Load") -> LoadedDrafter:
         """The drafter for this target, and its weights; `runtime.method.load_drafter` gives it room for a policy."""
@@ -316,11 +314,9 @@ class Drafter(AnyDrafter):
     A drafter holds no policy: `ctx.budget` says how much to draft, `ctx.stop` when to end a draft from distributions.
 
     Attributes:
-        reads_text: whether it is a `TextDrafter`.
         has_sources: whether it drafts by other drafters and gives each its budget itself (`ctx.from_source`).
     """
 
-    reads_text: ClassVar[bool] = False
     has_sources: ClassVar[bool] = False
 
     @property
@@ -391,8 +387,6 @@ class TextDrafter(Drafter):
     `init`, `draft` and `commit` are pure and jit-able as any drafter's, on a context whose `text` is what `read_text`
     found. What `draft` proposes is in tokens of its own, and `write_text` makes the target's of it.
     """
-
-    reads_text = True
 
     @abc.abstractmethod
     def read_text(self, state: Pytree, tokens_BC: "np.ndarray", length_B: "np.ndarray") -> Pytree:

@@ -415,20 +415,11 @@ def _valid(state: DecodeState, draft: Draft) -> jax.Array:
     return jnp.where(running(state), 1 + draft.count, 0)
 
 
-def make_step(
-    forward: ForwardFn,
-    config: SamplingConfig,
-    kernels: SamplingKernels,
-    *,
-    drafter: Drafter,
-    verifier: Verifier,
-    policy: Policy | None = None,
-) -> Step:
+def make_step(pieces: Round) -> Step:
     """One round for every running sequence. `params` is the pair (target's weights, drafter's weights).
 
     With a `match` verifier the output equals plain decoding bit for bit (contract C1).
     """
-    pieces = Round(forward, config, kernels, drafter, verifier, policy)
 
     def step(params: Pytree, job: Job, state: DecodeState) -> DecodeState:
         with jax.named_scope("draft"):
@@ -439,7 +430,7 @@ def make_step(
             verdict = pieces.judge(job, state, drafted.draft, out.logits)
         with jax.named_scope("commit"):
             after = pieces.commit(params, job, state, cache, drafted, verdict, out)
-        check_state(drafter, after.drafter, state.drafter)
+        check_state(pieces.drafter, after.drafter, state.drafter)
         return after
 
     return step

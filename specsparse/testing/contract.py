@@ -5,7 +5,6 @@
 
 import dataclasses
 import functools
-import inspect
 import math
 import tempfile
 from collections.abc import Callable
@@ -64,14 +63,14 @@ def check_drafter(drafter: AnyDrafter, *, weights: Any = None) -> "Checked":
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
-            if drafter.needs_model:
-                case = DrafterCase(*on_spec(Path(folder), drafter, vocab=VOCAB, capacity=CAPACITY))
-            else:
+            if isinstance(drafter, Drafter):
                 case = DrafterCase(drafter, weights)
+            else:
+                case = DrafterCase(*on_spec(Path(folder), drafter, vocab=VOCAB, capacity=CAPACITY))
             notes = [(check, check(case)) for check in DRAFTER_CHECKS]
         except UserError as error:  # the line that `generate` has
             raise AssertionError(str(error)) from None
-    lines = [inspect.getdoc(check).partition("\n")[0] + (f" {note}" if note else "") for check, note in notes]
+    lines = [(check.__doc__ or "").partition("\n")[0] + (f" {note}" if note else "") for check, note in notes]
     return Checked(type(case.drafter).__name__, tuple(lines))
 
 

@@ -182,4 +182,5 @@ def on_spec(folder: Path, spec: AnyDrafter, *, vocab: int, capacity: int, target
     target = target or tiny_model(folder, vocab=vocab, capacity=capacity)
     target.params_for(capacity)  # kept by the model: not to be made first inside a trace
     loaded = load_drafter(target, spec)
-    return loaded.drafter, loaded.weights(capacity), lambda ctx: on_target(target, ctx)
+    weights = None if loaded.weights is None else loaded.weights(capacity)
+    return loaded.drafter, weights, lambda ctx: on_target(target, ctx)

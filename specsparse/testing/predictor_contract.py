@@ -49,8 +49,10 @@ def plant(
     gate[:, 0] = -rng.uniform(0.2, 0.6, F)
     up, down = (rng.normal(0, 1 / np.sqrt(D), shape) for shape in ((F, D), (D, F)))
     norm = rng.uniform(0.5, 1.5, D) * rng.choice([-1.0, 1.0], D)
-    pack = [pack_float(jnp.asarray(m, jnp.float32)) for m in (gate / norm, up, down)]  # the file's gate is before norm
-    layer = Layer(*[None] * 5, jnp.asarray(norm, jnp.float32), *pack, {})
+    file = {"ffn_gate": gate / norm, "ffn_up": up, "ffn_down": down}  # the file's gate is before norm
+    packed: dict[str, Any] = {name: pack_float(jnp.asarray(m, jnp.float32)) for name, m in file.items()}
+    unread: dict[str, Any] = dict.fromkeys(("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output"))
+    layer = Layer(**unread, **packed, ffn_norm=jnp.asarray(norm, jnp.float32), biases={})
     x = rng.normal(0, 1, (rows, D))
     x[:, 0] = 6.0
     x *= 10 ** rng.uniform(-0.5, 0.5, (rows, 1))

@@ -161,7 +161,7 @@ def write_tiny_gguf(
             try:
                 values = quants.quantize(values, of_kind)
             except NotImplementedError:  # random codes, of types that gguf cannot make
-                values = random_quantised(of_kind, *shape, int(rng.integers(1 << 31)), std=deviation)
+                values = random_quantised(of_kind, shape[0], shape[1], int(rng.integers(1 << 31)), std=deviation)
         tensors.append(NewTensor(name, of_kind, shape, lambda values=values: values))
     keys = metadata_of(cfg, tokenizer=tokenizer, pre=pre, chat_template=chat_template)
     return write_gguf(path, {**keys, **(metadata or {})}, tensors)

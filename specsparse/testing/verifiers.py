@@ -92,9 +92,9 @@ def _random(template: TreeTemplate, kind: DraftKind, seed: int) -> tuple[Drafts,
     rng, K = np.random.default_rng(seed), template.size
     p_BnV, q_BKV = (rng.dirichlet(np.ones(VOCAB), (BATCH, rows)).astype(np.float32) for rows in (K + 1, K))
     draft = Draft(
-        rng.integers(0, VOCAB, (BATCH, K), np.int32),
-        np.tile(np.array(template.parents, np.int32), (BATCH, 1)),
-        rng.integers(0, K + 1, BATCH).astype(np.int32),
-        None if kind is DraftKind.ONE_HOT else q_BKV,
+        jnp.asarray(rng.integers(0, VOCAB, (BATCH, K), np.int32)),
+        jnp.tile(jnp.array(template.parents, jnp.int32), (BATCH, 1)),
+        jnp.asarray(rng.integers(0, K + 1, BATCH), jnp.int32),
+        None if kind is DraftKind.ONE_HOT else jnp.asarray(q_BKV),
     )
-    return Drafts(draft, p_BnV), rng.uniform(0, 1, (BATCH, K + 1)).astype(np.float32)
+    return Drafts(jax.tree.map(np.asarray, draft), p_BnV), rng.uniform(0, 1, (BATCH, K + 1)).astype(np.float32)

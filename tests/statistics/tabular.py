@@ -177,7 +177,7 @@ class Engine:
         if draft is None:
             self.step = generate.make_step(forward, self.config, pipeline.REFERENCE)
         else:
-            self.step = loop.make_step(forward, self.config, pipeline.REFERENCE, drafter=draft, verifier=verifier)
+            self.step = loop.make_step(loop.Round(forward, self.config, pipeline.REFERENCE, draft, verifier))
         self._chunk = jax.jit(jax.vmap(self._one, in_axes=(None, None, 0, 0)))
 
     def __call__(self, tables: Tables, runs: int, key: Key = OWN) -> Decoded:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from specsparse.engine.pytree import AnyArray
 from specsparse.engine.sampling.params import SamplingArrays, SamplingConfig, Truncation
@@ -81,7 +82,7 @@ class Logprobs(NamedTuple):
     top_ids: jax.Array
 
 
-def init_history(cfg: SamplingConfig, prompts: Sequence[Sequence[int]]) -> History:
+def init_history(cfg: SamplingConfig, prompts: Sequence[ArrayLike]) -> History:
     """History of B sequences of which nothing is generated yet; only ids in [0, V) of the prompts are looked at."""
     B = len(prompts)
     counts = in_prompt = recent = None  # numpy, then one transfer: `jnp.zeros` compiles a program for each shape

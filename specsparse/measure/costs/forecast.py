@@ -461,5 +461,5 @@ def at_shape(clocks: Clocks, candidate: Candidate, acceptance: AcceptedRates, sh
     middle, slow, fast = (speedup(clock) for clock in (clocks.expected, clocks.slow, clocks.fast))
     ends = [end for found in (middle, slow, fast) for end in (found.value, found.low, found.high) if end is not None]
     tokens = sum(a.weight for a in tasks) / sum(a.weight / shape.tokens(a) for a in tasks)
-    levels = shape.template and shape.template.max_depth
+    levels = None if shape.template is None else shape.template.max_depth
     return ForecastPoint(shape.room, tokens, tokens / middle.value, middle.value, min(ends), max(ends), levels)

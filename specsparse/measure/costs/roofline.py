@@ -5,7 +5,7 @@ need not be here: `outline` reads its shape and tensor types from a file's heade
 """
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -99,24 +99,24 @@ class Traffic:
 
     def by_type(self) -> dict[str, float]:
         """Bytes by GGUF type, the most first."""
-        size: Counter[str] = Counter()
+        size: defaultdict[str, float] = defaultdict(float)
         for m in self.matrices:
             size[m.type_name] += m.nbytes
-        return dict(size.most_common())
+        return dict(sorted(size.items(), key=lambda item: -item[1]))
 
-    def read_bytes(self, rows: int, kv_length: float, batch: int = 1) -> float:
+    def read_bytes(self, rows: float, kv_length: float, batch: int = 1) -> float:
         """Bytes a forward of `rows` rows in each of `batch` sequences reads, `kv_length` tokens before the first."""
         return self.weight_bytes + batch * self.kv_bytes_per_token * self.windows.read(rows, kv_length)
 
     @cached_property
     def macs_a_row(self) -> dict[str, float]:
         """Multiply-adds of the matrices a row, by arithmetic: quantised ones are multiplied in int8."""
-        out: Counter[str] = Counter()
+        out: defaultdict[str, float] = defaultdict(float)
         for m in self.matrices:
             out[_FLOATS.get(m.type_name, "int8")] += m.macs_per_row
         return dict(out)
 
-    def macs(self, rows: int, kv_length: float, batch: int = 1) -> dict[str, float]:
+    def macs(self, rows: float, kv_length: float, batch: int = 1) -> dict[str, float]:
         """Multiply-adds of a forward, by arithmetic. Row i attends to kv_length + i + 1 positions, or to a window."""
         out = {kind: batch * rows * macs for kind, macs in self.macs_a_row.items()}
         attention = batch * self.windows.attended(rows, kv_length) * self.attention_macs
@@ -265,19 +265,19 @@ class Roofline:
     device: Device
     traffic: Traffic
 
-    def memory_s(self, n: int, kv_length: float = 0, batch: int = 1) -> float:
+    def memory_s(self, n: float, kv_length: float = 0, batch: int = 1) -> float:
         """Seconds to read the weights once and the caches of `batch` sequences."""
         return self.traffic.read_bytes(n, kv_length, batch) / self.device.bandwidth
 
-    def compute_s(self, n: int, kv_length: float = 0, batch: int = 1) -> float:
+    def compute_s(self, n: float, kv_length: float = 0, batch: int = 1) -> float:
         """Seconds of the multiply-adds of n rows a sequence."""
         return sum(m / self.device.peak(kind) for kind, m in self.traffic.macs(n, kv_length, batch).items())
 
-    def forward_s(self, n: int = 1, kv_length: float = 0, batch: int = 1) -> float:
+    def forward_s(self, n: float = 1, kv_length: float = 0, batch: int = 1) -> float:
         """Seconds of a forward of n rows a sequence after `kv_length` tokens: max(compute, memory)."""
         return max(self.memory_s(n, kv_length, batch), self.compute_s(n, kv_length, batch))
 
-    def v(self, n: int, kv_length: float = 0) -> float:
+    def v(self, n: float, kv_length: float = 0) -> float:
         """v(n): time of an n-row forward over that of one row."""
         return self.forward_s(n, kv_length) / self.forward_s(1, kv_length)
 

@@ -9,6 +9,7 @@ import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gguf.constants import GGUFValueType
@@ -54,6 +55,8 @@ def set_metadata(
         The old value ("nothing" if there was none) and the new one, as text.
     """
     f, kind = open_one(source), type_name
+    layout = f.layout
+    assert layout is not None, "a file that was opened by itself has one"
     there = f.metadata.get(key)
     wrong = {
         "says how the file is laid out, and cannot be set": key in _FIXED,
@@ -65,14 +68,14 @@ def set_metadata(
     refuse(wrong, f"{f.path}: {show(key)}")
     if there is not None:
         with f.path.open("rb") as file:
-            file.seek(f.layout.keys[key][0])
+            file.seek(layout.keys[key][0])
             kind = GGUFValueType(struct.unpack("<I", file.read(4))[0]).name.lower()
         if type_name not in (None, kind):
             raise UserError(f"{f.path}: {key} is of type {kind}, not {type_name}")
     encoded, shown = _encode(value, str(kind), where=f"{f.path}: {key}")
     old = str(f.metadata.get(key, "nothing"))
     with f.path.open("rb") as file, atomically(path or f.path) as out:
-        layout, head = f.layout, file.read(f.layout.data)
+        head = file.read(layout.data)
         begin, end = layout.tensors
         if key in layout.keys:
             start, stop = layout.keys[key]
@@ -82,7 +85,7 @@ def set_metadata(
             new = head[:16] + count + head[24:begin] + struct.pack("<Q", len(name)) + name + encoded + head[begin:end]
         alignment = f.alignment or DEFAULT_ALIGNMENT
         out.write(new.ljust(-(-len(new) // alignment) * alignment, b"\0"))
-        total = f.path.stat().st_size - f.layout.data
+        total = f.path.stat().st_size - layout.data
         done = 0
         while chunk := file.read(_CHUNK):
             out.write(chunk)
@@ -121,7 +124,7 @@ def make_delta(base: str | os.PathLike[str], model: str | os.PathLike[str], path
         UserError: tensors of other names or shapes, a key that only the base has, or nothing that differs.
     """
 
-    def same(a: object, b: object) -> bool:
+    def same(a: Any, b: Any) -> bool:
         if isinstance(a, TensorInfo) and isinstance(b, TensorInfo):
             return a.type == b.type and np.array_equal(a.raw, b.raw)
         return type(a) is type(b) and (np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b)

@@ -174,7 +174,7 @@ def read_dflash(path: str | Path) -> DFlashFile:
         given.need(speculators_model_type="dflash", projector_type="dflash", shift_label=False)
         features = _layer_ids(given, "aux_hidden_state_layer_ids", least=1)
         causal = False if given.get("sliding_window_non_causal", bool, False) else None
-        options = {"block_size": given.get("block_size", int), "mask_token": given.get("mask_token_id", int),
+        options: Json = {"block_size": given.get("block_size", int), "mask_token": given.get("mask_token_id", int),
                    "from_anchor": given.get("sample_from_anchor", bool, False)}  # fmt: skip
     else:
         names = config.get("architectures")

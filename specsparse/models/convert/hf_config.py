@@ -326,7 +326,8 @@ def gguf_rope(rope: HfRope) -> GgufRope:
             return GgufRope({}, _llama3_factors(rope))
         case "yarn":
             return _yarn(rope)
-    return GgufRope({})
+        case _:
+            return GgufRope({})
 
 
 def _llama3_factors(rope: HfRope) -> np.ndarray:

@@ -159,7 +159,7 @@ def _from_json(folder: Path, fast: tokenizers.Tokenizer, pre: str | None) -> tup
                 types[i] = int(TokenType.BYTE)
             elif token == model.get("unk_token"):
                 types[i] = int(TokenType.UNKNOWN)
-        prefix = bool(fast.encode("a", add_special_tokens=False).tokens[0].startswith(SPACE))
+        prefix = fast.encode("a", add_special_tokens=False).tokens[0].startswith(SPACE)
         # Not by id: Llama 2's runs of blanks have ids among the first and merge last.
         ranks = {token: i for i, token in enumerate(dict.fromkeys(map("".join, merges)))}
         scores = [-float(ranks.get(token, len(ranks) + i)) for i, token in enumerate(tokens)]

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar
+from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -244,7 +244,6 @@ class DrafterSpec(AnyDrafter):
     """
 
     drafting: Annotated[Drafting, Inline()] = dataclasses.field(default=Drafting(), kw_only=True)
-    needs_model: ClassVar[bool] = True
 
     @property
     def on_mesh(self) -> bool:
@@ -283,6 +282,11 @@ class DrafterSpec(AnyDrafter):
 
     def with_policy(self, policy: Policy) -> Self:
         return dataclasses.replace(self, drafting=drafting_with(self.drafting, policy))
+
+    def drawing_at(self, temperature: float) -> Self:
+        if self.drafting.temperature is not None:
+            return self
+        return dataclasses.replace(self, drafting=dataclasses.replace(self.drafting, temperature=temperature))
 
 
 def bytes_of(*weights: object) -> int:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from numpy.typing import ArrayLike
 
 from specsparse.engine.config import MAX_CONTEXT, SCALINGS, RopeConfig
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo, can_dequantise, show
@@ -115,7 +116,7 @@ class PublishedHead(abc.ABC):
 
     @classmethod
     def from_arrays(
-        cls, arrays: Mapping[str, np.ndarray], *, path: Path, ids: np.ndarray | None = None, **facts: Any
+        cls, arrays: Mapping[str, np.ndarray], *, path: Path, ids: ArrayLike | None = None, **facts: Any
     ) -> Self:
         """A head of float32 arrays by GGUF name, such as a trained one; `facts` are the other fields."""
 
