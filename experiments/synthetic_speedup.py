@@ -24,11 +24,11 @@ from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.measure.costs.measuring import load_or_measure, polish
 from specsparse.measure.trials import Ours, token_ids
-from specsparse.runtime.method import Method, MethodSpec, resolve
+from specsparse.runtime.method import Method
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.session import Request, Session
 from specsparse.runtime.timing_cache import CostTable
-from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates
+from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates, synthetic_verifier
 from specsparse.support.interleaved import interleaved
 
 TOLERANCE = 0.10
@@ -57,8 +57,8 @@ class Result:
 
 
 def method(rate: float, gamma: int) -> Method:
-    drafter = Synthetic(gamma, SyntheticRates(rate=rate))
-    return resolve(MethodSpec(drafter))
+    rates = SyntheticRates(rate=rate)
+    return Method(Synthetic(gamma, rates), synthetic_verifier(rates))
 
 
 def decode(model: Model, how: Method, ids: np.ndarray, tokens: int, seeds: Iterator[int]) -> tuple[float, Counters]:
