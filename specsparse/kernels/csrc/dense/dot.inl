@@ -6,7 +6,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "dense/scales.inl"
@@ -17,9 +16,15 @@ namespace specsparse {
 inline namespace SPECSPARSE_ISA {
 namespace {
 
-constexpr int64_t kPiece = 16;    // blocks, whole super-blocks
-constexpr int64_t kAhead = 2048;  // bytes of each group that are fetched meanwhile, no more than a piece
 constexpr int kSlices = kRows / kSlice;
+constexpr int64_t kPiece = 16;           // blocks, whole super-blocks
+constexpr int64_t kAhead = 8 / kSlices;  // blocks further on that a single call fetches: wider vectors are there sooner
+
+// Of `blocks` blocks of a group.
+template <class Kind>
+constexpr int64_t bytes_of(int64_t blocks) {
+  return blocks * Kind::kBytes + blocks / (kSuper / kBlock) * Kind::kHeaderBytes;
+}
 
 // A pointer that GCC knows nothing of: it would compute all addresses that depend on it before a loop, and keep them in memory.
 template <class T>
@@ -30,15 +35,15 @@ SPECSPARSE_INLINE T* unknown(T* p) {
 
 // Which blocks of a piece a call fetches others for: calls take turns, so that memory is asked at an even rate.
 struct Turn {
-  int64_t first, step;
+  int64_t first, step, ahead;  // ahead: in bytes, whole blocks, or what lies over a group's end would come too late
 };
 
-// y[group][row][16] += products of `blocks` blocks and NT rows of activations, of `count` groups, SIDE of them in registers at
-// a time: acc = fma(fl(dw * dx), dot, acc), then for mins acc = fma(mw, fl(dx * sum), acc), block after block, sub after sub.
-// `p` is where the first group's block begins, `end` where that group ends.
-template <class Kind, int NT, int SIDE>
+// y[group][row][16] += products of `blocks` blocks and NT rows of activations, or `passes` times NT if it REPEATS, of `count`
+// groups, SIDE of them in registers at a time: acc = fma(fl(dw * dx), dot, acc), then for mins acc = fma(mw, fl(dx * sum), acc),
+// block after block, sub after sub. `p` is where the first group's block begins, `end` where that group ends.
+template <class Kind, int NT, int SIDE, bool REPEATS>
 __attribute__((flatten)) void multiply(const Matrix& w, int count, const uint8_t* p, const uint8_t* end, int64_t blocks,
-                                       const QBlock* x, int64_t tile, Turn turn, float* y) {
+                                       const QBlock* x, int64_t tile, int passes, Turn turn, float* y) {
   constexpr int kWide = SIDE * kSlices;
   const int64_t stride = w.group_bytes;
   if (SIDE > 1) count = SIDE;
@@ -48,48 +53,53 @@ __attribute__((flatten)) void multiply(const Matrix& w, int count, const uint8_t
     if (header) p += Kind::kHeaderBytes;
     if (fetch) turn.first += turn.step;
     // Of the same group, or of the next that is multiplied after these.
-    const int64_t ahead = kAhead + (p + kAhead < end ? 0 : (count - 1) * stride);
+    const int64_t ahead = turn.ahead + (p + turn.ahead < end ? 0 : (count - 1) * stride);
     const uint8_t* group = p;
     for (int g = 0; g < count; g += SIDE, group += SIDE * stride) {
       float* to = y + kRows * kGroupTile * g;
-      const QBlock* q = unknown(x);
       const uint8_t *block[SIDE], *codes[kWide];
       each<SIDE>([&](auto i) SPECSPARSE_EACH {
         block[i] = group + i * stride;
-        if (fetch) each<Kind::kLines>([&](auto line) SPECSPARSE_EACH { __builtin_prefetch(block[i] + ahead + 64 * line); });
+        if (fetch) {
+          const uint8_t* from = block[i] + ahead - (header ? Kind::kHeaderBytes : 0);
+          each<Kind::kLines + Kind::kHeader>([&](auto line) SPECSPARSE_EACH { __builtin_prefetch(from + 64 * line); });
+        }
         each<kSlices>([&](auto s) SPECSPARSE_EACH {
           if (header) load_super<Kind>(block[i] - Kind::kHeaderBytes, kSlice * s, super[g + i][s]);
           codes[kSlices * i + s] = block[i] + Kind::kCodesAt + 4 * kSlice * s;
         });
       });
-      // Sub-block by sub-block, so that the sums of one are live at a time.
-      each<Kind::kSubs>([&](auto u) SPECSPARSE_EACH {
-        SI dot[kWide][NT];
-        if constexpr (Kind::kRead == Read::kCodes) {
-          dot_codes<NT, kWide>(codes, q, dot, Kind::kScales == Scales::kD ? w.zero : 0);
-        } else if constexpr (Kind::kRead == Read::kTable) {
-          dot_table<NT, kWide>(codes, q, dot, w.lut);
-        } else {
-          constexpr int kChunks = 8 / Kind::kSubs;
-          dot_int8<NT, kWide, kChunks, kChunks * u>(codes, q, dot);
-        }
-        S d[kWide], m[kWide];
-        each<kWide>([&](auto v) SPECSPARSE_EACH {
-          constexpr int i = v / kSlices, s = v % kSlices;
-          d[v] = scale_of<Kind, u>(block[i], kSlice * s, super[g + i][s]);
-          if (Kind::kMins) m[v] = min_of<Kind, u>(block[i], kSlice * s, super[g + i][s]);
-        });
-        each<NT>([&](auto t) SPECSPARSE_EACH {
-          const S scale = slice_set1(q[t].scale), shift = slice_set1(Kind::kSubs == 1 ? q[t].shift : q[t].shifts[u]);
+      for (int pass = 0; pass < (REPEATS ? passes : 1); ++pass, to += kRows * NT) {
+        const QBlock* q = unknown(x + NT * pass);
+        // Sub-block by sub-block, so that the sums of one are live at a time.
+        each<Kind::kSubs>([&](auto u) SPECSPARSE_EACH {
+          SI dot[kWide][NT];
+          if constexpr (Kind::kRead == Read::kCodes) {
+            dot_codes<NT, kWide>(codes, q, dot, Kind::kScales == Scales::kD ? w.zero : 0);
+          } else if constexpr (Kind::kRead == Read::kTable) {
+            dot_table<NT, kWide>(codes, q, dot, w.lut);
+          } else {
+            constexpr int kChunks = 8 / Kind::kSubs;
+            dot_int8<NT, kWide, kChunks, kChunks * u>(codes, q, dot);
+          }
+          S d[kWide], m[kWide];
           each<kWide>([&](auto v) SPECSPARSE_EACH {
-            float* acc = to + kRows * (v / kSlices * kGroupTile + t) + kSlice * (v % kSlices);
-            S sum = fma(mul(d[v], scale), to_float(dot[v][t]), slice_load(acc));
-            if (Kind::kMins) sum = fma(m[v], shift, sum);
-            store(acc, sum);
+            constexpr int i = v / kSlices, s = v % kSlices;
+            d[v] = scale_of<Kind, u>(block[i], kSlice * s, super[g + i][s]);
+            if (Kind::kMins) m[v] = min_of<Kind, u>(block[i], kSlice * s, super[g + i][s]);
           });
+          each<NT>([&](auto t) SPECSPARSE_EACH {
+            const S scale = slice_set1(q[t].scale), shift = slice_set1(Kind::kSubs == 1 ? q[t].shift : q[t].shifts[u]);
+            each<kWide>([&](auto v) SPECSPARSE_EACH {
+              float* acc = to + kRows * (v / kSlices * kGroupTile + t) + kSlice * (v % kSlices);
+              S sum = fma(mul(d[v], scale), to_float(dot[v][t]), slice_load(acc));
+              if (Kind::kMins) sum = fma(m[v], shift, sum);
+              store(acc, sum);
+            });
+          });
+          asm volatile("" : : : "memory");  // results stay where they are: GCC would copy them to the stack
         });
-        asm volatile("" : : : "memory");  // results stay where they are: GCC would copy them to the stack
-      });
+      }
     }
   }
 }
@@ -99,20 +109,23 @@ __attribute__((flatten)) void multiply(const Matrix& w, int count, const uint8_t
 template <class Kind, int SIDE, int... SIZES>
 void multiply_all(const Matrix& w, int64_t g, int count, const Activations& x, int64_t row, int tokens, float* y) {
   constexpr int kSizes[] = {SIZES...}, kMost = kSizes[sizeof...(SIZES) - 1];
-  constexpr decltype(&multiply<Kind, 1, SIDE>) kCalls[] = {multiply<Kind, SIZES, SIDE>...};
-  const int most = static_cast<int>(std::min<int64_t>(kMost, x.tile)), calls = (tokens + most - 1) / most;
-  const int64_t piece = calls > 1 ? kPiece : x.blocks;
+  constexpr decltype(&multiply<Kind, 1, SIDE, false>) kCalls[] = {
+      multiply<Kind, SIZES, SIDE, (2 * SIZES > kMost && kMost < kGroupTile)>...};
+  const int most = static_cast<int>(std::min<int64_t>(kGroupTile, x.tile)), calls = (tokens + most - 1) / most;
+  const int64_t piece = calls > 1 ? kPiece : x.blocks, ahead = bytes_of<Kind>(calls > 1 ? kPiece : kAhead);
   const uint8_t *p = w.data + g * w.group_bytes, *const end = p + w.group_bytes;
   for (int64_t b = 0; b < x.blocks; b += piece) {
     const int64_t blocks = std::min(piece, x.blocks - b);
-    for (int i = 0, t = 0; i < calls; ++i, t += most) {
+    for (int i = 0; i < calls; ++i) {
+      const int t = most * i, now = std::min(most, tokens - t), passes = (now + kMost - 1) / kMost;
       int size = 0;
-      while (kSizes[size] < std::min(most, tokens - t)) ++size;
+      while (kSizes[size] * passes < now) ++size;
       float* to = y + kRows * (t / kGroupTile * kGroupTile * count + t % kGroupTile);
-      for (int j = 0; b == 0 && j < count; ++j) std::memset(to + kRows * kGroupTile * j, 0, sizeof(float) * kRows * kSizes[size]);
-      kCalls[size](w, count, p, end, blocks, x.at(row + t, b), x.tile, {i, calls}, to);
+      if (b == 0)
+        for (int j = 0; j < count; ++j) std::fill_n(to + kRows * kGroupTile * j, kRows * kSizes[size] * passes, 0.0f);
+      kCalls[size](w, count, p, end, blocks, x.at(row + t, b), x.tile, passes, {i, calls, ahead}, to);
     }
-    p += blocks * Kind::kBytes + (blocks + kSuper / kBlock - 1) / (kSuper / kBlock) * Kind::kHeaderBytes;
+    p += bytes_of<Kind>(blocks);
   }
 }
 

@@ -16,7 +16,7 @@ inline namespace SPECSPARSE_ISA {
 // Sums of attention that the registers hold, and queries that share what was widened for them.
 constexpr int kScoreSums = 4, kValueSums = 4, kGroup = 4;
 constexpr int kMaxFloatTokens = 6;  // two registers of sums each, of 16
-using RowsAtOnce = std::integer_sequence<int, 1, 2, 4>;  // of a product of integers: both slices of four rows are eight sums
+using RowsAtOnce = std::integer_sequence<int, 1, 2, 3, 4>;  // both slices of four rows are eight sums
 
 struct F {
   __m256 a, b;
