@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from gguf import GGMLQuantizationType as GGML
@@ -25,6 +26,8 @@ from specsparse.engine.weights import Layer, PackFFN, Params, pack_matrix, pack_
 from specsparse.errors import UserError
 from specsparse.kernels import ChosenFfn, Kernels, NeuronRows, SparseStats, pack_neurons, regroup_neurons
 from specsparse.kernels.packing.dequant import dequantize, pack_float
+from specsparse.kernels.packing.pack import pack_qtensor
+from specsparse.kernels.qtensor import BLOCK
 from specsparse.kernels.reference.dense import activate
 from specsparse.predictors.base import InOneCall, Predictor, as_mask
 from specsparse.predictors.rules import GateThreshold, Oracle, Teal
@@ -162,18 +165,39 @@ def rows_packer(threshold: float, *, floats: bool, predictor: bool) -> PackFFN:
 def dense_packer(threshold: float, *, floats: bool) -> PackFFN:
     """Packs the dense matrices of a PowerInfer file, and its predictor as `Layer.sparse`, to judge or to mask by it.
 
-    The transposed down matrix is turned back: an F16 file keeps its bits, other types become float32 without loss.
+    The transposed down matrix is turned back: an F16 file keeps its bits, Q4_0 of a single scale its codes, and others
+    become float32 without loss.
     """
 
     def pack(own: dict[str, TensorInfo]) -> dict[str, Pytree]:
         fields: dict[str, Pytree] = {n: pack_matrix(own[n], floats=floats) for n in ("ffn_gate", "ffn_up") if n in own}
         down_t = own["ffn_down_t"]
-        codes = "f16" if down_t.type.name == "F16" and not floats else "f32"
-        down = pack_float(jnp.asarray(down_t.dequantize().T), codes)
-        fields["ffn_down"] = replace(down, layout=replace(down.layout, source=down_t.type.name))
+        if not floats and (turned := _turned_q4_0(down_t)) is not None:
+            fields["ffn_down"] = jax.device_put(pack_qtensor(turned, GGML.Q4_0, (down_t.shape[1], down_t.shape[0])))
+        else:
+            codes = "f16" if down_t.type.name == "F16" and not floats else "f32"
+            down = pack_float(jnp.asarray(down_t.dequantize().T), codes)
+            fields["ffn_down"] = replace(down, layout=replace(down.layout, source=down_t.type.name))
         return {**fields, "sparse": _mlp(own, threshold, floats)}
 
     return pack
+
+
+def _turned_q4_0(t: TensorInfo) -> np.ndarray | None:
+    """A Q4_0 matrix transposed, as bytes, or None if its blocks differ in scale or do not fit the other direction."""
+    (rows, cols), bytes_of_block = t.shape, 2 + BLOCK // 2
+    if t.type != GGML.Q4_0 or rows % BLOCK:
+        return None
+    blocks = np.asarray(t.raw).view(np.uint8).reshape(rows, cols // BLOCK, bytes_of_block)
+    if (blocks[..., :2] != blocks[0, 0, :2]).any():
+        return None
+    pairs = blocks[..., 2:]
+    codes = np.concatenate([pairs & np.uint8(15), pairs >> np.uint8(4)], axis=2).reshape(rows, cols).T
+    halves = codes.reshape(cols, rows // BLOCK, 2, BLOCK // 2)
+    out = np.empty((cols, rows // BLOCK, bytes_of_block), np.uint8)
+    out[..., :2] = blocks[0, 0, :2]
+    out[..., 2:] = halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)
+    return out
 
 
 def _mlp(own: dict[str, TensorInfo], threshold: float, floats: bool) -> Factors:

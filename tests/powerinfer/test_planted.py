@@ -5,6 +5,8 @@ import pytest
 
 import specsparse
 from experiments.planted import best_length, power_law, write_planted_powerinfer
+from specsparse.kernels.neurons import unpack_neurons
+from specsparse.kernels.packing.dequant import dequantize
 from specsparse.powerinfer import fewer
 from specsparse.predictors import FFN
 from specsparse.predictors.scored import Mlp
@@ -30,6 +32,9 @@ def test_the_share_is_kept_and_differs_by_token(tmp_path):
     assert masks.mean(axis=(0, 2, 3)) == pytest.approx(0.1, abs=0.03)  # both layers
     five = fewer.union_of_text(masks, tokens=5)
     assert 1.5 * five.kept < five.union < five.guess  # other sets, and a few hot neurons among them
+    for layer, turned in zip(model.params.layers, specsparse.load(path, ffn="dense").params.layers, strict=True):
+        assert turned.ffn_down.layout.codes == "nibble"  # the dense side is as fast as Q4_0 is
+        assert np.array_equal(dequantize(turned.ffn_down), unpack_neurons(layer.sparse.down_t).T)
 
 
 def test_drafts_are_as_long_as_pays():
