@@ -68,7 +68,7 @@ def modules() -> dict[str, Path]:
 
 
 def imported(tree: ast.Module, known: Mapping[str, Path]) -> Iterator[str]:
-    """What a module imports when it is imported itself, and under TYPE_CHECKING."""
+    """What a module imports when it is imported itself; not what it names as a type alone, under TYPE_CHECKING."""
     todo: list[ast.AST] = [*tree.body]
     while todo:
         node = todo.pop()
@@ -77,6 +77,8 @@ def imported(tree: ast.Module, known: Mapping[str, Path]) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (name if name in known else node.module for name in names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            todo += node.orelse
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             todo += ast.iter_child_nodes(node)
 
