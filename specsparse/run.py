@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from specsparse.engine import hosts
 from specsparse.errors import UserError, fail, not_installed
 from specsparse.experiments.command_line import flags_first, help_text, offer, refuse, shorthand
 from specsparse.support.cgroup import cpus
@@ -38,9 +39,13 @@ class CheckBeforeStart:
                 values = " ".join(f"{key}={values}" for key, values in swept.items())
                 print(f"specsparse: one run of a sweep; -m runs all of it: {values}", file=sys.stderr)
         except UserError as error:
-            if config.get("debug") is True:
-                return  # the run itself raises it again, with its traceback
-            raise SystemExit(fail(str(error))) from None
+            if config.get("debug") is not True and hosts.leads():  # else the run itself raises it again
+                raise SystemExit(fail(str(error))) from None
+        if not hosts.leads():  # process 0 alone leaves files behind
+            from omegaconf import read_write
+
+            with read_write(config):
+                config.hydra.run.dir = hosts.scratch()
 
     def on_multirun_start(self, config: Any, **_: Any) -> None:
         """Exits with one line if the cluster that is to run the sweep does not answer; names the sweep's folder as a
@@ -48,6 +53,8 @@ class CheckBeforeStart:
         from specsparse.experiments import sweeps
 
         try:
+            if config.model.get("distributed") is not None:
+                raise UserError("model.distributed joins processes for one run: leave -m out, and start run after run")
             sweeps.check_ray(config.hydra.launcher.get("ray"))
         except UserError as error:
             raise SystemExit(fail(str(error))) from None
@@ -110,7 +117,7 @@ def _task(cfg: Any) -> Any:
             print(checked.cfg.stood_in, flush=True)
         return _cell(checked, directory) if is_cell else _run(checked, directory)
     except UserError as error:
-        if cfg.get("debug") is True:
+        if cfg.get("debug") is True or not hosts.leads():
             raise
         if is_cell:  # the other combinations go on
             choices = (override.lstrip("+") for override in hydra.overrides.task)
@@ -201,7 +208,8 @@ def _main(argv: list[str]) -> int:
             raise UserError(several if len(chosen) > 1 else "--resolve goes with --cfg job or --help")
         conf = conf_dir()
         offer(argv)
-        hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(_task)()
+        with hosts.joined():
+            hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(_task)()
     except (HydraException, OmegaConfBaseException) as error:
         if debug:
             raise

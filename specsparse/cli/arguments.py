@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from specsparse.engine import hosts
 from specsparse.errors import UserError
 from specsparse.support.files import Json, atomically, need_place, to_json, write_atomically
 from specsparse.support.neighbours import DRAFT_FILES, METHODS, WORDS, speculative
@@ -190,6 +191,19 @@ def add_model_options(add: Callable[..., argparse.Action]) -> None:
     also(add, "load.mesh", dest="mesh", type=positive)
 
 
+def add_distributed(add: Callable[..., argparse.Action]) -> None:
+    about = "one of several processes that hold the model: auto (Slurm, Kubernetes, Open MPI) or its place, from 0"
+    add("--distributed", type=_place, metavar="HOST:PORT,COUNT,INDEX", help=about)
+
+
+def _place(text: str) -> str:
+    try:
+        hosts.place_of(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{shown(text)} must be {hosts.FORM}") from None
+    return text
+
+
 def _on_hub(text: str) -> str:
     return text if text.startswith("hf://") else f"hf://{text}"
 
@@ -208,7 +222,8 @@ def settle(args: argparse.Namespace) -> None:
 
 def load_options(given: Any) -> dict[str, Any]:
     """Keywords of `load`, of the attributes that `add_model_options` names."""
-    found = {name: getattr(given, name) for name in ("kv_dtype", "threads", "backend", "mesh")}
+    found = {name: getattr(given, name) for name in ("kv_dtype", "threads", "backend")}
+    found["mesh"] = hosts.mesh_of(given.mesh)
     return found if given.context is None else {**found, "context_length": given.context}
 
 

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from specsparse.cli import arguments
+from specsparse.engine import hosts
 from specsparse.errors import GenerationFailed, UserError
 from specsparse.support.options import shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_model(parser, prompt=True)
+    arguments.add_distributed(parser.add_argument)
     add = parser.add_argument
     add("-f", "--file", metavar="FILE", help="a file that holds the prompt")
     add("--chat", action="store_true", help="put the prompt into the model's chat template, as the user's message")
@@ -35,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
     for flag, given in only_json.items():
         if given and not args.json:
             raise UserError(f"--{flag} shows nothing as text: add --json")
-    prompt = _prompt(args)
+    prompt = hosts.agreed(_prompt(args) if hosts.leads() else None)  # a launcher gives one process its input
     from specsparse import api
     from specsparse.support import terminal
     from specsparse.support.files import to_json

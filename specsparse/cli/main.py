@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any, NoReturn
 
+from specsparse.engine import hosts
 from specsparse.errors import UserError, fail, not_installed
 from specsparse.support.files import git_commit
 from specsparse.support.neighbours import FLAGS, answer
@@ -125,7 +126,9 @@ def _dispatch(argv: list[str]) -> int:
         rest = module.rewritten(rest)
     # Arguments may stand between options: argparse alone takes a second one for unknown then.
     parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
-    return int(module.main(parse(rest)) or 0)
+    args = parse(rest)
+    with hosts.joined(getattr(args, "distributed", None), argv):
+        return int(module.main(args) or 0)
 
 
 def _version() -> str:

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specsparse.engine import cache as kv
-from specsparse.engine import llama
+from specsparse.engine import hosts, llama
 from specsparse.engine.cache import KVCache
 from specsparse.engine.config import PROJECTIONS, ModelConfig
 from specsparse.engine.devices import Devices
@@ -33,7 +33,7 @@ from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.engine.llama import ForwardFn, Want
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer, Params
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.kernels import Kernels, QTensor
 from specsparse.kernels.packing.pack import layout_of
 from specsparse.kernels.qtensor import ROWS
@@ -58,6 +58,13 @@ def make_mesh(wanted: int | Mesh) -> Mesh:
         hint = "; JAX_NUM_CPU_DEVICES=N makes N of a CPU" if devices[0].platform == "cpu" else ""
         found = f"JAX has {len(devices)} {devices[0].platform} device(s){hint}"
         raise UserError(f"mesh={wanted!r}: a number of devices or a jax.sharding.Mesh is needed; {found}")
+    without = jax.process_count() - len({device.process_index for device in devices[:wanted]})
+    refuse({
+        "processes that share a model are joined by --distributed, model.distributed or specsparse.engine.hosts.joined":
+            jax.process_count() != hosts.count(),
+        f"{without} of {jax.process_count()} processes have none of these devices; all have {len(devices)}":
+            without > 0,
+    }, f"mesh={wanted}")  # fmt: skip
     return Mesh(np.array(devices[:wanted]), (AXIS,))
 
 
@@ -201,7 +208,11 @@ class MeshDevices(Devices):
 
         def put(leaf):
             here = isinstance(leaf, jax.Array) and getattr(leaf.sharding, "mesh", None) == self.mesh
-            return leaf if here else jax.device_put(np.asarray(leaf), whole)
+            if here:
+                return leaf
+            if whole.is_fully_addressable:
+                return jax.device_put(np.asarray(leaf), whole)
+            return self._put(np.asarray(leaf), np.shape(leaf), P())  # device_put asks all processes whether it is equal
 
         return jax.tree.map(put, tree)
 

@@ -75,6 +75,8 @@ def shorthand(argv: list[str]) -> list[str]:
             out.append(f"compare.{key}s=[{value}]")
         elif eq and re.fullmatch(r"[\d.]+|true|false|null", value, re.IGNORECASE) and (conf_dir() / key).is_dir():
             out.append(f"{key}='{value}'")  # Hydra has a traceback for a choice that is not a text
+        elif key == "model.distributed" and re.match(r"[^'\"]*,", value):
+            out.append(f"{key}='{value}'")  # one place, no sweep
         else:
             out.append(f"{key}{eq}{value}")
         if eq and key == "data" and value != "builtin" and own_tasks:

@@ -1,5 +1,6 @@
 """The shared part of every experiment that decodes prompts: checks, the model, the prompts, and passes side by side."""
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specsparse.data import prompts
+from specsparse.engine import hosts
 from specsparse.engine.model import Model
 from specsparse.engine.noise import seed_at
 from specsparse.errors import UserError
@@ -260,7 +262,8 @@ class Passes:
         plain, *others = self.sides
         own = [p for p in self._done if p.repeat < first]
         found = [record.speedup_of(own, side, over=plain) for side in others]
-        return [Width.from_speedup(f) for f in found if f is not None] or [Width.from_plain(self._plain_s()[:first])]
+        known = [Width.from_speedup(f) for f in found if f is not None] or [Width.from_plain(self._plain_s()[:first])]
+        return [Width(*halves) for halves in hosts.agreed([dataclasses.astuple(width) for width in known])]
 
     def _plain_s(self) -> list[float]:
         """Seconds of plain decoding, one entry a repeat."""

@@ -7,6 +7,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specsparse import kernels
+from specsparse.engine import hosts
 from specsparse.errors import UserError, refuse
 from specsparse.experiments import stand_in, trackers
 from specsparse.experiments.kind import KINDS, Engine, Kind, RunContext, RunResult, header_of
@@ -24,6 +26,7 @@ from specsparse.models import catalogue
 from specsparse.report.record import RECORD_FILE, ROWS_FILE, STOPPED
 from specsparse.support import terminal
 from specsparse.support.files import to_json, write_atomically
+from specsparse.support.registry import Choice
 
 
 class CheckedRun(NamedTuple):
@@ -35,7 +38,7 @@ class CheckedRun(NamedTuple):
 
 
 def check(cfg: RunConfig, *, refusals: dict[object, UserError] | None = None) -> CheckedRun:
-    """Finds mistakes, in a `UserError`, before anything is loaded or written.
+    """Finds mistakes, in a `UserError`, before anything is loaded or written; joins processes if the model has several.
 
     `refusals` keeps why models could not be had: with the same one, a sweep asks the Hub and the user once.
     """
@@ -45,6 +48,9 @@ def check(cfg: RunConfig, *, refusals: dict[object, UserError] | None = None) ->
     refuse({f"placement=... does nothing with kind={cfg.kind}: {instead}": elsewhere})
     kind = KINDS.find(cfg.kind)()
     settings = of_kind(cfg, kind.settings)
+    hosts.join(cfg.model.distributed, cfg.words)
+    if not hosts.leads():
+        cfg = replace(cfg, tracker=Choice("jsonl"))  # process 0 alone sends
     kernels.platform()
     try:
         kind.check(settings)
@@ -66,12 +72,15 @@ def check(cfg: RunConfig, *, refusals: dict[object, UserError] | None = None) ->
         else:
             kind.check(settings)
     trackers.options_of_tracker(cfg.tracker)
-    plain, on_mesh, sparse = Path(cfg.name).name == cfg.name != "..", cfg.model.mesh is not None, cfg.ffn != FfnSpec()
+    plain, sparse = Path(cfg.name).name == cfg.name != "..", cfg.ffn != FfnSpec()
+    divided = "mesh" if cfg.model.mesh is not None else "distributed"
+    on_mesh = getattr(cfg.model, divided) is not None
     refuse({
         f"name={cfg.name}: a plain name is needed, it becomes a directory": not (plain and cfg.name),
         f"kind={cfg.kind} takes no ffn: leave it out": sparse and not kind.takes_ffn,
-        f"kind={cfg.kind} needs the whole model on one device: leave model.mesh out": on_mesh and not kind.on_mesh,
-        "model.mesh is for dense models: leave ffn out": on_mesh and sparse,
+        f"kind={cfg.kind} needs the whole model on one device: leave model.{divided} out":
+            on_mesh and not kind.on_mesh,
+        f"model.{divided} is for dense models: leave ffn out": on_mesh and sparse,
     })  # fmt: skip
     return CheckedRun(kind, settings, cfg)
 

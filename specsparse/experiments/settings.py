@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from specsparse.data.prompts import Prompt, load
+from specsparse.engine import hosts
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.experiments.command_line import PARTS, completed
@@ -43,6 +44,11 @@ def _download(value: object) -> Download:
     return spelled  # type: ignore[return-value]
 
 
+def _distributed(value: str) -> str:
+    hosts.place_of(value)
+    return value
+
+
 def _stand_in(value: object) -> str | None:
     known = [*catalogue.stand_ins()]
     if value is not False and value not in known:
@@ -70,10 +76,12 @@ class ModelSpec:
     hot: str | None = None
     devices: int | tuple[str, ...] | None = None
     mesh: Count | None = None
+    distributed: Annotated[str | None, Read(_distributed, hosts.FORM)] = None
     width: int | Literal["auto"] | None = None
 
     def overrides(self) -> dict[str, object]:
-        return {k: v for k, v in dataclasses.asdict(self).items() if k != "path" and v is not None}
+        given = {**dataclasses.asdict(self), "path": None, "distributed": None, "mesh": hosts.mesh_of(self.mesh)}
+        return {k: v for k, v in given.items() if v is not None}
 
 
 @dataclass(frozen=True)

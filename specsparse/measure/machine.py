@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from specsparse.engine import hosts
 from specsparse.errors import UserError
 from specsparse.measure.conditions import Conditions, deviation
 
@@ -86,6 +87,9 @@ def timing_lock(announce: Callable[[str], None]) -> Iterator[None]:
     Raises:
         UserError: the lock's file cannot be opened, or is a file of something else.
     """
+    if not hosts.leads():  # process 0 holds it for all, on its machine
+        yield
+        return
     given = os.environ.get("SPECSPARSE_TIMING_LOCK")
     path = Path(given) if given else Path(tempfile.gettempdir()) / "specsparse-timing.lock"
     # Any user's file serves, and a lock needs no right to write. A link is not followed: the folder is everybody's.

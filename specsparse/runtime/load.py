@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from specsparse import kernels
-from specsparse.engine import weights
+from specsparse.engine import hosts, weights
 from specsparse.engine.config import OVERRIDES, ModelConfig
 from specsparse.engine.devices import OneDevice
 from specsparse.engine.fixed_width import AUTO, check_width, fixed_width
@@ -153,6 +153,8 @@ def load(
     if kept is not None:  # matrices as kernels of a width keep them, vectors as they are
         place = lambda _, w: kernels.on_card(w, kept) if isinstance(w, kernels.QTensor) else w  # noqa: E731
     total, done = sum(t.nbytes for t in f.tensors.values()), 0
+    if hosts.agreed(total) != total:
+        raise UserError(f"{path}: is another file than that of process 0")
 
     def advance(nbytes: int) -> None:
         nonlocal done

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from specsparse.engine import generate
+from specsparse.engine import generate, hosts
 from specsparse.engine.cache import KVCache
 from specsparse.engine.devices import compiled
 from specsparse.engine.fixed_width import check_rows
@@ -92,12 +92,7 @@ def seed_of(seed: object) -> int:
         UserError: no whole number of 64 bits.
     """
     if seed is None:
-        drawn = secrets.randbits(32)
-        if jax.process_count() == 1:
-            return drawn
-        from jax.experimental.multihost_utils import broadcast_one_to_all
-
-        return int(broadcast_one_to_all(np.uint32(drawn)))  # processes that share a model write one text
+        return secrets.randbits(32)
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not SEEDS.holds(int(seed)):
         raise UserError(f"seed={shown(seed)} must be a whole number of 64 bits, or None for a new one")
     return int(seed)
@@ -170,6 +165,8 @@ class Session:
         watch: Watch | None = None,
     ):
         self.loop = loop_for(model, method, loop=loop, watch=watch)
+        seeds = hosts.agreed([s.seed for s in sequences])  # each process has drawn its own
+        sequences = [replace(s, seed=seed) for s, seed in zip(sequences, seeds, strict=True)]
         self.model, self.sequences, self.method, self.noting = model, sequences, method, noting
         self.compile_s = 0.0
         self.log = RoundLog()

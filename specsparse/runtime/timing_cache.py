@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specsparse import kernels
+from specsparse.engine import hosts
 from specsparse.engine.cache import WHOLE, LayerWindows
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.model import Model
@@ -255,8 +256,10 @@ def _file_for(path: Path, valid_for: dict[str, object]) -> Path:
 
 
 def load(model: Model) -> CostTable | None:
-    """The kept table; None without one, or if the file cannot be read."""
-    return _read(path_of(model))
+    """The kept table; None without one, or if the file cannot be read. Processes that share the model have one."""
+    table = _read(path_of(model))
+    found = hosts.agreed(table and table.to_dict())
+    return None if found is None else CostTable.from_dict(found)
 
 
 def find(path: Path, config: ModelConfig, *, kv_dtype: str = "f16") -> CostTable | None:
@@ -271,10 +274,15 @@ def _read(path: Path) -> CostTable | None:
         return None
 
 
-def save(model: Model, table: CostTable) -> None:
-    """Keeps a table. If the cache cannot be written, the table is measured again next time."""
-    with contextlib.suppress(UserError), atomically(path_of(model)) as file:
-        file.write(json.dumps(table.to_dict(), indent=1).encode())
+def save(model: Model, table: CostTable) -> CostTable:
+    """Keeps a table and returns it. If the cache cannot be written, the table is measured again next time.
+
+    Processes that share the model measured each its own; process 0's counts.
+    """
+    if hosts.leads():
+        with contextlib.suppress(UserError), atomically(path_of(model)) as file:
+            file.write(json.dumps(table.to_dict(), indent=1).encode())
+    return CostTable.from_dict(hosts.agreed(table.to_dict()))
 
 
 GUESSED_V = {

@@ -330,7 +330,7 @@ def table_with_acceptance(
                     rates = tuple(n / max(c.num_rounds, 1) for n in (c.num_emitted_tokens, c.num_draft_tokens))
         table = dataclasses.replace(table, acceptance={**table.acceptance, key: rates})
         if keep:
-            timing_cache.save(model, table)
+            table = timing_cache.save(model, table)
     return table
 
 

@@ -15,6 +15,7 @@ from functools import partial
 
 import numpy as np
 
+from specsparse.engine import hosts
 from specsparse.engine.cache import LayerWindows
 from specsparse.engine.model import Model
 from specsparse.measure.costs.roofline import measure_device
@@ -170,8 +171,7 @@ def load_or_measure(
     effort = effort or Effort()
     with bar("measuring forwards and rounds of this machine", effort.repeats) as done:
         table = measure(model, effort=effort, done=done)
-    timing_cache.save(model, table)
-    return table
+    return timing_cache.save(model, table)
 
 
 def measure(model: Model, *, effort: Effort | None = None, done: Callable[[], None] = lambda: None) -> CostTable:
@@ -182,7 +182,7 @@ def measure(model: Model, *, effort: Effort | None = None, done: Callable[[], No
     """
     rough = Ours(model, depth=0, room=16, forwards=1)
     rough.verify(1)
-    effort = (effort or Effort()).for_model(model.config.context_length, rough.verify(1))
+    effort = (effort or Effort()).for_model(model.config.context_length, hosts.agreed(rough.verify(1)))
     device = measure_device()
 
     # Each returns seconds: of a forward, of a round with its share of the call, of a call.
@@ -291,7 +291,7 @@ def table_with_draft(
         with bar("measuring the cost of drafting", 1) as done:
             table = table.with_draft(key, measure_draft(model, table, methods()))
             done()
-        timing_cache.save(model, table)
+        table = timing_cache.save(model, table)
     return table
 
 

@@ -27,6 +27,7 @@ from specsparse.cli.arguments import (
     DRAFT_MODEL,
     MODEL,
     STDOUT,
+    add_distributed,
     add_json,
     add_model_options,
     add_sampling,
@@ -46,6 +47,8 @@ from specsparse.cli.arguments import (
     whole,
     write_json,
 )
+from specsparse.engine import hosts
+from specsparse.errors import UserError
 from specsparse.support.files import Json
 from specsparse.tools.peers import PEERS
 
@@ -84,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def sub_with_model(name: str, what: str, options: str, **defaults: Any) -> Callable[..., Any]:
         add = sub(name, what, f"{options} peer", **defaults)
         add_model_options(kinds.choices[name].add_argument_group("model").add_argument)
+        add_distributed(add)
         return add
 
     def add_drafts(name: str, about: str) -> None:
@@ -147,6 +151,10 @@ def main(args: argparse.Namespace) -> int:
     from specsparse.tools.bench import vn_entries
 
     settle(args)
+    if hosts.count() > 1 and getattr(args, "peers", ()):
+        raise UserError(f"--peer {args.peers[0]} runs on one machine: leave --distributed out")
+    if not hosts.leads():
+        args.json = args.plot = args.publish = None
     need_places([args.json, args.publish], [args.plot], args.model, args.drafter)
     if args.publish:
         vn_entries.check(Path(args.publish), args.ns)

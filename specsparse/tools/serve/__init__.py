@@ -5,6 +5,7 @@ any other address needs a key. Requests wait in a queue; there is no scheduler: 
 """
 
 import argparse
+import contextlib
 import errno
 import ipaddress
 import os
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from specsparse.cli import arguments
 from specsparse.cli.arguments import positive
+from specsparse.engine import hosts
 from specsparse.errors import UserError, pip_install
 from specsparse.support import terminal
 
@@ -30,6 +32,7 @@ _GRACE_S = 2  # for open answers, at the end
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_model(parser)
+    arguments.add_distributed(parser.add_argument)
     arguments.add_method(parser)
     add = parser.add_argument
     add("--name", metavar="NAME", help="the model's name in requests (MODEL, of a file its name)")
@@ -66,13 +69,16 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(f"{error.name} is not installed: {how}") from None
     chosen = arguments.method_of(args, arguments.sampling_params(args))
     chosen.arguments()
-    with _listen(args.host, args.port, key) as listening:
+    with _listen(args.host, args.port, key) if hosts.leads() else contextlib.nullcontext() as listening:
         from specsparse.tools.serve.app import uvicorn_config
 
         service = _service(args, arguments.load(args, terminal.console()))
         if args.warm_up is not None:
             with terminal.busy(terminal.console(), "compiling what requests need"):
                 service.warm_up(args.warm_up)
+        if listening is None:
+            service.worker.follow(service.spec_at)
+            return 0
         address, port = listening.getsockname()[:2]
         config = uvicorn_config(service.app(key=key, local=key is None), grace_s=_GRACE_S)
         shown = f"[{address}]" if ":" in address else address

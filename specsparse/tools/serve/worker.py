@@ -1,5 +1,6 @@
 """The one thread that decodes: requests wait in a bounded queue, and some that wait start together as a batch."""
 
+import dataclasses
 import itertools
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specsparse.engine import hosts
 from specsparse.engine.generate import Finish
 from specsparse.engine.model import Model
 from specsparse.engine.prefill import CHUNKS
@@ -82,6 +84,12 @@ class _Running:
     logprobs: int = 0
 
 
+def _plain(sequence: Request) -> tuple[object, ...]:
+    """A sequence as JSON has it."""
+    given = {k: v for k, v in dataclasses.asdict(sequence.params).items() if v != getattr(SamplingParams(), k)}
+    return sequence.prompt.tolist(), given, sequence.seed, sequence.sample
+
+
 class Worker:
     """Decodes requests one batch after the other, each as `specsparse.generate` does.
 
@@ -123,6 +131,17 @@ class Worker:
             self._metrics.load(waiting=len(self._waiting))
             self._changed.notify()
 
+    def follow(self, spec_at: Callable[[float], MethodSpec]) -> None:
+        """Decodes the batches of process 0 with it, in place of `start`, until that closes its worker."""
+        while batch := hosts.agreed(None):
+            handles = []
+            for live, sequences in batch:
+                own = [Request(np.array(ids, np.int32), SamplingParams.from_dict(params), seed, sample)
+                       for ids, params, seed, sample in sequences]  # fmt: skip
+                spec = spec_at(0.0 if own[0].params.greedy else own[0].params.temperature)
+                handles.append(RequestHandle(own, spec, lambda _: None, live=live))
+            self._decode(handles)
+
     def close(self, seconds: float = 30.0) -> None:
         """Ends everything that is decoded with its round, and waits for that."""
         with self._changed:
@@ -137,13 +156,18 @@ class Worker:
 
     def _run(self) -> None:
         while handles := self._take():
+            if hosts.count() > 1:
+                hosts.agreed([(handle.live, [_plain(s) for s in handle.sequences]) for handle in handles])
             try:
                 self._decode(handles)
             except Exception:  # the server lives on
                 traceback.print_exc()
                 for handle in handles:
                     handle.tell(Failed(FAILED))
+                if hosts.count() > 1:
+                    hosts.end("a request failed here, see above, and the other processes are no longer in step")
             self._metrics.load(running=0)
+        hosts.agreed([])
 
     def _take(self) -> list[RequestHandle]:
         """The first that waits, and those after it that may start with it; [] after `close`."""
@@ -196,7 +220,7 @@ class Worker:
 
     def _drop(self, session: Session, running: dict[int, _Running]) -> None:
         """Ends the completions whose client has left, or all after `close`."""
-        gone = [b for b, r in running.items() if self._closed or r.handle.gone.is_set()]
+        gone = hosts.agreed([b for b, r in running.items() if self._closed or r.handle.gone.is_set()])
         if not gone:
             return
         session.drop(gone)
