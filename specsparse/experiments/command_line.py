@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specsparse.errors import UserError, pip_install
+from specsparse.experiments.trackers import TRACKERS
 from specsparse.models import catalogue
 from specsparse.speculative.base import GAMMA_NAMES
 from specsparse.speculative.drafters import DRAFTERS
@@ -25,7 +26,9 @@ from specsparse.support.neighbours import WORDS, answer, config_key
 from specsparse.support.options import Option, nearest, shown, values_of
 from specsparse.support.registry import Registry, entry_points
 
-PARTS: Mapping[str, Registry[Any]] = {"drafter": DRAFTERS, "policy": POLICIES, "tree": TREES, "verifier": RULES}
+PARTS: Mapping[str, Registry[Any]] = {
+    "drafter": DRAFTERS, "policy": POLICIES, "tree": TREES, "verifier": RULES, "tracker": TRACKERS
+}  # fmt: skip
 """Registries by group."""
 NOTHING = {"drafter": "none", "tree": CHAIN}
 """Choices that are no part and have no options."""

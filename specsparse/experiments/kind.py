@@ -18,8 +18,8 @@ from rich.console import Console, RenderableType
 from specsparse.engine.config import OVERRIDES, ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.engine.model import Model
-from specsparse.experiments.settings import DecodingSettings, ModelSpec
-from specsparse.experiments.trackers import Tracker
+from specsparse.experiments.settings import DecodingSettings, ModelSpec, RunConfig
+from specsparse.experiments.trackers.tracking import Tracking
 from specsparse.models import catalogue
 from specsparse.runtime.results import Generation
 from specsparse.support import terminal
@@ -42,16 +42,22 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class RunContext:
-    """The directory of a run's files, there from the first use of `tracker` on, its engine and console."""
+    """The directory of a run's files, there from the first use of `tracker` on, its engine and console, its config."""
 
     directory: Path
     engine: Engine
     console: Console
+    cfg: RunConfig | None = None
 
     @cached_property
-    def tracker(self) -> Tracker:
-        """Takes rows while the run goes on; what an earlier run left in the directory is removed."""
-        return Tracker(self.directory)
+    def tracker(self) -> Tracking:
+        """Takes rows and points while the run goes on; what an earlier run left in the directory is removed."""
+        return Tracking(self.directory, self.cfg, self.console)
+
+    def stop(self) -> None:
+        """The run ends with an error; a tracker that follows it is told."""
+        if "tracker" in vars(self):
+            self.tracker.stop()
 
     def load(self, model: ModelSpec, *, title: str = "", **more: Any) -> Model:
         """A model, with a bar; `more` takes the place of what its group of the config overrides."""
@@ -80,6 +86,7 @@ class RunResult:
         shown: printed in this order; a text is a line.
         figures: become CSV, and PNG if they are drawn.
         files: names of files that the kind itself wrote into the directory.
+        trained: models that the run made, wherever they lie, for the record.
         definitions: of the numbers, for the record.
         more: further keys of the record.
         as_promised: False makes the command exit with code 1.
@@ -91,6 +98,7 @@ class RunResult:
     shown: Sequence[RenderableType] = ()
     figures: Sequence["Figure | Rows"] = ()
     files: Sequence[str] = ()
+    trained: Sequence[Path] = ()
     definitions: Mapping[str, str] = field(default_factory=dict)
     more: Mapping[str, object] = field(default_factory=dict)
     as_promised: bool = True
@@ -111,7 +119,10 @@ class Kind(abc.ABC, Generic[S]):
     Attributes:
         settings: a frozen dataclass, what it reads of a config: groups of its own beside those that every run has; by
             default what stands in brackets, `class Mine(Kind[MySettings])`.
-        timed: whether its numbers depend on what else the machine does; such runs take turns.
+        timed: whether its numbers depend on what else the machine does; such runs take turns, and their tracker starts
+            when they are over, unless they start it themselves.
+        resumes: whether it goes on from a folder if it was stopped; it then starts its tracker by
+            `ctx.tracker.follow(folder)`, before its work.
         takes_model: False: it needs no model, and the manifest names none.
         takes_ffn: False: it needs no model, or a dense one.
         on_mesh: whether its model may be divided among devices; it then asks nothing of it but its forward function.
@@ -119,6 +130,7 @@ class Kind(abc.ABC, Generic[S]):
 
     settings: ClassVar[type] = DecodingSettings
     timed: ClassVar[bool] = True
+    resumes: ClassVar[bool] = False
     takes_model: ClassVar[bool] = True
     takes_ffn: ClassVar[bool] = True
     on_mesh: ClassVar[bool] = False

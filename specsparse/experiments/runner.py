@@ -18,9 +18,10 @@ from rich.text import Text
 from specsparse import kernels
 from specsparse.engine import hosts
 from specsparse.errors import UserError, refuse
-from specsparse.experiments import stand_in, trackers
+from specsparse.experiments import stand_in
 from specsparse.experiments.kind import KINDS, Engine, Kind, RunContext, RunResult, header_of
 from specsparse.experiments.settings import FfnSpec, RunConfig, of_kind
+from specsparse.experiments.trackers import TRACKERS
 from specsparse.measure import manifest
 from specsparse.models import catalogue
 from specsparse.report.record import RECORD_FILE, ROWS_FILE, STOPPED
@@ -71,7 +72,6 @@ def check(cfg: RunConfig, *, refusals: dict[object, UserError] | None = None) ->
                 raise UserError(f"{why}; stand_in={asked.stand_in} cannot run either: {error}") from None
         else:
             kind.check(settings)
-    trackers.options_of_tracker(cfg.tracker)
     plain, sparse = Path(cfg.name).name == cfg.name != "..", cfg.ffn != FfnSpec()
     divided = "mesh" if cfg.model.mesh is not None else "distributed"
     on_mesh = getattr(cfg.model, divided) is not None
@@ -82,6 +82,7 @@ def check(cfg: RunConfig, *, refusals: dict[object, UserError] | None = None) ->
             on_mesh and not kind.on_mesh,
         f"model.{divided} is for dense models: leave ffn out": on_mesh and sparse,
     })  # fmt: skip
+    TRACKERS.make(cfg.tracker.name, cfg.tracker.options).check()
     return CheckedRun(kind, settings, cfg)
 
 
@@ -98,25 +99,32 @@ def run(
         from specsparse import api
 
         engine = api  # type: ignore[assignment]
-    ctx = RunContext(directory, engine, console or terminal.console())
+    ctx = RunContext(directory, engine, console or terminal.console(), cfg)
     if kind.takes_model and (line := cfg.data.read_as()):
         ctx.console.print(Text(line), soft_wrap=True)
-    found = kind.run(settings, ctx)
-    about = manifest.build(cfg.composed, Path(catalogue.resolve(cfg.model.path)) if kind.takes_model else None)
-    definitions = {"definitions": found.definitions} if found.definitions else {}
-    ctx.tracker.finish({
-        **_heading(cfg), "summary": found.summary, **found.more, **definitions, "manifest": about,
-        "config": about["config"],
-    })  # fmt: skip
-    for figure in found.figures:
-        figure.write(directory)
-    for part in found.shown:
-        ctx.console.print(Text(part) if isinstance(part, str) else part)
-    files = [str(directory / RECORD_FILE), *found.files, *(name for figure in found.figures for name in figure.files)]
-    ctx.console.print(Text(f"record: {', '.join(files)}", style="dim"), soft_wrap=True)
-    if cfg.tracker.name == "wandb":
-        options = trackers.options_of_tracker(cfg.tracker)
-        ctx.console.print(Text(trackers.publish(directory, options)), soft_wrap=True)  # not cut
+    try:
+        if not (kind.timed or kind.resumes):
+            ctx.tracker.follow()
+        found = kind.run(settings, ctx)
+        about = manifest.build(cfg.composed, Path(catalogue.resolve(cfg.model.path)) if kind.takes_model else None)
+        more = {"definitions": found.definitions} if found.definitions else {}
+        more |= {"trained": found.trained} if found.trained else {}
+        ctx.tracker.finish({
+            **_heading(cfg), "summary": found.summary, **found.more, **more, "manifest": about,
+            "config": about["config"],
+        })  # fmt: skip
+        for figure in found.figures:
+            figure.write(directory)
+        for part in found.shown:
+            ctx.console.print(Text(part) if isinstance(part, str) else part)
+        drawn = (name for figure in found.figures for name in figure.files)
+        files = [str(directory / RECORD_FILE), *found.files, *drawn]
+        ctx.console.print(Text(f"record: {', '.join(files)}", style="dim"), soft_wrap=True)
+    except Exception:  # of Ctrl-C, a record is written first: it may be the last thing that there is time for
+        ctx.stop()
+        raise
+    if (line := ctx.tracker.publish()) is not None:
+        ctx.console.print(Text(line), soft_wrap=True)  # not cut
     if cfg.stood_in is not None:
         ctx.console.print(Text(str(cfg.stood_in), style="yellow"), soft_wrap=True)
     return found

@@ -127,18 +127,23 @@ def of_file(f: GGUFFile, model: Model, *, threshold: float | None = None) -> tup
 
 
 def profile(
-    model: Model, windows_Wn: np.ndarray, active: Active, *, params=None, progress: Callable[[int], None] | None = None
-) -> ActivationStats:
+    model: Model, windows_Wn: np.ndarray, active: Active, *, params=None,
+    progress: Callable[[int, float], None] = lambda done, share: None,
+) -> ActivationStats:  # fmt: skip
     """Counts of the neurons that `active` says are read, on the residuals of a model with its dense matrices.
 
-    `params`, such as `of_file` returns, stand in place of the model's; the others as in `predictors.collect.watched`.
+    `params`, such as `of_file` returns, stand in place of the model's. `progress` is called with the windows done and
+    the share of the neurons that they read.
     """
 
     def count(layer: Layer, x_RD, n_valid_B):
         return jnp.sum(active(layer, x_RD, n_valid_B).astype(bool), axis=0, dtype=jnp.int32)
 
-    counts = watched(model, windows_Wn, count, params=params, progress=progress)
-    return ActivationStats(tuple(reduce(np.add, (c.astype(np.int64) for c in counts))), windows_Wn.size)
+    total_LF = np.int64(0)
+    for done, counts_LF in enumerate(watched(model, windows_Wn, count, params=params), 1):
+        total_LF = total_LF + counts_LF.astype(np.int64)
+        progress(done, float(total_LF.mean() / (done * windows_Wn.shape[1])))
+    return ActivationStats(tuple(total_LF), windows_Wn.size)
 
 
 def probabilities(stats: ActivationStats, *, rows: int = 1) -> tuple[np.ndarray, ...]:

@@ -17,7 +17,7 @@ from specsparse.support.tables import cell
 
 PLAIN, SPECULATIVE, HOST = "plain", "speculative", "host loop"
 """Sides; the last decodes with the method in the host loop."""
-ROWS_FILE, RECORD_FILE = "prompts.jsonl", "record.json"
+ROWS_FILE, POINTS_FILE, RECORD_FILE = "prompts.jsonl", "metrics.jsonl", "record.json"
 STOPPED = "stopped"
 """The "state" of a record whose run was ended by a signal; other records have none."""
 SAME_TEXT_VERIFIERS = frozenset(filter(same_text, BUILTIN))

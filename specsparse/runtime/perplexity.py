@@ -107,14 +107,14 @@ def score(
     *,
     base: np.ndarray | None = None,
     keep: np.ndarray | None = None,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[int, "Scores"], None] = lambda done, so_far: None,
 ) -> Scores:
     """Scores a text, window by window.
 
     Args:
         base: float32[N, V], the log-probabilities of another model on the same text; gives KL(base, model).
         keep: float32[N, V] that takes this model's log-probabilities, or None.
-        progress: called with the windows done after each.
+        progress: called after each window with how many are done and their scores.
 
     Raises:
         UserError: a window longer than the model's context.
@@ -135,10 +135,9 @@ def score(
                 same.append(np.asarray(found[2]))
             if keep is not None:
                 keep[here] = np.asarray(jax.nn.log_softmax(out, -1))
-        progress(i + 1)
-    if base is None:
-        return Scores(np.concatenate(nll))
-    return Scores(np.concatenate(nll), np.concatenate(kl), np.concatenate(same))
+        found = Scores(*(np.concatenate(part) if part else None for part in (nll, kl, same)))
+        progress(i + 1, found)
+    return found
 
 
 def _rows(model: Model, params: Pytree, window: np.ndarray, first: int, cache: kv.KVCache):

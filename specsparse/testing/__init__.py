@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         tiny_config,
         write_tiny_gguf,
     )
+    from specsparse.testing.tracker_contract import check_tracker
     from specsparse.testing.verifiers import check_verifier
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "check_drafter",
     "check_policy",
     "check_predictor",
+    "check_tracker",
     "check_tree",
     "check_verifier",
     "draft_context",
@@ -59,6 +61,7 @@ _HOMES = dict.fromkeys(__all__, "specsparse.testing.tiny") | {
     "check_policy": "specsparse.testing.contract",
     "check_predictor": "specsparse.testing.predictor_contract",
     "check_tree": "specsparse.testing.contract",
+    "check_tracker": "specsparse.testing.tracker_contract",
     "check_verifier": "specsparse.testing.verifiers",
     "draft_context": "specsparse.testing.drafting",
     "drafted_ids": "specsparse.testing.drafting",

@@ -520,8 +520,8 @@ class Distiller:
         self._head = dequantize(model.params.output)
         self._features = Features(model, (model.config.n_layers,))
         down = max(1, round(options.decay * options.steps))
-        rate = trapezoid(options.rate, options.steps, up=options.warmup, down=down)
-        self._optimiser = optax.chain(optax.clip_by_global_norm(options.clip), optax.adam(rate, b2=0.98))
+        self._rate = trapezoid(options.rate, options.steps, up=options.warmup, down=down)
+        self._optimiser = optax.chain(optax.clip_by_global_norm(options.clip), optax.adam(self._rate, b2=0.98))
         self._measure, self._weights = MEASURES[options.measure]
         self._step = jax.jit(self._one_step, donate_argnums=(0,))
         self._judge = jax.jit(self._fidelity)
@@ -529,6 +529,10 @@ class Distiller:
     def start(self, ffn: FfnMatrices) -> ReluState:
         """The state before the first step; `ffn` has the leading axis L."""
         return ReluState(ffn, self._optimiser.init(ffn), jnp.float32(self._weights[1] / 10), jnp.int32(0))
+
+    def rate(self, state: ReluState) -> dict[str, float]:
+        """The learning rate of the state's last step, for a curve."""
+        return {"learning_rate": float(self._rate(max(int(state.step) - 1, 0)))}
 
     def like(self) -> ReluState:
         """A state of the right shapes, to read a checkpoint by."""

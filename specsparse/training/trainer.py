@@ -1,7 +1,7 @@
 """Training a drafter by the divergence from the target's distribution on every stream of a draft, and judging it."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, NamedTuple
@@ -94,9 +94,9 @@ class Trainer:
         self.model, self.options, self.form, self.config = model, options, form, model.config
         # AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) under a trapezoid of rates.
         down = max(1, round(options.decay * options.steps))
-        rate = trapezoid(options.learning_rate, options.steps, up=options.warmup, down=down)
+        self._rate = trapezoid(options.learning_rate, options.steps, up=options.warmup, down=down)
         matrices = partial(jax.tree.map, lambda x: x.ndim > 1)
-        adamw = optax.adamw(rate, b2=0.98, weight_decay=options.weight_decay, mask=matrices)
+        adamw = optax.adamw(self._rate, b2=0.98, weight_decay=options.weight_decay, mask=matrices)
         self._optimiser = optax.chain(optax.clip_by_global_norm(options.clip), adamw)
         self._step = jax.jit(self._one_step, donate_argnums=(0, 1))
         self._features = Features(model, form.layers)
@@ -115,6 +115,10 @@ class Trainer:
         rows = dequantize(take_rows(params.output, np.asarray(ids)))
         tables = rope_tables(self.config.rope, self.options.rows, self.model.rope_factors)
         return Frozen(params.output_norm, rows, jnp.asarray(ids), *map(jnp.asarray, tables))
+
+    def rate(self, state: TrainState) -> dict[str, float]:
+        """The learning rate of the state's last step, for a curve."""
+        return {"learning_rate": float(self._rate(max(int(state.step) - 1, 0)))}
 
     def batches(self, texts: Sequence[Text], ids: np.ndarray, start: int) -> Iterator[HeadBatch]:
         """The batches from step `start` on without end; the texts come in another order each time."""
@@ -214,11 +218,11 @@ class DraftQuality:
     acceptance: float
 
 
-def evaluate(
-    model: Model, form: Form, weights: Pytree, frozen: Frozen, texts: Sequence[Text], *,
-    gamma: int, shape: tuple[int, int],
-) -> DraftQuality:  # fmt: skip
-    """Judges drafts of `gamma` tokens on greedy answers; `shape` is (rows, drafting rows) of a window.
+def evaluator(
+    model: Model, form: Form, texts: Sequence[Text], *, gamma: int, shape: tuple[int, int]
+) -> Callable[[Pytree, Frozen], DraftQuality]:
+    """Judges drafts of `gamma` tokens on greedy answers, as often as it is called, with the weights and the target's
+    part; `shape` is (rows, drafting rows) of a window.
 
     Raises:
         UserError: no answer is longer than gamma.
@@ -232,16 +236,21 @@ def evaluate(
         found = form.logits(weights, frozen, embedding, window, gamma)
         return jnp.stack([frozen.ids[jnp.argmax(logits, axis=-1)] == following for logits in found])
 
-    texts = Features(model, form.layers).of(texts)
-    reach = np.zeros(gamma + 1)
-    for group in pack(texts, range(len(texts)), rows=rows, drafting=drafting):
-        filled = fill([texts[i] for i in group], rows=rows, drafting=drafting, width=model.config.d_model)
-        right_sm = right(weights, frozen, model.params.embedding, jax.tree.map(jnp.asarray, filled))
-        reach += reached(np.asarray(right_sm), filled.depth)
-    if not reach[0]:
+    texts, size = Features(model, form.layers).of(texts), {"rows": rows, "drafting": drafting}
+    groups = pack(texts, range(len(texts)), **size)
+    windows = [fill([texts[i] for i in group], **size, width=model.config.d_model) for group in groups]
+
+    def judge(weights: Pytree, frozen: Frozen) -> DraftQuality:
+        reach = np.zeros(gamma + 1)
+        for window in windows:
+            right_sm = right(weights, frozen, model.params.embedding, jax.tree.map(jnp.asarray, window))
+            reach += reached(np.asarray(right_sm), window.depth)
+        agreement = tuple(float(b / a) if a else 0.0 for a, b in itertools.pairwise(reach))
+        return DraftQuality(int(reach[0]), agreement, float(1 + reach[1:].sum() / reach[0]))
+
+    if not sum(reached(np.ones((gamma, drafting)), window.depth)[0] for window in windows):
         raise UserError(f"no held-out answer is longer than gamma={gamma} tokens: raise train.answer")
-    agreement = tuple(float(b / a) if a else 0.0 for a, b in itertools.pairwise(reach))
-    return DraftQuality(int(reach[0]), agreement, float(1 + reach[1:].sum() / reach[0]))
+    return judge
 
 
 def reached(right_sm: np.ndarray, depth_m: np.ndarray) -> np.ndarray:

@@ -86,6 +86,7 @@ class Log:
         steps, every: of the training, and from one point of the curve to the next; the last step is one.
         unit, count: what is counted of a batch, by name and as a function.
         point: its columns beside step, `unit`, seconds and rate, from the state and the losses since the last point.
+        publish: called with each point, those of an earlier run first.
         curve: the points.
     """
 
@@ -95,6 +96,7 @@ class Log:
     unit: str
     count: Callable[[Any], int]
     point: Callable[[Any, Sequence[Any]], dict[str, Any]]
+    publish: Callable[[dict[str, Any]], None] = lambda point: None
     curve: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self):
@@ -108,6 +110,8 @@ class Log:
         state, meta = load_state(self.path, like)
         self.curve = meta["curve"]
         self._seen = self._before = self.curve[-1][self.unit] if self.curve else 0
+        for point in self.curve:
+            self.publish(point)
         return state
 
     def add(self, step: int, state: Stepped) -> None:
@@ -115,6 +119,7 @@ class Log:
         counted = {"step": step, self.unit: self._seen, "seconds": seconds, "rate": self.rate}
         self.curve.append(counted | self.point(state, self._recent))
         self._recent = []
+        self.publish(self.curve[-1])
 
     @property
     def rate(self) -> float:

@@ -19,8 +19,9 @@ import specsparse
 from specsparse import run
 from specsparse.engine.config import ACTIVATION_KEY
 from specsparse.errors import UserError
-from specsparse.experiments import configured, runner, sparse_model, sweeps, trackers
+from specsparse.experiments import configured, runner, sparse_model, sweeps
 from specsparse.experiments.settings import DecodingSettings, FfnSpec, ModelSettings, ModelSpec, from_omegaconf, of_kind
+from specsparse.experiments.trackers.wandb import Wandb
 from specsparse.measure.costs import acceptance
 from specsparse.measure.costs.measuring import silent
 from specsparse.models import catalogue
@@ -138,7 +139,7 @@ def test_a_stand_in_is_named_by_report_and_wandb_and_teaches_no_table(ran, tmp_p
     assert lines[0] in page and "<title>spec_llama160m.stand_in</title>" in page
     wandb = MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    trackers.publish(folder, trackers.WandbOptions(mode="disabled"))
+    Wandb(mode="disabled").start(checked(*TINY), folder, None)
     sent = wandb.init.call_args.kwargs
     assert sent["name"].endswith(".stand_in") and sent["notes"] == lines[0] and "stand-in" in sent["tags"]
     assert sent["config"]["stand_in"]["asked"]["model"] == "llama-2-7b"

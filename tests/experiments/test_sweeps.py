@@ -16,7 +16,8 @@ import pytest
 
 from specsparse import run
 from specsparse.errors import UserError
-from specsparse.experiments import runner, sweeps, trackers
+from specsparse.experiments import runner, sweeps
+from specsparse.experiments.trackers.tracking import Tracking
 from specsparse.measure.machine import timing_lock
 from specsparse.report import runs
 from specsparse.support import files
@@ -117,7 +118,7 @@ def cells(tmp_path, monkeypatch):
 
     def run_it(cfg, directory, **_):
         done.append(cfg.gamma)
-        tracker = trackers.Tracker(directory)
+        tracker = Tracking(directory)
         tracker.log({"gamma": cfg.gamma})
         tracker.finish({"name": cfg.name, "summary": {}, "config": cfg.composed})
         return Done
@@ -174,7 +175,7 @@ def stopped(cells, monkeypatch):
         cells.append(cfg.gamma)
         if cfg.gamma == 2 and not asked["rows"]:
             os.kill(os.getpid(), asked["signal"])
-        tracker = trackers.Tracker(directory)
+        tracker = Tracking(directory)
         tracker.log({"gamma": cfg.gamma})
         if cfg.gamma == 2 and asked["signal"]:
             os.kill(os.getpid(), asked["signal"])
@@ -216,7 +217,7 @@ def test_passes_of_an_earlier_run_are_not_the_stopped_ones(tmp_path, cells, stop
 
 def test_a_record_that_was_written_is_not_a_stopped_one(tmp_path, cells, monkeypatch, capsys):
     def run_it(cfg, directory, **_):
-        trackers.Tracker(directory).finish({"summary": {"whole": 1}})
+        Tracking(directory).finish({"summary": {"whole": 1}})
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runner, "run", run_it)
@@ -228,11 +229,12 @@ def test_a_record_that_was_written_is_not_a_stopped_one(tmp_path, cells, monkeyp
 KILLED = """
 import sys, time
 from specsparse import run
-from specsparse.experiments import runner, trackers
+from specsparse.experiments import runner
+from specsparse.experiments.trackers.tracking import Tracking
 class Done:
     as_promised, objective = True, 1.5
 def slow(cfg, directory, **_):
-    tracker = trackers.Tracker(directory)
+    tracker = Tracking(directory)
     tracker.log({"from": "the killed process"})
     print("gamma", cfg.gamma, flush=True)
     time.sleep(0 if cfg.gamma == 1 else 60)

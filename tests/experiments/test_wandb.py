@@ -3,7 +3,10 @@
 import contextlib
 import io
 import json
+import os
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +15,9 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from specsparse import run
-from specsparse.experiments import trackers
+from specsparse.experiments.trackers.base import Series
+from specsparse.experiments.trackers.wandb import Wandb
+from tests.experiments.playing import run_config
 from tests.report import making
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the client
@@ -65,10 +70,17 @@ def published(directory, options):
     making.speed_run(directory, making.passes(times))
     record = json.loads((directory / "record.json").read_text())
     record["manifest"] |= {"git": {"commit": "c0ffee"}, "model": {"sha256": "ab12"}, "kernels": {"isa": "avx2"}}
+    record["trained"] = [str(directory / "trained" / "made.gguf")]
+    (directory / "trained").mkdir()
+    (directory / "trained" / "made.gguf").write_bytes(b"GGUF")
     (directory / "record.json").write_text(json.dumps(record))
     (directory / "curve.csv").write_text("step,loss,note\n1,0.5,first\n2,,\n")
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        line = trackers.publish(directory, trackers.WandbOptions(**options))
+        tracker, cfg = Wandb(**options), run_config("m.gguf", name="made", composed=record["config"])
+        client = tracker.start(cfg, directory, None)
+        for step in (25, 50):
+            tracker.log(client, Series("training", "step", least=("loss",)), {"step": step, "loss_1": 10 / step})
+        line = tracker.finish(client, directory)
     assert "WARNING" not in said.getvalue()
     return line, [list(records(written_whole(f))) for f in directory.glob("wandb/offline-run-*/*.wandb")]
 
@@ -110,6 +122,8 @@ def test_config_name_and_group_of_the_sweep(written):
         "speed",
     )
     config = items(client.config.update)
+    for later in written[1]:
+        config |= items(later.config.update)
     assert config["policy"] == {"name": "fixed", "gamma": 2} and config["kind"] == "speed"
     assert {"speed", "prompt_lookup", "greedy"} <= set(client.tags)
     assert config["manifest"]["git"]["commit"] == "c0ffee" and config["manifest"]["model"]["sha256"] == "ab12"
@@ -119,9 +133,27 @@ def test_config_name_and_group_of_the_sweep(written):
 def test_a_step_is_a_prompt_and_each_side_has_metrics_of_its_own(history):
     rates = ["passes/plain/rates/tokens_per_second", "passes/speculative/rates/tokens_per_second"]
     names = ["passes/task", "passes/prompt_id", "passes/repeat", *rates]
-    steps = [[step.get(name) for name in names] for step in history[:2]]
+    steps = [[step.get(name) for name in names] for step in history[2:4]]
     assert steps == [["chat", "chat-1", 0, 10.0, 20.0], ["code", "code-1", 0, 5.0, 20.0]]
     assert not [key for step in history for key in step if key.startswith(("rates/", "counters/"))]
+
+
+def test_a_curve_is_drawn_over_its_steps_and_its_least_is_the_summary_s(written, history):
+    assert [(point["training/step"], point["training/loss_1"]) for point in history[:2]] == [(25, 0.4), (50, 0.2)]
+    (loss,) = [r.metric for r in written[1] if r.metric.name == "training/loss_1"]
+    assert loss.step_metric == "training/step" and loss.summary.min and loss.summary.last
+    assert summary_of(written[1])["training/loss_1"] == {"last": 0.2, "min": 0.2}
+
+
+def test_the_files_of_the_run_and_what_it_trained_are_artifacts(written):
+    found = {r.artifact.name: r.artifact for r in written[1] if r.artifact.type in ("record", "model")}
+    record, head = found["speed-made"], found["trained-made"]
+    files = {Path(entry.path).name for entry in record.manifest.contents}
+    assert record.type == "record" and {"record.json", "prompts.jsonl", "curve.csv"} <= files
+    (entry,) = head.manifest.contents
+    assert head.type == "model" and entry.local_path.endswith("/trained/made.gguf")
+    about = json.loads(head.metadata)
+    assert about["kind"] == "speed" and about["commit"] == "c0ffee" and about["results"]["load_s"] == 0.1
 
 
 def test_the_last_line_names_the_folder_and_the_command(sweep, written):
@@ -171,3 +203,42 @@ def test_the_sweep_for_wandb_agent_composes():
         cfg = compose("config", run.shorthand([*fixed, *chosen]))
     assert (cfg.policy.gamma, cfg.drafter.name, cfg.tracker.name) == (8, "suffix", "wandb")
     assert sweep["metric"]["name"].split("/")[0] == "speculative"
+
+
+KILLER = '''
+import os, subprocess
+from specsparse.experiments.kind import Kind, RunResult
+from specsparse.experiments.trackers.base import Series
+
+CURVE = Series("training", "step")
+
+
+class Killer(Kind):
+    """Ends the client's own process half way."""
+
+    timed = takes_model = False
+
+    def check(self, cfg):
+        pass
+
+    def run(self, cfg, ctx):
+        for step in range(40):
+            ctx.tracker.point(CURVE, {"step": step, "loss": 1 / (step + 1)})
+            if step == 20:
+                service = int(subprocess.check_output(["pgrep", "-P", str(os.getpid()), "wandb-core"]))
+                os.kill(service, 9)
+                os.waitpid(service, 0)
+        return RunResult({"steps": 40})
+'''
+
+
+@pytest.mark.slow
+def test_a_killed_service_is_one_line_and_the_files_are_whole(tmp_path):
+    (tmp_path / "killer.py").write_text(KILLER)
+    command = [sys.executable, "-m", "specsparse.run", "kind=killer:Killer", "tracker=wandb", "hydra.run.dir=run"]
+    env = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and not done.stderr
+    assert len([line for line in done.stdout.splitlines() if line.startswith("tracker=wandb failed: ")]) == 1
+    assert json.loads((tmp_path / "run" / "record.json").read_text())["summary"] == {"steps": 40}
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 40

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from specsparse.experiments import trackers
+from specsparse.experiments.trackers.tracking import Tracking
 from specsparse.measure.conditions import UNKNOWN
 from specsparse.report import record
 from specsparse.report.record import PLAIN, SPECULATIVE, Pass, RunRecord
@@ -75,7 +75,7 @@ def speed_run(directory, done, *, findings=None, split=None, verifier="greedy", 
 
 def write(directory, record_, rows=()):
     """A record and its rows, through the tracker that writes them in a run."""
-    tracker = trackers.Tracker(directory)
+    tracker = Tracking(directory)
     for done in rows:
         tracker.log(done.row())
     tracker.finish(record_)

@@ -30,6 +30,7 @@ from specsparse.errors import UserError, refuse
 from specsparse.experiments.kind import Kind, RunContext, RunResult, header_of
 from specsparse.experiments.settings import ModelSettings
 from specsparse.experiments.sparse_model import collected, shuffled_text
+from specsparse.experiments.trackers.base import Series
 from specsparse.measure import machine
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs.roofline import get_device
@@ -59,6 +60,7 @@ DEFINITIONS = {
     "crossed": "bytes a token that go to the device of the hot and to that of the cold neurons; no weights",
     "hot_share": "neurons read from the accelerator / neurons read, by the counted activations",
 }
+COUNTED = Series("activations", "window")
 TRACE_FILE = "trace.json"
 _DRAWN = ("optimal", "powerinfer", "layers")
 _SWEPT_RULES = (*_DRAWN, "none")
@@ -169,9 +171,11 @@ class Place(Kind[PlacementSettings]):
         """Counts activations, places by every rule, and reads or writes the gpuidx file of the chosen one."""
         directory, spec, micro = ctx.directory, cfg.placement, 1e-6
         f, config = header_of(cfg.model)
+        pair = {"hot": get_device(spec.hot_device), "cold": get_device(spec.cold_device)}
+        if not spec.decode:  # the devices are measured, and nothing else is timed
+            ctx.tracker.follow()
         stats = activations_of_run(cfg, f, config, ctx)
         parts = ModelParts.from_gguf(f, config, context=spec.context, kv_dtype=cfg.model.kv_dtype or "f16")
-        pair = {"hot": get_device(spec.hot_device), "cold": get_device(spec.cold_device)}
         hardware = Hardware(
             pair["hot"].bandwidth, pair["cold"].bandwidth, spec.link_gbs * GIGA,
             latency_s=spec.latency_us * micro, call_s=spec.call_us * micro, overlap=spec.overlap,
@@ -288,7 +292,12 @@ def activations_of_run(cfg: PlacementSettings, f: GGUFFile, config: ModelConfig,
     else:
         active = profiler.nonzero(ffn) if share is None else profiler.largest(ffn, share)
     with ctx.counting("counting activations", len(text)) as step:
-        return profiler.profile(model, text, active, params=params, progress=step)
+
+        def progress(done: int, share: float) -> None:
+            step(done)
+            ctx.tracker.point(COUNTED, {"window": done, "active_share": share})
+
+        return profiler.profile(model, text, active, params=params, progress=progress)
 
 
 def text_ids(cfg: PlacementSettings, f: GGUFFile, config: ModelConfig) -> np.ndarray:

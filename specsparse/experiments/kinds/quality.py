@@ -22,6 +22,7 @@ from specsparse.errors import UserError
 from specsparse.experiments import sparse_model
 from specsparse.experiments.kind import Kind, RunContext, RunResult
 from specsparse.experiments.settings import ModelSettings
+from specsparse.experiments.trackers.base import Series
 from specsparse.measure import conditions, trials
 from specsparse.measure.conditions import Conditions, ResultConditions
 from specsparse.measure.trials import Ours, requantised
@@ -33,6 +34,8 @@ from specsparse.support.options import Count, Range, Size
 
 F32 = "f32"
 """The base that is the same file computed in float32."""
+WINDOWS = Series("so_far", "window")
+"""Over the windows that are read; only the last point is the text's."""
 DEFINITIONS = {
     "perplexity": "exp of the mean negative log-likelihood of the scored tokens, llama.cpp's windows",
     "kl_mean": "mean KL(base, model) of the next token's distribution over the scored tokens, in nats",
@@ -130,7 +133,14 @@ def scored(
     if base is not None and base.shape[1] != model.config.vocab_size:
         raise UserError(f"{name} has {model.config.vocab_size} tokens and perplexity.base has {base.shape[1]}")
     with ctx.counting(f"reading the text: {name}", len(text.tokens)) as step:
-        return score(model, text, base=base, progress=step, **options)
+
+        def progress(done: int, found: Scores) -> None:
+            step(done)
+            if "keep" not in options:  # those of the base are no result
+                kl = None if found.kl is None else found.kl.mean()
+                ctx.tracker.point(WINDOWS, {"window": done, "perplexity": np.exp(found.nll.mean()), "kl": kl})
+
+        return score(model, text, base=base, progress=progress, **options)
 
 
 @contextmanager

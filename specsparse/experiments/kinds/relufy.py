@@ -19,7 +19,8 @@ from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments.kind import RunContext, RunResult
 from specsparse.experiments.kinds import train_settings
-from specsparse.experiments.kinds.train_settings import STATE, Training, TrainSettings
+from specsparse.experiments.kinds.train_settings import STATE, TRAINING, Training, TrainSettings
+from specsparse.experiments.trackers.base import Series
 from specsparse.models import catalogue
 from specsparse.models.convert.edit import make_delta
 from specsparse.models.convert.write import out_type
@@ -32,6 +33,7 @@ from specsparse.training.corpus import DataOptions, pack
 from specsparse.training.relu import DistillLosses, DistillOptions, FfnMatrices, Judged, LayerOptions, layer_inputs
 from specsparse.training.training_loop import Log
 
+LAYERS = Series("layers", "layer")
 _COLUMNS = ("step", "tokens", "divergence", "perplexity", "original", "agreement")
 DEFINITIONS = {
     "divergence": "mean KL(original, ReLU model) of the next token in nats, over the rows of held-out answers",
@@ -86,6 +88,7 @@ class Relufy(Training):
         distillation = {key: value for key, value in vars(chosen.distill).items() if key not in rates}
         identity = {"text": vars(chosen.data), "layers": vars(chosen.layers), "distillation": distillation}
         train_settings.claim(folder, cfg, model, identity)
+        ctx.tracker.follow(folder)
         own = chosen.own
         found, _ = train_settings.own_texts(cfg, chosen.data, model, Path(own.texts or folder / "texts"), ctx)
         if len(found) <= own.held_out:
@@ -121,6 +124,7 @@ class Relufy(Training):
                 f"model: {path}; difference to the original: {delta}",
             ],
             figures=[Rows("curve", [{key: point[key] for key in _COLUMNS} for point in curve]), Rows("layers", rows)],
+            trained=[path, delta],
             definitions=DEFINITIONS,
             objective=curve[-1]["original"] / curve[-1]["perplexity"],
         )
@@ -142,6 +146,7 @@ def rebuilt(
                     ffn = rebuilder.rebuild(original, layer_inputs(inputs, i))
                     quality = relu.judge(ffn, original, layer_inputs(judged, i))
                     write_tensors(path, {n: np.asarray(x) for n, x in ffn._asdict().items()}, quality._asdict())
+                    ctx.tracker.point(LAYERS, {"layer": i, **quality._asdict()})
                 step()
     found = [read_tensors(path) for path in paths]
     stacked = FfnMatrices(*(jnp.stack([jnp.asarray(tensors[n]) for tensors, _ in found]) for n in FfnMatrices._fields))
@@ -191,12 +196,13 @@ def distilled(
         """Fidelity, and mean losses since the point before."""
         host = jax.tree.map(np.asarray, recent)
         means = {f"train_{n}": float(np.mean([getattr(x, n) for x in host])) for n in DistillLosses._fields if host}
-        return {**distiller.judge(state.ffn, held)._asdict(), **means}
+        return {**distiller.judge(state.ffn, held)._asdict(), **means, **distiller.rate(state)}
 
     log = Log(
         folder / STATE, chosen.distill.steps, chosen.own.judge_every, "tokens",
         count=lambda batch: int((batch.texts.text >= 0).sum()),
         point=point,
+        publish=lambda point: ctx.tracker.point(TRAINING, {**point, "share": float(np.mean(point["share"]))}),
     )  # fmt: skip
     state = log.resume(distiller.like())
     if state is None:

@@ -3,7 +3,7 @@
 Text, drafter and checkpoints lie in a directory that a later run goes on from.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +16,7 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError, refuse
 from specsparse.experiments.kind import RunContext, RunResult
 from specsparse.experiments.kinds import train_settings
-from specsparse.experiments.kinds.train_settings import STATE, Training, TrainSettings
+from specsparse.experiments.kinds.train_settings import STATE, TRAINING, Training, TrainSettings
 from specsparse.models import catalogue
 from specsparse.report.plots import Rows
 from specsparse.speculative.drafters.heads.head import find, read_head
@@ -28,13 +28,14 @@ from specsparse.training.corpus import DataOptions, read_documents, tokenised
 from specsparse.training.dflash_form import DFlashForm
 from specsparse.training.eagle_form import Eagle3Form, HeadForm
 from specsparse.training.form import Form, SmallForm, SmallOptions
-from specsparse.training.trainer import DraftQuality, HeadLosses, Trainer, TrainOptions, TrainState, evaluate
+from specsparse.training.trainer import DraftQuality, HeadLosses, Trainer, TrainOptions, TrainState, evaluator
 from specsparse.training.training_loop import Log
 
 DEFINITIONS = {
     "agreement": "held-out greedy answers: drafts whose token at a place is the answer's, of those right so far",
     "text": "answers' tokens in all, how many a second this run wrote, 0 where it wrote none, and tokens of documents",
-    "acceptance": "1 + tokens right before the first wrong one, over drafts begun at every position of those answers",
+    "acceptance": "1 + tokens right before the first wrong one, over drafts begun at every position of those answers; "
+    "on the curve, of the drafter as it was at that step",
     "loss": "KL(target, drafter) in nats on the step's candidates, by place in the draft",
 }
 
@@ -93,38 +94,35 @@ class TrainDrafter(Training):
         shape |= asdict(small) if own.form == "model" else {"below": own.below, "begin": own.begin}
         shape |= {"streams": train.streams} if own.form == "dflash" else {}
         train_settings.claim(folder, cfg, model, {"text": vars(data), own.form: shape})
+        ctx.tracker.follow(folder)
         found, written = texts(cfg, model, folder, ctx)
         trainer = Trainer(model, train, form_of(cfg, model))
+        judge = evaluator(
+            model, trainer.form, held_out(cfg, model, ctx), gamma=own.gamma, shape=(train.rows, train.drafting)
+        )
 
-        def point(_: TrainState, recent: Sequence[HeadLosses]) -> dict[str, object]:
+        def point(state: TrainState, recent: Sequence[HeadLosses]) -> dict[str, object]:
             means = (np.mean([np.asarray(x) for x in each], axis=0).tolist() for each in zip(*recent, strict=True))
-            return dict(zip(("loss", "agreement"), means, strict=True))
+            judged = {"acceptance": judge(state.weights, frozen).acceptance}
+            return dict(zip(("loss", "agreement"), means, strict=True)) | trainer.rate(state) | judged
 
         log = Log(
             folder / STATE, train.steps, own.save_every, "rows",
             count=lambda batch: int((batch.windows.depth >= 0).sum()), point=point,
+            publish=lambda point: ctx.tracker.point(TRAINING, row_of(point)),
         )  # fmt: skip
         state = log.resume(trainer.start(None)) or trainer.start(found)
+        frozen = trainer.frozen(np.asarray(state.ids))
         with log.shown(ctx.console, "training", state) as on_step:
             state = trainer.run(state, found, on_step=on_step)
         ids, form = np.asarray(state.ids), trainer.form
         stem = folder.name.removesuffix(f"-{form.name}")  # the form behind it, once
         path = form.write(folder / f"{stem}-{form.name}.gguf", state.weights, ids, quant=own.quantise)
-        answers = held_out(cfg, model, ctx)
-        drafting = evaluate(
-            model, form, state.weights, trainer.frozen(ids), answers, gamma=own.gamma,
-            shape=(train.rows, train.drafting),
-        )  # fmt: skip
+        drafting = judge(state.weights, frozen)
         places = [str(i + 1) for i in range(len(drafting.agreement))]
         table = tables.new("place", *places, "acceptance length", "drafts")
         agreement = [f"{a:.3f}" for a in drafting.agreement]
         table.add_row("agreement", *agreement, f"{drafting.acceptance:.2f}", str(drafting.tokens))
-        rows = []
-        for point in log.curve:  # a pair of columns a place in the draft
-            row = {key: point[key] for key in ("step", "rows", "seconds", "rate")}
-            for i, pair in enumerate(zip(point["loss"], point["agreement"], strict=True), 1):
-                row |= dict(zip((f"loss_{i}", f"agreement_{i}"), pair, strict=True))
-            rows.append(row)
         return RunResult(
             {form.name: str(path), "text": written, "drafting": asdict(drafting), "curve": list(log.curve)},
             Trained(path, drafting, form),
@@ -133,10 +131,19 @@ class TrainDrafter(Training):
                 table,
                 f"{form.name}: {path}; drafter={form.drafter} drafter.{form.option}={path}",
             ],
-            figures=[Rows("curve", rows)],
+            figures=[Rows("curve", [row_of(point) for point in log.curve])],
+            trained=[path],
             definitions=DEFINITIONS,
             objective=drafting.acceptance,
         )
+
+
+def row_of(point: Mapping[str, Any]) -> dict[str, Any]:
+    """A point of the curve with a column for each place in the draft."""
+    row: dict[str, Any] = {}
+    for key, value in point.items():
+        row |= {f"{key}_{i}": x for i, x in enumerate(value, 1)} if isinstance(value, list) else {key: value}
+    return row
 
 
 def held_out(cfg: TrainSettings, model: Model, ctx: RunContext) -> list[corpus.Text]:

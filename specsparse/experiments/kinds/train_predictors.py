@@ -3,10 +3,12 @@
 All layers are trained in a directory that a later run goes on from.
 """
 
+import itertools
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from specsparse.errors import UserError
 from specsparse.experiments.kind import RunContext, RunResult, header_of
 from specsparse.experiments.kinds.train_settings import Training, TrainSettings, claim, options
 from specsparse.experiments.sparse_model import collected, shuffled_text
+from specsparse.experiments.trackers.base import Series
 from specsparse.powerinfer.model_files import PredictorFile, write_predictors
 from specsparse.predictors import FFN, Needs, get_predictor
 from specsparse.predictors.base import Predictor
@@ -37,6 +40,8 @@ DEFINITIONS = {
     "error": "|sparse - dense| / |dense| of the FFN's output without the residual, over all rows",
     "kl": "mean KL(dense, sparse) of the next token in nats; first half of each window read densely by both",
 }
+EPOCHS = Series("training", "epoch")
+"""Of the layers, one after the other, and counted over all of them."""
 PREDICTORS_FILE = "predictors.safetensors"
 EXPORT_FOLDER = "powerinfer"
 
@@ -73,6 +78,8 @@ class TrainPredictors(Training):
             with ctx.counting(f"judging {predictor.name}", len(evaluator.windows_Wn)) as step:
                 return evaluator(predictor, weights, progress=step)
 
+        if predictor.needs is not Needs.TRAINING or model.config.predictor_ranks:
+            ctx.tracker.follow()  # else `trained` says what it goes on from
         if predictor.needs is not Needs.TRAINING:
             weights = fitted(predictor)
         elif model.config.predictor_ranks:
@@ -97,6 +104,7 @@ class TrainPredictors(Training):
                 f"dense perplexity {first.model.perplexity_dense:.2f} on {first.model.tokens} tokens; lossy",
             ],
             figures=[figure(found, title=f"{cfg.name}: {Path(cfg.model.path).name}")],
+            trained=[Path(str(notes["output"])) / PREDICTORS_FILE] if notes else (),
             definitions=DEFINITIONS,
             objective=-first.model.kl,
         )
@@ -143,6 +151,7 @@ def trained(
     """
     folder = Path(cfg.train.output or Path("predictors") / Path(model.path).stem)
     _claim(folder, cfg, model, text)
+    ctx.tracker.follow(folder)
     residuals = folder / "residuals.npy"
     if not residuals.exists():
         shape = (model.config.n_layers, text.size, model.config.d_model)
@@ -151,10 +160,14 @@ def trained(
             out = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.float32, shape=shape)
             collected(model, text, ctx.console, out=out)
             out.flush()
-    rows, pairs, history = np.load(residuals, mmap_mode="r"), [], []
+    rows, pairs, history, count = np.load(residuals, mmap_mode="r"), [], [], itertools.count(1)
+
+    def publish(layer: int, epoch: Mapping[str, Any]) -> None:
+        ctx.tracker.point(EPOCHS, {**epoch, "epoch": next(count), "layer": layer})
+
     with ctx.counting("training layers", model.config.n_layers) as step:
         for i, layer in enumerate(model.params.layers):
-            fc1, fc2, epochs = _layer(folder, cfg, ffn, layer, rows[i], i)
+            fc1, fc2, epochs = _layer(folder, cfg, ffn, layer, rows[i], i, partial(publish, i))
             pairs.append((fc1, fc2))
             history.append(epochs)
             step()
@@ -186,12 +199,15 @@ def _check_room(folder: Path, size: int) -> None:
 
 
 def _layer(
-    folder: Path, cfg: TrainSettings, ffn: FFN, layer: Any, rows_ND: np.ndarray, index: int
-) -> tuple[np.ndarray, np.ndarray, list[dict[str, Any]]]:
-    """fc1, fc2 and the epochs of one layer, from its file if it is finished."""
+    folder: Path, cfg: TrainSettings, ffn: FFN, layer: Any, rows_ND: np.ndarray, index: int,
+    publish: Callable[[Mapping[str, Any]], None],
+) -> tuple[np.ndarray, np.ndarray, list[dict[str, Any]]]:  # fmt: skip
+    """fc1, fc2 and the epochs of one layer, from its file if it is finished; `publish` is called with each epoch."""
     path, running = folder / f"layer_{index}.safetensors", folder / "running.safetensors"
     if path.exists():
         tensors, meta = read_tensors(path)
+        for epoch in meta["epochs"]:
+            publish(epoch)
         return tensors["fc1"], tensors["fc2"], meta["epochs"]
     labels = label(ffn, layer, rows_ND, active_share=cfg.train.active_share)
     trainer = LayerTrainer(options(cfg, FitOptions)[0], layer, rows_ND, labels, index)
@@ -200,9 +216,12 @@ def _layer(
         found, meta = load_state(running, state)
         if meta["layer"] == index:
             state, epochs = found, meta["epochs"]
+    for epoch in epochs:
+        publish(epoch)
     while not trainer.done(state):
         state, epoch = trainer.step(state)
         epochs.append(asdict(epoch))
+        publish(epochs[-1])
         save_state(running, state, {"layer": index, "epochs": epochs})
     fc1, fc2 = trainer.result(state)
     write_tensors(path, {"fc1": fc1, "fc2": fc2}, {"epochs": epochs})

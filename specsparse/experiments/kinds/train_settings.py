@@ -11,12 +11,15 @@ from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments.kind import Kind, RunContext
 from specsparse.experiments.settings import ModelSettings
+from specsparse.experiments.trackers.base import Series
 from specsparse.support import files
 from specsparse.support.options import Count, Range, Rest, nearest, options_of, read
 from specsparse.training.corpus import DataOptions, Text, TextWritten, generate, read_shard
 
 STATE = "state.safetensors"
 """The checkpoint of a training."""
+TRAINING = Series("training", "step", least=("loss", "divergence", "perplexity"), most=("acceptance", "agreement"))
+TEXT = Series("text", "tokens")
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Training(Kind[TrainSettings]):
     """A kind that trains on text: its times are no result, and its model is dense."""
 
     timed = False
+    resumes = True
     takes_ffn = False
 
 
@@ -89,6 +93,7 @@ def own_texts(
             written = found
             rate = f"writing text, {found.tokens_per_s:,.0f} tokens/s" if found.tokens_per_s else "reading text"
             step(min(found.tokens, wanted), rate)
+            ctx.tracker.point(TEXT, {"tokens": found.tokens, "tokens_per_second": found.tokens_per_s or None})
 
         paths = generate(model, data, folder, tokens=wanted, progress=progress)
     return [text for path in paths for text in read_shard(path)], written
