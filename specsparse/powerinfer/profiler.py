@@ -139,7 +139,7 @@ def profile(
     def count(layer: Layer, x_RD, n_valid_B):
         return jnp.sum(active(layer, x_RD, n_valid_B).astype(bool), axis=0, dtype=jnp.int32)
 
-    total_LF = np.int64(0)
+    total_LF = np.zeros(1, np.int64)
     for done, counts_LF in enumerate(watched(model, windows_Wn, count, params=params), 1):
         total_LF = total_LF + counts_LF.astype(np.int64)
         progress(done, float(total_LF.mean() / (done * windows_Wn.shape[1])))

@@ -135,9 +135,13 @@ def score(
                 same.append(np.asarray(found[2]))
             if keep is not None:
                 keep[here] = np.asarray(jax.nn.log_softmax(out, -1))
-        found = Scores(*(np.concatenate(part) if part else None for part in (nll, kl, same)))
-        progress(i + 1, found)
-    return found
+        progress(i + 1, _together(nll, kl, same))
+    return _together(nll, kl, same)
+
+
+def _together(nll: list[np.ndarray], kl: list[np.ndarray], same: list[np.ndarray]) -> Scores:
+    """The scores of several windows; without a base there are no `kl` and `same`."""
+    return Scores(np.concatenate(nll), np.concatenate(kl) if kl else None, np.concatenate(same) if same else None)
 
 
 def _rows(model: Model, params: Pytree, window: np.ndarray, first: int, cache: kv.KVCache):

@@ -532,7 +532,7 @@ class Distiller:
 
     def rate(self, state: ReluState) -> dict[str, float]:
         """The learning rate of the state's last step, for a curve."""
-        return {"learning_rate": float(self._rate(max(int(state.step) - 1, 0)))}
+        return {"learning_rate": float(np.asarray(self._rate(max(int(state.step) - 1, 0))))}
 
     def like(self) -> ReluState:
         """A state of the right shapes, to read a checkpoint by."""

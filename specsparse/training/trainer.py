@@ -118,7 +118,7 @@ class Trainer:
 
     def rate(self, state: TrainState) -> dict[str, float]:
         """The learning rate of the state's last step, for a curve."""
-        return {"learning_rate": float(self._rate(max(int(state.step) - 1, 0)))}
+        return {"learning_rate": float(np.asarray(self._rate(max(int(state.step) - 1, 0))))}
 
     def batches(self, texts: Sequence[Text], ids: np.ndarray, start: int) -> Iterator[HeadBatch]:
         """The batches from step `start` on without end; the texts come in another order each time."""

@@ -198,7 +198,7 @@ def test_documents_are_trained_on_beside_the_targets_text(cfg, model, tmp_path):
     path = tmp_path / "own.txt"
     path.write_text("abc " * 40, encoding="utf-8")
     cfg = settings(changed(cfg, "train", options={**OPTIONS, "documents": [str(path)]}))
-    found, seen = train_drafter.texts(cfg, model, tmp_path / "out", quiet_context())
+    found, seen = train_drafter.texts(cfg, model, tmp_path / "out", quiet_context(tmp_path))
     written = [t for p in sorted((tmp_path / "out" / "texts").glob("*")) for t in corpus.read_shard(p)]
     ours = corpus.tokenised(model, corpus.read_documents(path), corpus.DataOptions(answer=24))
     assert len(ours) > 3 and len(found) == len(written) + len(ours)

@@ -73,8 +73,8 @@ class Wandb(Tracker):
     resume: Literal["allow", "must", "never", "auto"] | None = None
     artifacts: bool = True
 
-    def _mode(self) -> str:
-        mode = self.mode or os.environ.get("WANDB_MODE") or "offline"
+    def _mode(self) -> Mode:
+        mode: Any = self.mode or os.environ.get("WANDB_MODE") or "offline"
         if mode not in get_args(Mode):
             raise UserError(f"WANDB_MODE={mode} must be one of: {', '.join(get_args(Mode))}")
         return mode
@@ -97,7 +97,7 @@ class Wandb(Tracker):
         tags = [run.kind, *((config.get(key) or {}).get("name") for key in ("drafter", "verifier", "policy", "tree"))]
         tags += ["stand-in"] if stood_in else []
         tags += env("WANDB_TAGS", "").split(",") if self.tags is None else self.tags
-        chosen = {
+        chosen: dict[str, Any] = {
             "project": self.project or env("WANDB_PROJECT") or "specsparse",
             "entity": self.entity or env("WANDB_ENTITY"),
             "group": self.group or env("WANDB_RUN_GROUP") or (directory.resolve().parent.name if is_cell else None),
