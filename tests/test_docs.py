@@ -26,7 +26,7 @@ MODULE = re.compile(r"(?<![\w./-])specsparse\.([a-z_][\w.]*\w)")
 WITHIN = re.compile(rf"`({'|'.join(set(ROOMS) - {'data', 'support'})})\.([a-z_][\w.]*\w)")
 # Begin with the package's name and are no modules: keys and formats of files, groups of entry points.
 KEYS = re.compile(
-    r"delta\.|model$|problem$|training\.(texts|inputs)$|predictors\.mlp$|(drafter|verifier|tree|policie|kind)s$"
+    r"delta\.|model$|problem$|training\.(texts|inputs)$|predictors\.mlp$|(drafter|verifier|tree|policie|kind|tracker)s$"
 )
 MADE = ("specsparse/conf",)  # folders of a wheel
 

@@ -1,6 +1,7 @@
 """`kind: perplexity` and `kind: quant_table` on a tiny model: what they write, print and refuse."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -39,7 +40,8 @@ def cfg(folder, tmp_path, monkeypatch):
 
 def play(cfg, directory):
     played = playing.play(cfg, directory, width=140)
-    assert [p.name for p in directory.iterdir()] == ["record.json"]  # the base's distributions are gone
+    files = {p.name for p in directory.iterdir()}
+    assert files - {"metrics.jsonl"} == {"record.json"}  # the base's distributions are gone
     return played
 
 
@@ -60,6 +62,9 @@ def test_without_a_base(cfg, tmp_path):
     cfg = replaced(cfg, perplexity=dataclasses.replace(cfg.own["perplexity"], base=None, stride=8))
     found, text, _ = play(cfg, tmp_path / "run")
     assert found.summary["kl_mean"] is None and "KL" not in text and found.summary["window"] == 68
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["window"] == found.summary["windows"] and "kl" not in last
+    assert last["perplexity"] == pytest.approx(found.summary["perplexity"])
 
 
 def test_neurons_that_are_left_out_are_judged_against_all_of_them(cfg, tmp_path):

@@ -1,5 +1,7 @@
 """`+experiment=train_drafter` end to end on a tiny model: stopped, started again, judged, decoded with."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -75,12 +77,17 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
     drafting = record["summary"]["drafting"]
     assert drafting["tokens"] > 0 and len(drafting["agreement"]) == 3 and drafting["acceptance"] >= 1
 
+    assert curve[-1]["acceptance"] == drafting["acceptance"] and curve[0]["learning_rate"] > 0
+    assert record["trained"] == [str(whole.path)]
+
     saves = stop_at(monkeypatch, training_loop, "save_state", 2)
     again = changed(cfg, "train", output=str(tmp_path / "again" / "out"))
     with pytest.raises(KeyboardInterrupt):
         play(again, model, tmp_path / "b")
     found, _, _ = play(again, model, tmp_path / "b")
     assert len(saves) == 3  # no step twice
+    points = map(json.loads, (tmp_path / "b" / "metrics.jsonl").read_text().splitlines())
+    assert [p["step"] for p in points if p["series"] == "training"] == [2, 4, 6]  # the earlier ones too
     assert found.path.read_bytes() == whole.path.read_bytes() and found.drafting == whole.drafting
     with pytest.raises(UserError, match="holds a training with another text: give train"):
         play(changed(cfg, "train", options={**options, "answer": 20}), model, tmp_path / "c")

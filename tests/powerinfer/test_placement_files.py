@@ -37,8 +37,9 @@ def model(tmp_path_factory):
 def stats(model):
     active, params = profiler.of_file(open_gguf(model.path), model)
     done = []
-    found = profiler.profile(model, TEXT, active, params=params, progress=done.append)
-    assert done == [1, 2, 3]
+    found = profiler.profile(model, TEXT, active, params=params, progress=lambda *so_far: done.append(so_far))
+    assert [i for i, _ in done] == [1, 2, 3]
+    assert done[-1][1] == pytest.approx(np.mean(found.counts) / TEXT.size)
     return found
 
 

@@ -93,7 +93,7 @@ class Perplexity(Kind[PerplexitySettings]):
         model = sparse_model.load(cfg, ctx)
         text = cut(cfg, model.tokenizer)
         with base_probs(cfg, ctx, text) as probs:
-            found = scored(model, text, ctx, cfg.model.path, base=probs)
+            found = scored(model, text, ctx, cfg.model.path, base=probs, live=True)
         facts = {"base": cfg.perplexity.base, "windows": text.tokens.shape[0], "window": text.tokens.shape[1]}
         summary = {**found.summary(), **facts, **sparse_model.label(model)}
         shown = [
@@ -127,16 +127,17 @@ def cut(cfg: PerplexitySettings, tokenizer: Tokenizer) -> Windows:
 
 
 def scored(
-    model: Model, text: Windows, ctx: RunContext, name: str, *, base: np.ndarray | None = None, **options: Any
-) -> Scores:
-    """`score` with a bar. UserError: a base of another vocabulary."""
+    model: Model, text: Windows, ctx: RunContext, name: str, *,
+    base: np.ndarray | None = None, live: bool = False, **options: Any,
+) -> Scores:  # fmt: skip
+    """`score` with a bar; `live`: and with a point for each window. UserError: a base of another vocabulary."""
     if base is not None and base.shape[1] != model.config.vocab_size:
         raise UserError(f"{name} has {model.config.vocab_size} tokens and perplexity.base has {base.shape[1]}")
     with ctx.counting(f"reading the text: {name}", len(text.tokens)) as step:
 
         def progress(done: int, found: Scores) -> None:
             step(done)
-            if "keep" not in options:  # those of the base are no result
+            if live:
                 kl = None if found.kl is None else found.kl.mean()
                 ctx.tracker.point(WINDOWS, {"window": done, "perplexity": np.exp(found.nll.mean()), "kl": kl})
 
