@@ -103,7 +103,7 @@ def run(
     if kind.takes_model and (line := cfg.data.read_as()):
         ctx.console.print(Text(line), soft_wrap=True)
     try:
-        if not (kind.timed or kind.resumes):
+        if not (kind.timed or kind.resumes):  # a client at work and its calls of a network would be in the times
             ctx.tracker.follow()
         found = kind.run(settings, ctx)
         about = manifest.build(cfg.composed, Path(catalogue.resolve(cfg.model.path)) if kind.takes_model else None)

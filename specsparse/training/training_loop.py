@@ -86,7 +86,7 @@ class Log:
         steps, every: of the training, and from one point of the curve to the next; the last step is one.
         unit, count: what is counted of a batch, by name and as a function.
         point: its columns beside step, `unit`, seconds and rate, from the state and the losses since the last point.
-        publish: called with each point, those of an earlier run first.
+        publish: called with each point, those of an earlier run first; the rate is there `unit`_per_second.
         curve: the points.
     """
 
@@ -111,7 +111,7 @@ class Log:
         self.curve = meta["curve"]
         self._seen = self._before = self.curve[-1][self.unit] if self.curve else 0
         for point in self.curve:
-            self.publish(point)
+            self._publish(point)
         return state
 
     def add(self, step: int, state: Stepped) -> None:
@@ -119,7 +119,10 @@ class Log:
         counted = {"step": step, self.unit: self._seen, "seconds": seconds, "rate": self.rate}
         self.curve.append(counted | self.point(state, self._recent))
         self._recent = []
-        self.publish(self.curve[-1])
+        self._publish(self.curve[-1])
+
+    def _publish(self, point: dict[str, Any]) -> None:
+        self.publish({f"{self.unit}_per_second" if key == "rate" else key: value for key, value in point.items()})
 
     @property
     def rate(self) -> float:

@@ -397,11 +397,12 @@ def test_a_package_brings_its_own(here, model):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their_pkg\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[specsparse.drafters]\ntheirs = echo_part:Echo\n[specsparse.policies]\nhalf = other_parts:Half\n"
+        "[specsparse.trackers]\nboard = my_board:Board\n"
     )
     sys.path.append(str(here))
     importlib.invalidate_caches()
     assert get_drafter("theirs", back=5).back == 5 and get_policy("half").share == 0.5
-    assert is_outside("drafter", "theirs") and not is_outside("drafter", "their")
+    assert is_outside("drafter", "theirs") and not is_outside("drafter", "their") and is_outside("tracker", "board")
     with pytest.raises(UserError, match=r"did you mean theirs\?"):
         get_drafter("their")
 

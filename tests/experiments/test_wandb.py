@@ -17,6 +17,7 @@ from hydra import compose, initialize_config_dir
 from specsparse import run
 from specsparse.experiments.trackers.base import Series
 from specsparse.experiments.trackers.wandb import Wandb
+from specsparse.testing import check_tracker
 from tests.experiments.playing import run_config
 from tests.report import making
 
@@ -230,6 +231,12 @@ class Killer(Kind):
                 os.waitpid(service, 0)
         return RunResult({"steps": 40})
 '''
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_it_keeps_the_contract_of_a_tracker(mode):
+    check_tracker(Wandb(mode=mode))
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 Offline by default; `wandb sync` sends a run later.
 """
 
-import contextlib
 import csv
 import functools
 import importlib.util
@@ -136,9 +135,10 @@ class Wandb(Tracker):
             run.log({f"{series.name}/{name}": value for name, value in values.items()})
 
     def stop(self, client: _Client) -> None:
-        with contextlib.ExitStack() as ending:
-            ending.callback(_tear_down)
+        try:
             client.run.finish(exit_code=1)
+        finally:
+            _tear_down()
 
     def finish(self, client: _Client, directory: Path) -> str:
         """Sends the files of a finished run: the manifest, a step for each prompt and repeat, histograms over rounds
