@@ -5,7 +5,6 @@ PowerInfer's own profiler is not released; its counts are `activation_{i}.pt`, o
 
 import os
 from collections.abc import Callable
-from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
