@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
@@ -14,7 +15,7 @@ from specsparse import kernels
 from specsparse.data import prompts
 from specsparse.engine.model import Model
 from specsparse.errors import refuse
-from specsparse.experiments.kind import RunContext
+from specsparse.experiments.kind import RunContext, header_of
 from specsparse.experiments.settings import ModelSettings
 from specsparse.models import catalogue
 from specsparse.powerinfer import zero_skip
@@ -32,8 +33,9 @@ _NOT_MASKS = {
 }
 
 
-def check(cfg: ModelSettings, *, union_cap: bool = False) -> None:
-    """The `ffn` and `predictor` groups, before anything is loaded; `union_cap`: whether the kind can use one."""
+def check(cfg: ModelSettings, *, union_cap: bool = False, judged: bool = False) -> None:
+    """The `ffn` and `predictor` groups, before anything is loaded; `union_cap`: whether the kind can use one, `judged`:
+    whether it judges predictors that nothing decodes by, too."""
     ffn, given = cfg.ffn, cfg.predictor.name
     predicted, named = ffn.name == PREDICTED, given != "none"
     refuse({
@@ -50,11 +52,12 @@ def check(cfg: ModelSettings, *, union_cap: bool = False) -> None:
     from specsparse.predictors import FFN, Needs, get_predictor
 
     predictor = get_predictor(given, FFN(kernels.get(), 1e-5), **cfg.predictor.options)
-    trained, why = predictor.needs is Needs.TRAINING, _NOT_MASKS.get(predictor.name)
+    trained, why = predictor.needs is Needs.TRAINING, not_decoding(predictor)
     refuse({
-        f"predictor={given} {why}: judge it with +experiment=train_predictors": why,
-        f"predictor={given} is trained: give ffn.weights=predictors/<model>/predictors.safetensors":
-            trained and weights_file(cfg) is None,
+        f"predictor={given} {why}: judge it with +experiment=sweep_sparsity": why and not judged,
+        f"predictor={given} is trained: run +experiment=train_predictors model={cfg.model.path}, then give "
+        "ffn.weights=predictors/<model>/predictors.safetensors":
+            trained and weights_file(cfg) is None and not header_of(cfg.model)[1].predictor_ranks,
         f"ffn.weights={ffn.weights}: predictor={given} reads no file": ffn.weights is not None and not trained,
         f"ffn.weights={ffn.weights}: there is no such file":
             ffn.weights is not None and not Path(ffn.weights).is_file(),
@@ -67,6 +70,13 @@ def load(cfg: ModelSettings, ctx: RunContext) -> Model:
     return model if cfg.ffn.name != PREDICTED else sparse_of(cfg, ctx, model).model
 
 
+def not_decoding(predictor: "Predictor") -> str | None:
+    """Why nothing decodes by a predictor; None for others."""
+    if predictor.name == "oracle" and reads_text(predictor):
+        return "with a share knows every activation before it chooses"
+    return _NOT_MASKS.get(predictor.name)
+
+
 def label(model: Model) -> dict[str, str]:
     """The FFN and its promise against the dense model, as a record has them; nothing for a dense one."""
     if model.ffn == "dense":
@@ -77,6 +87,13 @@ def label(model: Model) -> dict[str, str]:
     return {"ffn": f"{model.ffn}: {model.rule}" if model.rule else model.ffn, "ffn_label": promise}
 
 
+class Fitted(NamedTuple):
+    """A predictor and its weights by layer; None of one that is fitted to each prompt."""
+
+    predictor: "Predictor"
+    weights: Sequence[Any] | None
+
+
 class GatedModel(NamedTuple):
     """A sparse model, the predictor that gates it, and the predictor's weights by layer."""
 
@@ -85,37 +102,83 @@ class GatedModel(NamedTuple):
     weights: Sequence[Any]
 
 
-def sparse_of(cfg: ModelSettings, ctx: RunContext, dense: Model, *, rows: np.ndarray | None = None) -> GatedModel:
-    """The config's sparse model beside the dense one of the same file; `rows`: its `residuals`, if they are known."""
+def sparse_of(cfg: ModelSettings, ctx: RunContext, dense: Model) -> GatedModel:
+    """The config's sparse model beside the dense one of the same file."""
     from specsparse.powerinfer.fewer import gated
-    from specsparse.predictors import FFN, Needs, get_predictor
-    from specsparse.predictors.evaluate import fit_layers
-    from specsparse.predictors.scored import Mlp, settled
+    from specsparse.predictors import FFN
+    from specsparse.predictors.scored import Mlp
 
-    ffn = FFN.from_config(dense.config, dense.kernels)
     if cfg.ffn.name == "powerinfer":
         own = ctx.load(cfg.model, **cfg.ffn.overrides())
-        return GatedModel(own, Mlp(ffn), [layer.sparse.predictor for layer in own.params.layers])
-    if cfg.ffn.name == "oracle":
-        predictor = get_predictor("oracle", ffn)
-    else:
-        predictor = get_predictor(cfg.predictor.name, ffn, **cfg.predictor.options)
-    if predictor.needs is Needs.TRAINING:
-        predictor, codes, threshold = settled(predictor, dense.params.layers[0])
-        from specsparse.predictors.fit_mlp import load_predictors  # optax takes a second
-
-        path = weights_file(cfg)
-        assert path is not None  # check()
-        weights = load_predictors(path, codes=codes, threshold=threshold)
-        want = (dense.config.n_layers, dense.config.d_model, dense.config.d_ff)
-        have = (len(weights), weights[0].fc1.shape[1], weights[0].fc2.shape[0]) if weights else (0, 0, 0)
-        shapes = "{} layers of {} x {}".format
-        refuse({f"{path} is for {shapes(*have)}, and {cfg.model.path} has {shapes(*want)}": have != want})
-    else:
-        needed = predictor.needs is Needs.TEXT
-        rows = residuals(cfg, dense, ctx.console) if needed and rows is None else rows
-        weights = fit_layers(predictor, dense.params.layers, rows if needed else None)
+        weights = [layer.sparse.predictor for layer in own.params.layers]
+        return GatedModel(own, Mlp(FFN.from_config(dense.config, dense.kernels)), weights)
+    predictor, weights = fitted(cfg, ctx, dense)
+    assert weights is not None  # check()
     return GatedModel(gated(dense, predictor, weights), predictor, weights)
+
+
+def fitted(
+    cfg: ModelSettings, ctx: RunContext, dense: Model, *, rows: np.ndarray | None = None, before: Fitted | None = None
+) -> Fitted:
+    """The config's predictor of a dense model, fitted or read from its file.
+
+    `rows` are `residuals`, if they are known. From `before`, of this model, a predictor whose thresholds alone differ
+    takes its matrices.
+    """
+    from specsparse.predictors import Needs
+    from specsparse.predictors.evaluate import fit_layers
+    from specsparse.predictors.scored import Scored, settled
+
+    predictor, layers = predictor_of(cfg, dense), dense.params.layers
+    reads = reads_text(predictor)
+    if predictor.needs is Needs.PROMPT:
+        return Fitted(predictor, None)
+    if rows is None and reads:
+        rows = residuals(cfg, dense, ctx.console)
+    predictor, codes, threshold = settled(predictor, layers[0])
+    if before is not None and isinstance(predictor, Scored) and predictor.differs_by_text(before.predictor):
+        weights = before.weights
+    elif predictor.needs is not Needs.TRAINING:
+        return Fitted(predictor, fit_layers(predictor, layers, rows if reads else None))
+    else:
+        weights = _trained(cfg, dense, codes=codes, threshold=threshold)
+    if reads:
+        weights = tuple(predictor.on_text(*each) for each in zip(weights, layers, map(jnp.asarray, rows), strict=True))
+    return Fitted(predictor, weights)
+
+
+def _trained(cfg: ModelSettings, dense: Model, *, codes: Any, threshold: float | None) -> Sequence[Any]:
+    """The weights of a PowerInfer file, or of a file of predictors. UserError: they are of another model's shape."""
+    if cfg.ffn.weights is None and dense.config.predictor_ranks:
+        own = [layer.sparse for layer in dense.params.layers]
+        return own if threshold is None else [w._replace(threshold=jnp.float32(threshold)) for w in own]
+    from specsparse.predictors.fit_mlp import load_predictors  # optax takes a second
+
+    path = weights_file(cfg)
+    assert path is not None  # check()
+    weights = load_predictors(path, codes=codes, threshold=threshold)
+    want = (dense.config.n_layers, dense.config.d_model, dense.config.d_ff)
+    have = (len(weights), weights[0].fc1.shape[1], weights[0].fc2.shape[0]) if weights else (0, 0, 0)
+    shapes = "{} layers of {} x {}".format
+    refuse({f"{path} is for {shapes(*have)}, and {cfg.model.path} has {shapes(*want)}": have != want})
+    return weights
+
+
+def predictor_of(cfg: ModelSettings, dense: Model) -> "Predictor":
+    """The config's predictor for a model's FFNs, without weights."""
+    from specsparse.predictors import FFN, get_predictor
+
+    ffn = FFN.from_config(dense.config, dense.kernels)
+    name, options = ("oracle", {}) if cfg.ffn.name == "oracle" else (cfg.predictor.name, cfg.predictor.options)
+    return get_predictor(name, ffn, **options)
+
+
+def reads_text(predictor: "Predictor") -> bool:
+    """Whether a text sets the predictor's weights, or the thresholds of trained ones."""
+    from specsparse.predictors import Needs
+    from specsparse.predictors.scored import Scored
+
+    return predictor.needs is Needs.TEXT or (isinstance(predictor, Scored) and predictor.by_text)
 
 
 def residuals(cfg: ModelSettings, model: Model, console: Console) -> np.ndarray:

@@ -266,7 +266,8 @@ def show(directory: Path, out: Console) -> None:
             out.print(Text(line, style="yellow"), soft_wrap=True)
 
     if len(points) > 1:
-        show_rows(sparsity.sweep_table(points, swept(points)), points, apart(points))
+        sparsity.show_sweep(directory, points, swept(points), out)
+        show_rows(None, points, apart(points))
     if len(placed) > 1:
         neuron_placement.show_sweep(directory, placed, out)
         show_rows(None, placed, apart(placed))

@@ -4,7 +4,7 @@ many neurons the rows of a pass read together.
 A draft shares the model's own cache, and the model itself verifies it, so that nothing is lost but time. It is one of
 three:
 
-    hot    one set of neurons for all tokens, those with the most energy on a text, packed as a smaller dense FFN
+    hot    one set of neurons for all tokens, as `predictors.rules.Hot` finds it, packed as a smaller dense FFN
     gate   for each token the neurons whose |act(gate)| is largest (CATS, arXiv:2404.08763); a dense model's
     own    the model's own predictors with a higher threshold; a sparse model's
 """
@@ -22,7 +22,6 @@ from gguf.constants import GGMLQuantizationType
 from specsparse.engine.llama import dense_ffn, make_forward
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
-from specsparse.engine.weights import Layer
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor, SkipWeights
 from specsparse.kernels.packing.dequant import dequantize, pack_float
@@ -33,8 +32,9 @@ from specsparse.powerinfer.modes import PREDICTED
 from specsparse.powerinfer.sparse_ffn import SparseWeights, by_gate, make_ffn, sparse_params
 from specsparse.predictors.base import FFN, Predictor, gate_matrix
 from specsparse.predictors.collect import collect, self_generated, watched, windows
-from specsparse.predictors.evaluate import fit_layers
-from specsparse.predictors.rules import GateThreshold, Oracle, UnionCap
+from specsparse.predictors.evaluate import fit_layers, matrices
+from specsparse.predictors.rules import GateThreshold, Hot, Oracle, UnionCap
+from specsparse.predictors.rules import Sequence as OfPrompt
 from specsparse.support.options import options_of
 
 _WINDOW = 128
@@ -78,7 +78,8 @@ def gated(model: Model, predictor: Predictor, weights: Sequence[Pytree], *, down
 def bytes_read(model: Model, predictor: Predictor) -> tuple[int, int]:
     """Bytes that the FFNs of a gated model read in a pass, all layers: (fixed, in proportion to the neurons kept).
 
-    A predictor that decides by the gate reads all of it; one that caps such a predictor reads the dense gate first.
+    A predictor that decides by the gate reads all of it; one that caps such a predictor reads the dense gate first. A
+    model of one set reads all of its matrices.
     """
     capped = isinstance(predictor, UnionCap) and by_gate(predictor.inner)
     own = rest = 0
@@ -86,6 +87,9 @@ def bytes_read(model: Model, predictor: Predictor) -> tuple[int, int]:
         if isinstance(layer.sparse, SkipWeights):
             own += gate_matrix(layer).nbytes
             rest += layer.sparse.up.nbytes + layer.sparse.down.nbytes
+            continue
+        if layer.sparse is None:
+            own += sum(m.nbytes for m in matrices(layer))
             continue
         w: SparseWeights = layer.sparse
         decides = w.up if w.gate is None else w.gate
@@ -143,18 +147,20 @@ def with_fewer_neurons(
     if rule == "gate":
         predictor = GateThreshold(ffn, share)
         return gated(model, predictor, fit_layers(predictor, model.params.layers, rows_LND))
-    # A dense model of fewer neurons: gate and up keep their codes, down is packed again.
-    count = min(max(BLOCK, round(share * config.d_ff / BLOCK) * BLOCK), config.d_ff)
+    return of_one_set(model, Hot(ffn, share), rows_LND)
 
-    @jax.jit
-    def energy(layer: Layer, x_RD: jax.Array) -> jax.Array:
-        """f32[F]: the squares that each neuron adds to the output over the rows, |down_j|^2 sum of a_j^2."""
-        a_RF = ffn.neurons(layer, x_RD, jnp.asarray([x_RD.shape[0]], jnp.int32))
-        return jnp.sum(a_RF**2, axis=0) * jnp.sum(dequantize(layer.dense.down) ** 2, axis=0)
 
+def of_one_set(model: Model, predictor: Hot | OfPrompt, rows_LND: np.ndarray) -> Model:
+    """A dense model of fewer neurons: those that the predictor keeps after residuals f32[L, N, D], in steps of 32.
+
+    Gate and up keep their codes, down is packed again.
+    """
+    config = model.config
+    count = min(max(BLOCK, round(predictor.share * config.d_ff / BLOCK) * BLOCK), config.d_ff)
+    sets = fit_layers(dataclasses.replace(predictor, share=count / config.d_ff), model.params.layers, rows_LND)
     layers = []
-    for layer, rows_ND in zip(model.params.layers, rows_LND, strict=True):
-        ids = np.sort(np.argsort(-np.asarray(energy(layer, jnp.asarray(rows_ND))), kind="stable")[:count])
+    for layer, keep in zip(model.params.layers, sets, strict=True):
+        ids = np.flatnonzero(keep)
         gate, up, down = layer.dense
         gate = None if gate is None else take_rows(gate, ids)
         layers.append(layer._replace(ffn_gate=gate, ffn_up=take_rows(up, ids), ffn_down=_columns(down, ids)))

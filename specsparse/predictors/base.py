@@ -156,6 +156,7 @@ PREDICTORS: Registry[Predictor] = Registry(
         "signbit": "scored:SignBit",
         "gate_threshold": "rules:GateThreshold",
         "sequence": "rules:Sequence",
+        "hot": "rules:Hot",
         "oracle": "rules:Oracle",
         "random": "rules:Random",
         "teal": "rules:Teal",

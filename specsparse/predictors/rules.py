@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer
 from specsparse.kernels import NeuronChoice
+from specsparse.kernels.packing.dequant import dequantize
 from specsparse.kernels.reference.dense import activate
 from specsparse.predictors.base import FFN, InOneCall, Needs, Predictor, as_mask, gate_matrix, require_rows
 from specsparse.support.options import Internal, Range, Share
@@ -16,13 +17,32 @@ from specsparse.support.options import Internal, Range, Share
 
 @dataclass(frozen=True)
 class Oracle(InOneCall):
-    """keep_j if the neuron is not zero: recall and precision are 1, the output is the dense one."""
+    """keep_j if the neuron is not zero: recall and precision are 1, the output is the dense one.
+
+    Attributes:
+        share: of the neurons to keep instead, the largest |a|, on average over a text; a bound that nothing decodes by.
+    """
 
     name: ClassVar[str] = "oracle"
     ffn: Annotated[FFN, Internal()]
+    share: Share | None = None
 
-    def keep(self, weights: None, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
-        return as_mask(self.ffn.neurons(layer, x_RD, n_valid_B) != 0, n_valid_B)
+    @property
+    def needs(self) -> Needs:
+        return Needs.NOTHING if self.share is None else Needs.TEXT
+
+    def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> "GateWeights | None":
+        if self.share is None:
+            return None
+        rows_ND = require_rows(self, rows_ND)
+        size_NF = jnp.abs(self.ffn.neurons(layer, rows_ND, jnp.asarray([rows_ND.shape[0]], jnp.int32)))
+        return GateWeights(_above_zero(jnp.quantile(size_NF, jnp.float32(1 - self.share))))
+
+    def keep(
+        self, weights: "GateWeights | None", layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array
+    ) -> jax.Array:
+        a_RF = self.ffn.neurons(layer, x_RD, n_valid_B)
+        return as_mask(a_RF != 0 if weights is None else jnp.abs(a_RF) >= weights.threshold, n_valid_B)
 
     def choice(self, weights: None, layer: Layer) -> NeuronChoice:
         return NeuronChoice()
@@ -104,7 +124,7 @@ class UnionCap(Predictor):
 
 
 class GateWeights(NamedTuple):
-    """One layer's threshold, f32[], on |act(gate)|."""
+    """One layer's threshold, f32[], on |act(gate)|, or on |a| of an oracle."""
 
     threshold: jax.Array
 
@@ -237,6 +257,31 @@ class Sequence(Predictor):
         batch = n_valid_B.shape[0]
         sets_BF = jnp.broadcast_to(weights, (batch, weights.shape[1]))
         return as_mask(jnp.repeat(sets_BF, x_RD.shape[0] // batch, axis=0), n_valid_B)
+
+
+@dataclass(frozen=True)
+class Hot(Predictor):
+    """One set of neurons for every token of every text: those that add most to the output over a text, by the sum of
+    |down_j|^2 a_j^2. PowerInfer's hot neurons without the cold ones (arXiv:2312.12456).
+
+    Attributes:
+        share: of the neurons to keep.
+    """
+
+    name: ClassVar[str] = "hot"
+    needs: ClassVar[Needs] = Needs.TEXT
+    ffn: Annotated[FFN, Internal()]
+    share: Share = 0.5
+
+    def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> jax.Array:
+        """bool[F]"""
+        rows_ND = require_rows(self, rows_ND)
+        a_NF = self.ffn.neurons(layer, rows_ND, jnp.asarray([rows_ND.shape[0]], jnp.int32))
+        added_F = jnp.sum(a_NF**2, axis=0) * jnp.sum(dequantize(layer.dense.down) ** 2, axis=0)
+        return _largest(added_F, self.share)
+
+    def keep(self, weights: jax.Array, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+        return as_mask(jnp.broadcast_to(weights, (x_RD.shape[0], weights.shape[0])), n_valid_B)
 
 
 def _largest(values_F: jax.Array, share: float) -> jax.Array:

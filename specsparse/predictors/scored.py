@@ -31,34 +31,52 @@ class Scored(Predictor):
         ffn: the FFN it predicts for.
         recall: choose each layer's threshold so that this share of the true activations of a text is kept; None leaves
             the method's own threshold.
+        share: choose it so that this share of a text's neurons is kept.
     """
 
     ffn: Annotated[FFN, Internal()]
     recall: Share | None = None
+    share: Share | None = None
+
+    @property
+    def by_text(self) -> bool:
+        """Whether a text sets the thresholds."""
+        return self.recall is not None or self.share is not None
+
+    def differs_by_text(self, other: Predictor) -> bool:
+        """Whether thresholds set by a text are all that tells it from another predictor."""
+        both = isinstance(other, Scored) and self.by_text and other.by_text
+        return both and replace(other, recall=None, share=None) == replace(self, recall=None, share=None)
 
     @property
     def needs(self) -> Needs:
-        return Needs.NOTHING if self.recall is None else Needs.TEXT
+        return Needs.TEXT if self.by_text else Needs.NOTHING
 
     def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> Pytree:
-        """The method's own weights; with `recall`, under the highest threshold that keeps so much of `rows_ND`.
-        UserError for an activation without zeros (every neuron counts as active), and if no neuron is active."""
         weights = self.own_weights(layer)
-        if self.recall is None:
-            return weights
+        return self.on_text(weights, layer, rows_ND) if self.by_text else weights
+
+    def on_text(self, weights: Pytree, layer: Layer, rows_ND: jax.Array | None) -> Pytree:
+        """`weights` under the highest threshold that keeps `recall` of the active neurons of `rows_ND`, or `share` of
+        all. UserError: both are given; for `recall`, an activation without zeros (every neuron counts as active), or
+        no neuron is active."""
+        if self.recall is not None and self.share is not None:
+            raise UserError(f"predictor.recall and predictor.share both set the threshold of {self.name}: give one")
         rows_ND = require_rows(self, rows_ND)
-        if not self.ffn.has_zeros:
+        if self.share is None and not self.ffn.has_zeros:
             raise UserError(
-                f"{self.name}: recall={self.recall} means nothing with SiLU, where no neuron is ever zero: "
-                "give predictor=gate_threshold and its share"
+                f"{self.name}: recall={self.recall} means nothing with SiLU, where no neuron is zero: give its share"
             )
         n = jnp.asarray([rows_ND.shape[0]], jnp.int32)
         scores = self.score(weights, layer, rows_ND, n)
+        if self.share is not None:
+            return weights._replace(threshold=jnp.quantile(scores, jnp.float32(1 - self.share), method="higher"))
         active = self.ffn.neurons(layer, rows_ND, n) != 0
         count = int(jnp.sum(active, dtype=jnp.int32))
         if count == 0:
             raise UserError(f"{self.name}: no neuron is active on the calibration text; give a longer text")
         ranked = jnp.sort(jnp.where(active, scores, -jnp.inf).reshape(-1))[::-1]
+        assert self.recall is not None
         return weights._replace(threshold=ranked[min(max(math.ceil(self.recall * count), 1), count) - 1])
 
     @abc.abstractmethod

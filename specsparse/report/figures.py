@@ -14,7 +14,7 @@ from matplotlib.figure import Figure as Canvas
 from specsparse.measure import intervals, speedups
 from specsparse.measure.intervals import Interval
 from specsparse.report import plots
-from specsparse.report.methods import GAMMA, TEMPERATURE, ReportedMethod, Sample, fastest, grouped, ranked
+from specsparse.report.methods import GAMMA, TEMPERATURE, ReportedMethod, Sample, fastest, grouped, ranked, word
 from specsparse.report.plots import COLOURS, FAINT, INK, MOST, Draw, Figure, Missing, Row
 from specsparse.report.record import SPECULATIVE
 from specsparse.report.runs import Run
@@ -369,6 +369,59 @@ def front(points: Sequence[tuple[float, float]]) -> set[int]:
     return {i for i, point in enumerate(points) if not beaten(*point)}
 
 
+def sparsity(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawing | str:
+    """Lines: quality and speed over the share of neurons kept, a row of panels a model, a line a predictor."""
+    rows = []
+    for run in runs:
+        vary, model = run.summary.get("vary"), word(run.setting("model.path"))
+        for point in run.summary.get("points") or ():
+            quality, faster = point.get("quality") or {}, point.get("speedup")
+            if "mean" in quality:
+                value = {} if vary in (None, "predictor") else {str(vary): point["value"]}
+                speeds = {key: point[key] for key in ("by_bytes", "tokens_per_second", "dense_tokens_per_second")}
+                rows.append({
+                    "model": model, "predictor": quality["name"], **value, **quality["mean"], **quality["model"],
+                    **quality["cost"], **speeds, "speedup": faster and faster["ratio_of_totals"],
+                })  # fmt: skip
+    if not rows:
+        return "no record holds shares of kept neurons: +experiment=sweep_sparsity measures them"
+    caption = (
+        "Against the dense model, over the share of neurons that are computed. Energy: squares of the activations that "
+        "are kept, of all. Speed-up: measured where something decodes by the predictor; dotted: by the bytes read."
+    )
+    return Drawing(caption, rows, _draw_sparsity, (12.0, 1.0 + 3.0 * len(plots.distinct(rows, "model"))))
+
+
+def of_sparsity(runs: Sequence[Run], title: str) -> Figure:
+    """The figure of runs that hold points of sparsity."""
+    found = sparsity(runs, ())
+    assert not isinstance(found, str)
+    return Figure("sparsity", title, found.caption, tuple(found.rows), found.draw, found.size)
+
+
+def _draw_sparsity(canvas: Canvas, rows: Sequence[Row]) -> None:
+    models, names = (plots.distinct(rows, key) for key in ("model", "predictor"))
+    every = canvas.subplots(len(models), 3, squeeze=False)
+    for model, (kl, energy, speed) in zip(models, every, strict=True):
+        for i, name in enumerate(names):
+            own = sorted((r for r in rows if (r["model"], r["predictor"]) == (model, name)), key=lambda r: r["kept"])
+            style = {"color": COLOURS[i % len(COLOURS)], "marker": "o" if i < len(COLOURS) else "s", "label": name}
+            for axes, key in ((kl, "kl"), (energy, "energy"), (speed, "speedup")):
+                drawn = [r for r in own if r[key] is not None]
+                axes.plot([r["kept"] for r in drawn], [r[key] for r in drawn], **style)
+            style |= {"marker": None, "linestyle": ":", "linewidth": 1, "label": None}
+            speed.plot([r["kept"] for r in own], [r["by_bytes"] for r in own], **style)
+        kl.set(ylabel="KL(dense, sparse), nats", title=str(model))
+        kl.set_yscale("symlog", linthresh=0.01)
+        kl.set_ylim(bottom=0)
+        energy.set(ylabel="energy kept", ylim=(0, 1.02))
+        speed.set(ylabel="speed-up over dense decoding", ylim=(0, None))
+        plots.par(speed, "dense")
+        for axes in (kl, energy, speed):
+            axes.set(xlabel="neurons kept", xlim=(0, 1.02))
+    plots.legend_below(every[0][0], columns=8)
+
+
 def _qualities(run: Run) -> Iterator[Json]:
     """A row for each lossy choice of a run: predictors by the bytes of an FFN that are not read, sparse models beside
     the dense one, types of weights by their rates."""
@@ -441,6 +494,7 @@ MAKERS: dict[str, tuple[str, Maker]] = {
     "time_split": ("Where the time of a round goes", time_split),
     "verify_cost": ("v(n): the cost of a forward pass of n positions", verify_cost),
     "union_size": ("Kept neurons and their union over the rows of a pass", union_size),
+    "sparsity": ("Quality and speed over the share of neurons kept", sparsity),
     "quality_and_speed": ("Quality against speed", quality_and_speed),
 }  # fmt: skip
 """Title and maker by name, in the order of the page."""

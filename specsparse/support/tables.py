@@ -40,6 +40,14 @@ def cell(value: float | None, spec: str, scale: float = 1, unit: str = "") -> st
     return "-" if value is None else f"{value * scale:{spec}}{unit}"
 
 
+def markdown(table: Table) -> str:
+    """The table for a page of Markdown."""
+    heads = [str(column.header) for column in table.columns]
+    lines = [heads, ["---" if column.justify == "left" else "---:" for column in table.columns]]
+    lines += zip(*(map(str, column.cells) for column in table.columns), strict=True)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
 def show(out: Console, table: Table, *, names: int = 1) -> None:
     """Prints a table whole; its first `names` columns name the rows, and stand in every part."""
     for part in parts(out, table, names=names):

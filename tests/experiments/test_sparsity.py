@@ -111,6 +111,32 @@ def test_thresholds_of_a_powerinfer_file_and_the_table_of_a_sweep(cfg, files, tm
     assert "[0.0]" in out.getvalue() and f"records: {tmp_path}" in out.getvalue()
 
 
+def test_predictors_by_share_make_one_table(cfg, files, tmp_path):
+    """By a smaller dense model, by nothing (a bound), and by a PowerInfer file's own predictors."""
+    relu, spec = dataclasses.replace(cfg.model, activation="relu"), SparsitySpec(
+        values=(0.5, 0.25), window=32, judged=1, tokens=4, repeats=1
+    )
+    file, points = ModelSpec(str(files / "m.powerinfer.gguf")), {}
+    for number, (name, model) in enumerate((("hot", relu), ("oracle", relu), ("mlp", file))):
+        composed = {"model": {"path": model.path}, "predictor": {"name": name}}
+        changes = {"model": model, "predictor": Choice(name), "sparsity": spec, "composed": composed}
+        points[name], _, record = play(replaced(cfg, **changes), tmp_path / str(number))
+        assert [point["value"] for point in record["summary"]["points"]] == [0.5, 0.25]
+        assert all(p.quality.mean.kept == pytest.approx(p.value, abs=0.2) for p in points[name])
+    hot, oracle, mlp = points.values()
+    assert all(p.speedup is None and p.by_bytes > 1 for p in oracle)
+    assert all(p.tokens_per_second > 0 for p in (*hot, *mlp)) and hot[1].by_bytes > hot[0].by_bytes > 1
+    assert oracle[1].quality.mean.energy > hot[1].quality.mean.energy > 0
+    out = io.StringIO()
+    sweeps.show(tmp_path, Console(file=out, width=200))
+    lines = (tmp_path / "sparsity.md").read_text().splitlines()
+    assert lines[0].startswith("| model | predictor | value | kept | recall |") and len(lines) == 2 + 6
+    assert lines[4].startswith("| dense.gguf | oracle | 0.5 |") and lines[4].endswith("| - | - | - |")
+    rows = list(csv.DictReader((tmp_path / "sparsity.csv").open()))
+    assert [r["predictor"] for r in rows] == ["hot", "hot", "oracle", "oracle", "mlp", "mlp"]
+    assert (tmp_path / "sparsity.png").is_file()
+
+
 MISTAKES = {
     "no ffn": ({"ffn": FfnSpec("oracle"), "predictor": Choice("none")}, "kind=sparsity judges ffn=predicted"),
     "a share of a file": ({"ffn": FfnSpec("powerinfer"), "predictor": Choice("none")}, r"sparsity\.vary=threshold"),

@@ -110,7 +110,7 @@ MISTAKES = {
     "teal": ({"predictor": Choice("teal")}, "no kernel skips: judge it with"),
     "sequence": ({"predictor": Choice("griffin")}, "anew for each prompt"),
     "an option": ({"predictor": Choice("signbit", {"alhpa": 2.0})}, "predictor.alhpa"),
-    "no weights": ({"predictor": Choice("mlp")}, "is trained: give ffn.weights="),
+    "no weights": ({"predictor": Choice("mlp")}, r"is trained: .* give ffn\.weights="),
     "no file": ({"predictor": Choice("mlp"), "ffn": FfnSpec("predicted", weights="x.st")}, "no such file"),
     "a file for nothing": ({"ffn": FfnSpec("predicted", weights="x.st")}, "predictor=gate_threshold reads no file"),
     "a threshold": ({"ffn": FfnSpec("predicted", threshold=0.5)}, "belong to ffn=powerinfer"),

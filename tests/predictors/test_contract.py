@@ -29,7 +29,10 @@ CASES = {
     "gate_threshold": {"share": 0.3},
     "sequence": {"share": 0.3},
     "coreinfer": {"share": 0.3},
+    "svd_share": {"rank": 8, "share": 0.3},
+    "hot": {"share": 0.3},
     "oracle": {},
+    "oracle_share": {"share": 0.1},
     "random": {"share": 0.3},
     "teal": {"share": 0.3},
 }
@@ -42,7 +45,8 @@ def planted():
 
 @pytest.fixture(params=CASES, scope="module")
 def case(request, planted):
-    return PredictorCase.fitted(planted, request.param.removesuffix("_recall"), **CASES[request.param])
+    name = request.param.removesuffix("_recall").removesuffix("_share")
+    return PredictorCase.fitted(planted, name, **CASES[request.param])
 
 
 @pytest.mark.parametrize("check", PREDICTOR_CHECKS, ids=lambda check: check.__name__)
@@ -84,7 +88,7 @@ def test_there_is_no_config_without_a_predictor():
         ("random", {"share": float("nan")}, "share=nan"),
         ("random", {"seed": -1}, "seed=-1"),
         ("sequence", {"rule": "core"}, "must be one of griffin, coreinfer"),
-        ("oracle", {"share": 0.5}, "no option of oracle; valid: none"),
+        ("oracle", {"rank": 4}, "no option of oracle; valid: share"),
     ],
 )
 def test_mistakes_are_named(planted, name, options, message):
@@ -92,7 +96,7 @@ def test_mistakes_are_named(planted, name, options, message):
         get_predictor(name, planted.ffn, **options)
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if not n.endswith("_recall")])
+@pytest.mark.parametrize("name", [n for n in CASES if not n.endswith(("_recall", "_share"))])
 def test_what_is_missing_for_a_fit_is_named(planted, name):
     predictor = get_predictor(name, planted.ffn)
     if predictor.needs is Needs.NOTHING:

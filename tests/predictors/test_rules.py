@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specsparse.errors import UserError
-from specsparse.kernels.packing.dequant import pack_float
+from specsparse.kernels.packing.dequant import dequantize, pack_float
 from specsparse.predictors import get_predictor
 from specsparse.predictors.scored import as_mlp, factorise, mlp_weights, normed_gate
 from tests.predictors.planted import D, F, plant, scores, true_neurons
@@ -72,6 +72,28 @@ def test_a_threshold_for_a_recall_is_the_highest_that_reaches_it(name, options):
     assert active.mean() < shares[0] < shares[1]
 
 
+@pytest.mark.parametrize(("name", "options"), [("svd", {"rank": 4}), ("signbit", {}), ("mlp", {})])
+def test_a_threshold_for_a_share_keeps_the_highest_scores(planted, name, options):
+    rows, n = jnp.asarray(planted.rows), jnp.asarray([len(planted.rows)], jnp.int32)
+    for share in (0.1, 0.4):
+        predictor = get_predictor(name, planted.ffn, share=share, **options)
+        own = mlp_weights(*as_mlp(*factorise(normed_gate(planted.layer), 8))) if name == "mlp" else None
+        weights = predictor.on_text(own, planted.layer, rows) if own else predictor.fit(planted.layer, rows)
+        scores = np.asarray(predictor.score(weights, planted.layer, rows, n))
+        got = kept(planted, name, weights, planted.rows, **options)
+        assert got.mean() == pytest.approx(share, abs=0.03)  # signs are counted, so that many scores are equal
+        assert scores[got == 1].min() >= weights.threshold > scores[got == 0].max()
+    with pytest.raises(UserError, match=r"predictor\.recall and predictor\.share"):
+        get_predictor(name, planted.ffn, share=0.5, recall=0.9, **options).on_text(own, planted.layer, rows)
+
+
+def test_a_hot_set_is_of_those_that_add_most(planted):
+    got, a = kept(planted, "hot", share=0.25), true_neurons(planted, planted.rows)
+    down = np.asarray(dequantize(planted.layer.ffn_down))
+    added = (a**2).sum(axis=0) * (down**2).sum(axis=0)
+    assert (got == got[0]).all() and set(np.flatnonzero(got[0])) == set(np.argsort(-added)[: F // 4])
+
+
 def test_signs_say_more_than_chance(planted, active):
     recall, precision, share = scores(kept(planted, "signbit"), active)
     assert recall > share + 0.2 and precision > active.mean() + 0.1
@@ -127,7 +149,7 @@ def test_predictors_that_are_none_are_refused(fc1, fc2, threshold, message):
         mlp_weights(fc1, fc2, threshold)
 
 
-@pytest.mark.parametrize("name", ["gate_threshold", "teal"])
+@pytest.mark.parametrize("name", ["gate_threshold", "teal", "oracle"])
 def test_a_quantile_keeps_its_share_of_the_largest(name):
     planted = plant(act="silu")
     got = kept(planted, name, share=0.3)

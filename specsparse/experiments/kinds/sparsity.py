@@ -4,14 +4,14 @@ Every point is a predictor with one of its options changed, or a PowerInfer file
 judged against the dense model on the same text, speed against it in turn.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure as Canvas
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -24,27 +24,34 @@ from specsparse.measure import conditions, intervals, machine, speedups
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.speedups import Speedup, timing_ends
 from specsparse.models import catalogue
-from specsparse.powerinfer.fewer import bytes_read
+from specsparse.powerinfer.fewer import bytes_read, gated, of_one_set
 from specsparse.powerinfer.modes import PREDICTED
-from specsparse.predictors import Needs, get_predictor
-from specsparse.predictors.collect import windows
+from specsparse.predictors import rules
+from specsparse.predictors.base import Predictor
+from specsparse.predictors.collect import collect, windows
 from specsparse.predictors.evaluate import Evaluation, Evaluator, matrices
-from specsparse.report import display
+from specsparse.report import display, figures
 from specsparse.report.methods import Setting
-from specsparse.report.plots import FAINT, Figure, Row
+from specsparse.report.runs import Run
 from specsparse.support import tables
+from specsparse.support.files import write_atomically
 from specsparse.support.interleaved import interleaved
 from specsparse.support.options import Count, Range, Size
 
 DEFINITIONS = {
     "kept": "neurons computed / all, over the dense model's residuals on the judged rows",
+    "recall": "neurons that are not zero and are kept / those that are not zero",
+    "energy": "squares of the kept neurons' activations / squares of all",
     "kl": "mean KL(dense, sparse) of the next token in nats; first half of each window read densely by both",
     "by_bytes": "bytes that a dense step reads / bytes of a sparse one, prediction included; a bound on the speed-up",
     "speedup": "dense seconds per token / sparse ones, decoded in turn after the same prompt",
 }
 _PROMPT = 64
 """Tokens of the prompt that is decoded after."""
-_TITLES = ("kept", "energy", "error", "KL, nats", "ppl", "top-1", "bytes", "by bytes", "tok/s", "speed-up")
+_TITLES = (
+    "kept", "recall", "energy", "error", "KL, nats", "ppl", "top-1", "by bytes", "tok/s", "speed-up",
+    "95 % over repeats",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,46 +112,86 @@ class SparsityKind(Kind[SparsitySettings]):
                 spec.predictors and (spec.values or ffn != PREDICTED),
         })  # fmt: skip
         for point in settings(cfg):
-            sparse_model.check(point)
+            sparse_model.check(point, judged=True)
         cfg.data.prompts()
 
     def run(self, cfg: SparsitySettings, ctx: RunContext) -> RunResult:
         dense, spec = ctx.load(cfg.model, ffn="dense"), cfg.sparsity
         text = judged_text(cfg.data, spec, dense)
-        evaluator, judged, sparse, rows = Evaluator(dense, text), [], [], None
-        for point in settings(cfg):
-            if point.ffn.name == PREDICTED and rows is None:  # calibration text is read once
-                predictor = get_predictor(point.predictor.name, evaluator.ffn, **point.predictor.options)
-                rows = sparse_model.residuals(point, dense, ctx.console) if predictor.needs is Needs.TEXT else None
-            sparse.append(sparse_model.sparse_of(point, ctx, dense, rows=rows))
-        with ctx.counting("judging", len(sparse)) as step:
-            for one in sparse:
-                judged.append(evaluator(one.predictor, one.weights))
+        evaluator, prompt, sides, judged = Evaluator(dense, text), text[:1, :_PROMPT], list[Side](), list[Evaluation]()
+        with ctx.counting("fitting", len(settings(cfg))) as step:
+            for side in sides_of(cfg, ctx, dense, prompt):
+                sides.append(side)
                 step()
-        sides, ids = [dense, *(one.model for one in sparse)], text[0, :_PROMPT].tolist()
-        seconds, taken = _timed(cfg, ctx, sides, ids) if spec.tokens else (None, None)
-        vary, points = "predictor" if spec.predictors else spec.vary, list[Point]()
-        whole, values = dense.footprint.packed, spec.predictors or spec.values or (None,)
-        rest = whole - sum(m.nbytes for layer in dense.params.layers for m in matrices(layer))
-        for i, (value, one, quality) in enumerate(zip(values, sparse, judged, strict=True)):
-            own, following = bytes_read(one.model, one.predictor)
-            timing: list[Any] = []
-            if seconds is not None:
-                mine, plain = seconds[i + 1], seconds[0]
+        with ctx.counting("judging", len(sides)) as step:
+            for side in sides:
+                judged.append(evaluator(side.predictor, side.weights))
+                step()
+        decoding = [side.model for side in sides if side.model is not None and spec.tokens]
+        (plain, *seconds), taken = (
+            _timed(cfg, ctx, [dense, *decoding], prompt[0].tolist()) if decoding else ((None,), None)
+        )
+        whole, points = dense.footprint.packed, list[Point]()
+        ffns = sum(m.nbytes for layer in dense.params.layers for m in matrices(layer))
+        for side, quality in zip(sides, judged, strict=True):
+            own, following = (0, ffns) if side.model is None else bytes_read(side.model, side.predictor)
+            by_bytes, timing = whole / (whole - ffns + own + quality.mean.kept * following), list[Any]()
+            if side.model is not None and seconds:
+                mine = seconds.pop(0)
                 timing = [1 / float(s.mean()) for s in (mine, plain)]
                 timing.append(speedups.speedup(plain, mine, prompts=[0] * len(mine)))
-            points.append(Point(value, quality, whole / (rest + own + quality.mean.kept * following), *timing))
+            points.append(Point(side.value, quality, by_bytes, *timing))
+        vary = "predictor" if spec.predictors else spec.vary
         names = ", ".join(dict.fromkeys(p.quality.name for p in points))
         title = f"{cfg.name}: {Path(dense.path).name}, {names} (lossy)"
+        summary = {
+            "label": "lossy", "vary": vary, "points": [p.to_dict() for p in points],
+            "conditions": taken and taken.to_dict(),
+        }  # fmt: skip
+        run = Run(ctx.directory, {"summary": summary, "config": {"model": {"path": cfg.model.path}}})
         return RunResult(
-            {"label": "lossy", "vary": vary, "points": [p.to_dict() for p in points],
-             "conditions": taken and taken.to_dict()},
+            summary,
             points,
             shown=[Text(title, style="bold"), table(points, vary=vary), *display.condition_lines(taken)],
-            figures=[figure(points, vary=vary, title=title)],
+            figures=[figures.of_sparsity([run], title)],
             definitions={**DEFINITIONS, **conditions.DEFINITIONS},
             objective=-points[-1].quality.model.kl,
-        )  # fmt: skip
+        )
+
+
+class Side(NamedTuple):
+    """A point before it is judged; `model` decodes by the predictor, None if nothing does."""
+
+    value: float | str | None
+    predictor: Predictor
+    weights: Sequence[Any] | None
+    model: Model | None
+
+
+def sides_of(cfg: SparsitySettings, ctx: RunContext, dense: Model, prompt: np.ndarray) -> Iterator[Side]:
+    """Each point; one whose neurons are those of a prompt decodes after `prompt`, int32[1, n]."""
+    rows, before = None, None
+    values = cfg.sparsity.predictors or cfg.sparsity.values or (None,)
+    for value, point in zip(values, settings(cfg), strict=True):
+        if point.ffn.name == "powerinfer":
+            model, *own = sparse_model.sparse_of(point, ctx, dense)
+            yield Side(value, *own, model)
+            continue
+        if rows is None and sparse_model.reads_text(sparse_model.predictor_of(point, dense)):
+            rows = sparse_model.residuals(point, dense, ctx.console)  # once
+        before = sparse_model.fitted(point, ctx, dense, rows=rows, before=before)
+        predictor, weights = before
+        if isinstance(predictor, rules.Sequence):
+            model = of_one_set(dense, predictor, collect(dense, prompt))
+        elif isinstance(predictor, rules.Hot):
+            assert rows is not None
+            model = of_one_set(dense, predictor, rows)
+        elif sparse_model.not_decoding(predictor):
+            model = None
+        else:
+            assert weights is not None
+            model = gated(dense, predictor, weights)
+        yield Side(value, predictor, weights, model)
 
 
 def settings(cfg: SparsitySettings) -> list[SparsitySettings]:
@@ -190,70 +237,42 @@ def _timed(cfg: SparsitySettings, ctx: RunContext, sides: list[Model], ids: list
 
 
 def table(points: Sequence[Point], *, vary: str) -> Table:
-    """A row a point under a row of the dense model. Bytes are shares of the dense FFN's, prediction included."""
-    out = tables.new(vary, *_TITLES, "95 % over repeats", left=(), close=True)
+    """A row a point under a row of the dense model."""
+    out = tables.new(vary, *_TITLES, left=(), close=True)
     quality, rate = points[0].quality.model, tables.cell(points[0].dense_tokens_per_second, ".1f")
     perplexity, whole = f"{quality.perplexity_dense:.2f}", "100.0%"
-    out.add_row("dense", whole, whole, "0.000", "0.0000", perplexity, whole, whole, "1.00", rate, "1.00", "")
+    out.add_row("dense", whole, whole, whole, "0.000", "0.0000", perplexity, whole, "1.00", rate, "1.00", "")
     for p in points:
         shown = "" if p.value is None else p.value if isinstance(p.value, str) else f"{p.value:g}"
         out.add_row(shown, *_cells(p.to_dict()))
     return out
 
 
-def sweep_table(records: Sequence[Mapping[str, Any]], swept: Sequence[Setting]) -> Table:
-    """A row a point of every record; `swept` is what differs between their configs."""
-    out = tables.new(*(setting.name for setting in swept), *_TITLES, "95 % over repeats", left=(), close=True)
-    for number, record in enumerate(records):
+def show_sweep(directory: Path, found: Sequence[Mapping[str, Any]], swept: Sequence[Setting], out: Console) -> None:
+    """Prints a row a point of every record and writes them into the directory of the sweep, as a table in Markdown, as
+    CSV and as a figure; `swept` is what differs between their configs."""
+    varied = any(len(record["summary"]["points"]) > 1 for record in found)
+    names = [*(setting.name for setting in swept), *(["value"] if varied else [])]
+    rows = tables.new(*names, *_TITLES, left=(), close=True)
+    for number, record in enumerate(found):
         for point in record["summary"]["points"]:
-            out.add_row(*(Text(setting.values[number]) for setting in swept), *_cells(point))
-    return out
+            words = [setting.values[number] for setting in swept] + [str(point["value"])] * varied
+            rows.add_row(*map(Text, words), *_cells(point))
+    tables.show(out, rows, names=len(names))
+    drawn = figures.of_sparsity([Run(directory, dict(record)) for record in found], str(found[0].get("name", "")))
+    drawn.write(directory)
+    write_atomically(directory / f"{drawn.name}.md", tables.markdown(rows))
+    files = ", ".join([*drawn.files, f"{drawn.name}.md"])
+    out.print(Text(f"records: {directory}; all of them: {files}", style="dim"), soft_wrap=True)
 
 
 def _cells(point: Mapping[str, Any]) -> list[str]:
     quality, faster = point["quality"], point["speedup"]
-    mean, model, cost = quality["mean"], quality["model"], quality["cost"]
-    share = (cost["predictor_bytes"] + cost["sparse_bytes"]) / cost["dense_bytes"]
+    mean, model = quality["mean"], quality["model"]
+    recall = mean["recall"] if mean["active"] < 1 else None  # if no neuron is zero, that is the kept share
     return [
-        f"{mean['kept']:.1%}", f"{mean['energy']:.1%}", f"{mean['error']:.3f}", f"{model['kl']:.4f}",
-        f"{model['perplexity']:.2f}", f"{model['same_top']:.1%}", f"{share:.1%}", f"{point['by_bytes']:.2f}",
+        f"{mean['kept']:.1%}", tables.cell(recall, ".1%"), f"{mean['energy']:.1%}", f"{mean['error']:.3f}",
+        f"{model['kl']:.4f}", f"{model['perplexity']:.2f}", f"{model['same_top']:.1%}", f"{point['by_bytes']:.2f}",
         tables.cell(point["tokens_per_second"], ".1f"), f"{faster['ratio_of_totals']:.2f}" if faster else "-",
         intervals.shown(*timing_ends(faster)) if faster else "-",
     ]  # fmt: skip
-
-
-def figure(points: Sequence[Point], *, vary: str, title: str) -> Figure:
-    """KL, perplexity and speed-up against the share of neurons kept."""
-    rows = tuple(
-        {vary: p.value, **asdict(p.quality.mean), **asdict(p.quality.model), **asdict(p.quality.cost),
-         "by_bytes": p.by_bytes, "tokens_per_second": p.tokens_per_second,
-         "dense_tokens_per_second": p.dense_tokens_per_second, "speedup": p.speedup and p.speedup.ratio_of_totals}
-        for p in points
-    )  # fmt: skip
-
-    def draw(canvas: Canvas, rows: Sequence[Row]) -> None:
-        rows = sorted(rows, key=lambda row: row["kept"])
-        kept, by_name = [row["kept"] for row in rows], isinstance(rows[0][vary], str)
-        line = "" if by_name else "-"  # predictors are no steps of one thing
-        kl, perplexity, speed = canvas.subplots(1, 3)
-        kl.plot(kept, [row["kl"] for row in rows], marker="o", linestyle=line)
-        kl.set(ylabel="KL(dense, sparse), nats", ylim=(0, None))
-        perplexity.plot(kept, [row["perplexity"] for row in rows], marker="o", linestyle=line, label="sparse")
-        perplexity.axhline(rows[0]["perplexity_dense"], color=FAINT, linestyle="--", label="dense")
-        perplexity.set(ylabel="perplexity")
-        by_bytes = [row["by_bytes"] for row in rows]
-        speed.plot(kept, by_bytes, marker=".", linestyle="" if by_name else "--", label="by bytes")
-        if all(row["speedup"] is not None for row in rows):
-            speed.plot(kept, [row["speedup"] for row in rows], marker="o", linestyle=line, label="measured")
-        speed.axhline(1.0, color=FAINT, linewidth=0.8)
-        speed.set(ylabel="speed-up over dense decoding", ylim=(0, None))
-        for axes in (kl, perplexity, speed):
-            axes.set(xlabel="neurons kept", xlim=(0, 1.02))
-        for row in rows if by_name else ():
-            kl.annotate(row[vary], (row["kept"], row["kl"]), (4, 4), textcoords="offset points")
-        perplexity.legend()
-        speed.legend()
-        canvas.suptitle(title)
-
-    caption = "Against the dense model; by bytes: the speed-up that the bytes read would give."
-    return Figure("sparsity", title, caption, rows, draw, (12.0, 4.0))
