@@ -269,7 +269,7 @@ class Hot(Predictor):
     """
 
     name: ClassVar[str] = "hot"
-    needs: ClassVar[Needs] = Needs.TEXT
+    needs = Needs.TEXT
     ffn: Annotated[FFN, Internal()]
     share: Share = 0.5
 

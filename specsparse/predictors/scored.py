@@ -45,8 +45,9 @@ class Scored(Predictor):
 
     def differs_by_text(self, other: Predictor) -> bool:
         """Whether thresholds set by a text are all that tells it from another predictor."""
-        both = isinstance(other, Scored) and self.by_text and other.by_text
-        return both and replace(other, recall=None, share=None) == replace(self, recall=None, share=None)
+        if not (isinstance(other, Scored) and self.by_text and other.by_text):
+            return False
+        return replace(other, recall=None, share=None) == replace(self, recall=None, share=None)
 
     @property
     def needs(self) -> Needs:

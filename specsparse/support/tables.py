@@ -42,9 +42,11 @@ def cell(value: float | None, spec: str, scale: float = 1, unit: str = "") -> st
 
 def markdown(table: Table) -> str:
     """The table for a page of Markdown."""
-    heads = [str(column.header) for column in table.columns]
-    lines = [heads, ["---" if column.justify == "left" else "---:" for column in table.columns]]
-    lines += zip(*(map(str, column.cells) for column in table.columns), strict=True)
+    columns = [
+        [str(column.header), "---" if column.justify == "left" else "---:", *map(str, column.cells)]
+        for column in table.columns
+    ]
+    lines = zip(*columns, strict=True)
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
