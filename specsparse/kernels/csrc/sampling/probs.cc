@@ -91,7 +91,8 @@ float mass_threshold(Row* row, double wanted, double total, float top, float tem
   constexpr int kRanges = 512;
   double weight[kRanges];
   // Most distributions end within the first few nats; the rest below the second depth is surely too little to matter.
-  const float second = std::log(row->width / std::max(total - wanted, 1e-30));
+  // Of a float: the double one is of glibc 2.29. What it says changes the ranges and not the threshold.
+  const float second = std::log(static_cast<float>(row->width / std::max(total - wanted, 1e-30)));
   for (float depth = 4.0f;; depth = depth < second ? second : 2.0f * depth) {
     const float from = std::max(floor, top - depth * temperature), scale = kRanges / (depth * temperature);
     const auto range = [&](float x) {
