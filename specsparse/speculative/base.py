@@ -217,11 +217,14 @@ class Feedback(NamedTuple):
         draft: the draft that was verified.
         verdict: the verdict on it.
         hidden: float[B, K+1, D], the target's features of all rows as `Drafter.wants_hidden` says, or None.
+        top: int32[B, K+1, R], the R = `Drafter.wants_top` tokens that the target finds most likely behind each row,
+            best first; anything at rows that were not verified. None if R is 0.
     """
 
     draft: Draft
     verdict: Verdict
     hidden: "jax.Array | None" = None
+    top: "jax.Array | None" = None
 
 
 class LoadedDrafter(NamedTuple):
@@ -336,6 +339,11 @@ class Drafter(AnyDrafter):
         True for the rows before the output norm, or ids of layers for the rows that enter these, side by side.
         """
         return False
+
+    @property
+    def wants_top(self) -> int:
+        """How many of the target's most likely tokens behind each verified row `commit` needs."""
+        return 0
 
     def with_room(self, nodes: int) -> Self:
         """The same with room for drafts of so many nodes, if that is for a policy to say."""

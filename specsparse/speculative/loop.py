@@ -28,7 +28,7 @@ from specsparse.engine.noise import NoiseStream, token_uniforms, uniform
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling.params import SamplingConfig
 from specsparse.engine.sampling.pipeline import chain_rows, rows_to_judge, sample, target_probs, tree_rows
-from specsparse.engine.sampling.probs import SamplingKernels
+from specsparse.engine.sampling.probs import SamplingKernels, ranked
 from specsparse.errors import UserError, own_line
 from specsparse.speculative import token_sources
 from specsparse.speculative.base import (
@@ -208,7 +208,11 @@ class Round:
         if self.policies:
             state = state._replace(policy=self._learned(state.policy, ctx, drafted, verdict))
         ctx = ctx._replace(tokens=state.tokens, length=state.length, cache=cache)
-        feedback = Feedback(draft, verdict, out.hidden)
+        top_BnR = None
+        if (ranks := self.drafter.wants_top) > 0:
+            B, n, V = out.logits.shape
+            top_BnR = ranked(self.kernels, out.logits.reshape(B * n, V), ranks).reshape(B, n, ranks)
+        feedback = Feedback(draft, verdict, out.hidden, top_BnR)
         with traced(self.drafter, "commit"):
             return state._replace(drafter=self.drafter.commit(params[1], drafted.state, ctx, feedback))
 

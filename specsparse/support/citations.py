@@ -93,6 +93,10 @@ WORKS: Mapping[str, Work] = {
         "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications",
         ("Gabriele Oliaro", "Zhihao Jia", "Daniel Campos", "Aurick Qiao"), 2024, "2411.04975",
     ),
+    "recycle": Work(
+        "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling",
+        ("Xianzhen Luo", "others"), 2024, "2408.08696",
+    ),
     "self_speculative": Work(
         "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding",
         ("Jun Zhang", "Jue Wang", "Huan Li", "Lidan Shou", "Ke Chen", "Gang Chen", "Sharad Mehrotra"), 2023,
@@ -134,6 +138,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "ngram_simple": ("llama_cpp",),
     "ngram_map": ("llama_cpp",),
     "suffix": ("suffix",),
+    "recycle": ("recycle",),
     "model": _SPECULATIVE,
     "layer_skip": ("self_speculative",),
     "sparse_self": ("self_speculative",),

@@ -208,9 +208,13 @@ class DrafterCase:
         """The state after a verdict that accepts no drafted token."""
         nothing = jnp.full((len(before.length), self.drafter.max_nodes + 1), VOCAB, jnp.int32)
         verdict, rows = match_verdict(drafted.draft, nothing), self._features(before)
-        hidden = None if rows is None else rows[:, : self.drafter.max_nodes + 1]
+        hidden, top = None if rows is None else rows[:, : self.drafter.max_nodes + 1], None
+        if ranks := self.drafter.wants_top:
+            last = jnp.take_along_axis(before.tokens, jnp.maximum(before.length - 1, 0)[:, None], axis=1)
+            fed = jnp.concatenate([last, drafted.draft.tokens], axis=1)
+            top = (7 * fed[:, :, None] + jnp.arange(ranks, dtype=jnp.int32)) % VOCAB
         with traced(self.drafter, "commit"):
-            return self.drafter.commit(weights, drafted.state, after, Feedback(drafted.draft, verdict, hidden))
+            return self.drafter.commit(weights, drafted.state, after, Feedback(drafted.draft, verdict, hidden, top))
 
     def _features(self, ctx: DraftContext) -> jax.Array | None:
         """Some rows for each text, a function of its ids alone; None for drafters that read no rows."""

@@ -32,6 +32,7 @@ CASES = {
     "ngram_simple": lambda: get_drafter("ngram-simple", draft_max=K, size_n=2, size_m=4),
     "ngram_map": lambda: get_drafter("ngram-map-k", draft_max=K, size_n=2, size_m=4, min_hits=2),
     "suffix": lambda: get_drafter("suffix", num_speculative_tokens=K, factor=1.5, offset=1),
+    "recycle": lambda: get_drafter("recycle", gamma=K),
     "synthetic": lambda: get_drafter("synthetic", gamma=K, rate=0.6),
     "scripted_chain": lambda: get_drafter("scripted", gamma=K, accept=(2, 0, 6), vocab_size=V, truth=TRUTH),
     "scripted_tree": lambda: get_drafter("scripted", template=TREE, ends=(4, ROOT, 1), vocab_size=V, truth=TRUTH),

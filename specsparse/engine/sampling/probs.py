@@ -103,6 +103,19 @@ def reference_argmax(logits_RV: jax.Array) -> jax.Array:
     return jnp.argmax(logits_RV, axis=1).astype(jnp.int32)
 
 
+def ranked(kernels: SamplingKernels, logits_RV: jax.Array, count: int) -> jax.Array:
+    """The most likely tokens in order, int32[R, count], equal ones by index; by `count` passes, not by a sort."""
+    row_R = jnp.arange(logits_RV.shape[0], dtype=jnp.int32)
+
+    def step(i, carry):
+        x_RV, found = carry
+        token_R = kernels.argmax(x_RV)
+        return x_RV.at[row_R, token_R].set(_LOWEST), found.at[:, i].set(token_R)
+
+    empty = jnp.zeros((logits_RV.shape[0], count), jnp.int32)
+    return jax.lax.fori_loop(0, count, step, (logits_RV, empty))[1]
+
+
 def one_hot(token_R: jax.Array, vocab_size: int) -> jax.Array:
     """float32[R, V], all mass on one token of each row."""
     return (token_R[:, None] == jnp.arange(vocab_size, dtype=jnp.int32)[None]).astype(jnp.float32)

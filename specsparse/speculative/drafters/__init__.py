@@ -24,6 +24,7 @@ DRAFTERS: "Registry[Drafter | DrafterSpec]" = Registry(
         "ngram_simple": "lookup:NGramSimple",
         "ngram_map": "lookup:NGramMap",
         "suffix": "lookup:Suffix",
+        "recycle": "recycle:Recycle",
         "synthetic": "synthetic:Synthetic",
         "model": "draft_model:DraftModel",
         "layer_skip": "self_draft:LayerSkip",

@@ -21,7 +21,7 @@ from specsparse.engine.noise import NoiseStream, token_uniforms
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling.params import SamplingParams, compile_params
 from specsparse.engine.sampling.pipeline import RowPaths, target_probs
-from specsparse.engine.sampling.probs import REFERENCE, SamplingKernels
+from specsparse.engine.sampling.probs import REFERENCE, SamplingKernels, ranked
 from specsparse.kernels import Matrix
 from specsparse.speculative.base import DraftContext, Feedback
 
@@ -291,16 +291,8 @@ class DraftSampling:
         return self.kernels.argmax(logits_RN)
 
     def ranked(self, logits_RN: jax.Array, count: int) -> jax.Array:
-        """The most likely columns in order, int32[R, count], equal ones by index; by `count` passes, not by a sort."""
-        row_R = jnp.arange(logits_RN.shape[0], dtype=jnp.int32)
-
-        def step(i, carry):
-            x_RN, found = carry
-            index_R = self.kernels.argmax(x_RN)
-            return x_RN.at[row_R, index_R].set(np.float32(-np.inf)), found.at[:, i].set(index_R)
-
-        empty = jnp.zeros((logits_RN.shape[0], count), jnp.int32)
-        return jax.lax.fori_loop(0, count, step, (logits_RN, empty))[1]
+        """The most likely columns in order, int32[R, count], equal ones by index."""
+        return ranked(self.kernels, logits_RN, count)
 
     def draw(self, q_RN: jax.Array, u_RU: jax.Array) -> jax.Array:
         """A column of each row drawn by inverse CDF, int32[R]; consumes the row's uniforms (see `draft_uniforms`)."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import heapq
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -64,6 +65,21 @@ class TreeTemplate:
         order = sorted(wanted, key=lambda path: (len(path), path))
         index = {path: node for node, path in enumerate(order)}
         return cls(tuple(index.get(path[:-1], ROOT) for path in order))
+
+    @classmethod
+    def best_first(cls, chances: Sequence[float], size: int) -> "TreeTemplate":
+        """The `size` nodes that are likeliest to be accepted, the likeliest first, if the child of rank r is accepted
+        with `chances[r]`, which fall and lie between 0 and 1, wherever its parent is."""
+        paths: list[tuple[int, ...]] = []
+        waiting = [(-chances[0], (0,))]
+        while len(paths) < size:
+            cost, path = heapq.heappop(waiting)
+            paths.append(path)
+            heapq.heappush(waiting, (cost * chances[0], (*path, 0)))
+            if (rank := path[-1] + 1) < len(chances):
+                heapq.heappush(waiting, (cost / chances[rank - 1] * chances[rank], (*path[:-1], rank)))
+        index = {path: node for node, path in enumerate(paths)}
+        return cls(tuple(index.get(path[:-1], ROOT) for path in paths))
 
     @property
     def size(self) -> int:

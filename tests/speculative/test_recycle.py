@@ -1,0 +1,84 @@
+"""Token Recycling: the table of successors, the tree over it, and whole texts."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specsparse
+from specsparse.errors import UserError
+from specsparse.speculative.base import PAD, ROOT, Draft, Feedback
+from specsparse.speculative.drafters import get_drafter
+from specsparse.speculative.drafters.recycle import Recycle, RecycleState
+from specsparse.speculative.trees.template import TreeTemplate
+from specsparse.speculative.verifiers.draft_rules import match_verdict
+from specsparse.testing.drafting import draft_context, drafted_ids, tiny_model
+
+V, C = 12, 16
+
+
+@pytest.mark.parametrize(("size", "tokens"), [(1, 1.3), (3, 1.49), (5, 1.583), (7, 1.639)])
+def test_the_best_first_tree_has_the_likeliest_nodes(size, tokens):
+    chances = (0.3, 0.1, 0.06)
+    tree = TreeTemplate.best_first(chances, size)
+    likely = [math.prod(chances[tree.ranks[node]] for node in tree.path(i)) for i in range(size)]
+    assert likely == sorted(likely, reverse=True) and 1 + sum(likely) == pytest.approx(tokens)
+    every = [math.prod(c) for d in (1, 2, 3) for c in np.array(np.meshgrid(*[chances] * d)).reshape(d, -1).T]
+    assert np.allclose(likely, sorted(every, reverse=True)[:size])
+
+
+def state_of(known: dict[int, tuple[int, ...]], ranks: int, root: int) -> RecycleState:
+    table = np.full((1, V, ranks), PAD, np.int32)
+    for token, successors in known.items():
+        table[0, token, : len(successors)] = successors
+    return RecycleState(jnp.asarray(table), jnp.array([root], jnp.int32))
+
+
+def test_a_prompt_shows_what_followed_each_token_last():
+    drafter = Recycle(max_nodes=3)
+    state = drafter.init(None, draft_context([[1, 2, 1, 3, 4, 1]], capacity=C, budget=3, vocab=V))
+    first = np.asarray(state.successors)[0, :, 0]
+    assert {t: int(first[t]) for t in np.flatnonzero(first >= 0)} == {1: 3, 2: 1, 3: 4, 4: 1}
+    assert (np.asarray(state.successors)[0, :, 1:] == PAD).all()
+
+
+def test_nodes_without_a_token_leave_no_gap():
+    """The first child is unknown to the table, so its sibling's subtree moves to the front, within the budget."""
+    drafter = Recycle(max_nodes=7, chances=(0.5, 0.4))
+    ctx = draft_context([[5]], capacity=C, budget=7, vocab=V)
+    tree = drafter.draft(None, state_of({5: (1, 2), 2: (3,), 3: (4, 6)}, 2, 5), ctx).draft
+    assert drafted_ids(tree) == [1, 2, 3, 4] and np.asarray(tree.parents)[0, :4].tolist() == [ROOT, ROOT, 1, 2]
+    short = drafter.draft(None, state_of({5: (1, 2), 2: (3,)}, 2, 5), ctx._replace(budget=jnp.array([2]))).draft
+    assert drafted_ids(short) == [1, 2]
+
+
+def test_verified_rows_overwrite_the_table_and_accepted_ones_win():
+    """Rows 7 (root), 1, 2 and 1 again: of the two rows of 1 the accepted one counts; row 3 was not verified."""
+    drafter = Recycle(max_nodes=4, chances=(0.5, 0.4))
+    draft = Draft(jnp.array([[1, 2, 1, 3]]), jnp.array([[ROOT, ROOT, 1, 0]]), jnp.array([3]))
+    verdict = match_verdict(draft, jnp.array([[1, 9, 9, 9, 9]]), tree=True)
+    assert np.asarray(verdict.nodes)[0, 0] == 0
+    top = jnp.arange(10, dtype=jnp.int32).reshape(1, 5, 2)
+    ctx = draft_context([[7, 1, 9]], capacity=C, budget=4, vocab=V)
+    after = drafter.commit(None, state_of({3: (8, 8)}, 2, 7), ctx, Feedback(draft, verdict, None, top))
+    table = np.asarray(after.successors)[0]
+    assert [table[t].tolist() for t in (7, 1, 2, 3)] == [[0, 1], [2, 3], [4, 5], [8, 8]]
+    assert (table[[0, 4, 5, 6, 8, 9, 10, 11]] == PAD).all()
+
+
+def test_chances_fall():
+    with pytest.raises(UserError, match=r"drafter\.chances"):
+        get_drafter("recycle", chances=[0.1, 0.3])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_text_is_that_of_plain_decoding_and_its_tokens_recur(tmp_path, temperature):
+    model = tiny_model(tmp_path, vocab=64, capacity=128)
+    options = {"temperature": temperature, "max_tokens": 96, "seed": 3}
+    prompts = [[3, 1, 4, 1, 5], [2, 7]]
+    plain = [specsparse.generate(model, p, **options) for p in prompts]
+    drafted = [specsparse.generate(model, p, drafter=get_drafter("recycle", max_nodes=4), **options) for p in prompts]
+    assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
+    if temperature == 0:  # a tiny model soon repeats itself
+        assert max(r.metrics.mean_acceptance_length for r in drafted) > 1.5
