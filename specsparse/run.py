@@ -6,6 +6,7 @@ A mistake in the input is one line on stderr and exit code 2; `debug=true` shows
 import contextlib
 import dataclasses
 import functools
+import importlib
 import os
 import re
 import sys
@@ -194,6 +195,7 @@ def _main(argv: list[str]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, and the lines below say it better
     _checked.clear()
     _refusals.clear()
+    conf = conf_dir()
     saved, sys.argv = sys.argv, ["specsparse.run", *argv]
     try:
         refuse(argv)
@@ -206,7 +208,6 @@ def _main(argv: list[str]) -> int:
         if len(chosen) > 1 or (flags.resolve and not (flags.cfg or flags.help)):
             several = f"{' and '.join(chosen)}: give one of them"
             raise UserError(several if len(chosen) > 1 else "--resolve goes with --cfg job or --help")
-        conf = conf_dir()
         offer(argv)
         with hosts.joined():
             hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(_task)()
@@ -246,6 +247,4 @@ def _raise_user_error(message: str) -> None:
 
 if __name__ == "__main__":
     # Under its importable name: Hydra's callback and this module must be one and the same.
-    from specsparse.run import main as run_main
-
-    sys.exit(run_main())
+    sys.exit(importlib.import_module("specsparse.run").main())

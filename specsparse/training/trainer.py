@@ -237,7 +237,7 @@ def evaluate(
     for group in pack(texts, range(len(texts)), rows=rows, drafting=drafting):
         filled = fill([texts[i] for i in group], rows=rows, drafting=drafting, width=model.config.d_model)
         right_sm = right(weights, frozen, model.params.embedding, jax.tree.map(jnp.asarray, filled))
-        reach += reached(np.asarray(right_sm), filled.depth)
+        reach += reached(np.asarray(right_sm), np.asarray(filled.depth))
     if not reach[0]:
         raise UserError(f"no held-out answer is longer than gamma={gamma} tokens: raise train.answer")
     agreement = tuple(float(b / a) if a else 0.0 for a, b in itertools.pairwise(reach))

@@ -29,6 +29,7 @@ from specsparse.models import catalogue
 from specsparse.report import display
 from specsparse.runtime.perplexity import Scores, Windows, score, windows
 from specsparse.support import tables, terminal
+from specsparse.support.files import Json
 from specsparse.support.options import Count, Range, Size
 
 F32 = "f32"
@@ -92,7 +93,7 @@ class Perplexity(Kind[PerplexitySettings]):
         with base_probs(cfg, ctx, text) as probs:
             found = scored(model, text, ctx, cfg.model.path, base=probs)
         facts = {"base": cfg.perplexity.base, "windows": text.tokens.shape[0], "window": text.tokens.shape[1]}
-        summary = {**found.summary(), **facts, **sparse_model.label(model)}
+        summary: Json = {**found.summary(), **facts, **sparse_model.label(model)}
         shown = [
             f"{summary['tokens']} tokens scored in {summary['windows']} windows of {summary['window']}",
             f"perplexity {summary['perplexity']:.4f} +- {summary['perplexity_error']:.4f}",
