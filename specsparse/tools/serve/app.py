@@ -6,7 +6,7 @@ import functools
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -296,7 +296,7 @@ def _giving_up(handle: RequestHandle) -> Iterator[None]:
         raise
 
 
-async def _events(request: Request, handle: RequestHandle, events: Events) -> AsyncIterator[StreamEvent]:
+async def _events(request: Request, handle: RequestHandle, events: Events) -> AsyncGenerator[StreamEvent, None]:
     """The events of a request until all its completions have ended; HttpError if the worker could not decode it,
     ClientDisconnect if the client has left."""
 
@@ -351,7 +351,7 @@ class ImpatientProtocol(H11Protocol):
     """A connection that is closed after `PATIENCE_S` without a request (none at all, or half a head), or if nothing is
     read of an answer that waits to be sent."""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
             transport.close()
