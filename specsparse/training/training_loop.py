@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,7 +123,7 @@ class Log:
         return (self._seen - self._before) / seconds if seconds > 0 else 0.0
 
     @contextmanager
-    def shown(self, console: Console, what: str, state: Stepped) -> Iterator[OnStep]:
+    def shown(self, console: Console, what: str, state: Stepped) -> Generator[OnStep]:
         """A bar; yields the function that `train` is to call after each step."""
         self._begun = time.perf_counter()
         with terminal.counting(console, what, self.steps) as step:

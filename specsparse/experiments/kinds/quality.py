@@ -5,7 +5,7 @@
 
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -135,7 +135,7 @@ def scored(
 
 
 @contextmanager
-def base_probs(cfg: PerplexitySettings, ctx: RunContext, text: Windows) -> Iterator[np.ndarray | None]:
+def base_probs(cfg: PerplexitySettings, ctx: RunContext, text: Windows) -> Generator[np.ndarray | None]:
     """Log-probabilities float32[N, V] of the base on the text, in a file that goes with the block."""
     base = cfg.perplexity.base
     if base is None:

@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -77,7 +77,7 @@ class SpeculationBench(ModelBench):
             raise UserError("--peer decodes greedily here: leave --temp out")
 
     @contextmanager
-    def opened(self, out: Console) -> Iterator[tuple[Model, list[Peer], int]]:
+    def opened(self, out: Console) -> Generator[tuple[Model, list[Peer], int]]:
         """The model, the peers, which have not loaded it, and the threads of all."""
         with ExitStack() as stack:
             peers = [stack.enter_context(Peer(name)) for name in self.peers]  # first: a missing package costs no time

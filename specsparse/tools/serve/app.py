@@ -6,7 +6,7 @@ import functools
 import hmac
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -95,7 +95,7 @@ class Service:
         """The ASGI application; it starts and ends the worker. `key` and `local` as `AccessControl`'s."""
 
         @contextlib.asynccontextmanager
-        async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
             self.worker.start()
             try:
                 yield
@@ -287,7 +287,7 @@ class EventStream(StreamingResponse):
 
 
 @contextlib.contextmanager
-def _giving_up(handle: RequestHandle) -> Iterator[None]:
+def _giving_up(handle: RequestHandle) -> Generator[None]:
     """Ends the decoding if the block fails or is cancelled."""
     try:
         yield
