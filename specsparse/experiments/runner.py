@@ -97,7 +97,7 @@ def run(
     if engine is None:
         from specsparse import api
 
-        engine = api  # type: ignore[assignment]
+        engine = api
     ctx = RunContext(directory, engine, console or terminal.console())
     if kind.takes_model and (line := cfg.data.read_as()):
         ctx.console.print(Text(line), soft_wrap=True)

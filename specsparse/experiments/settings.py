@@ -39,9 +39,10 @@ KEPT = "kept"
 def _download(value: object) -> Download:
     """YAML takes a bare yes and no for booleans."""
     spelled = ("yes" if value else "no") if isinstance(value, bool) else value
-    if spelled not in get_args(Download):
+    words = get_args(Download)
+    if spelled not in words:
         raise ValueError(value)
-    return spelled  # type: ignore[return-value]
+    return words[words.index(spelled)]
 
 
 def _distributed(value: str) -> str:
@@ -53,7 +54,7 @@ def _stand_in(value: object) -> str | None:
     known = [*catalogue.stand_ins()]
     if value is not False and value not in known:
         raise OptionError("stand_in", value, f"false, {', '.join(known[:-1])} or {known[-1]}")
-    return value or None  # type: ignore[return-value]
+    return str(value) if value else None
 
 
 NO_PREDICTOR, CHAINS = Choice("none"), Choice("chain")

@@ -43,7 +43,7 @@ from specsparse.measure.costs.forecast import Clock
 from specsparse.measure.costs.roofline import ModelOutline, config_from_shape, kv_bytes
 from specsparse.measure.trials import Ours, token_ids
 from specsparse.models import catalogue
-from specsparse.models.catalogue import Shape
+from specsparse.models.catalogue import Mixed, Shape
 from specsparse.powerinfer.hot_cold import (
     DevicePair,
     HotCold,
@@ -179,7 +179,7 @@ def random_matrix(
     if kept is not None and (layout.is_float or kept == "bf16"):
         return plain(_normal(seed, std, shape=shape), layout)
     if layout.is_float:
-        return pack_float(_normal(seed, std, shape=shape), layout.codes)  # type: ignore[arg-type]
+        return pack_float(_normal(seed, std, shape=shape), layout.codes)  # pyrefly: ignore[bad-argument-type]  # a float's
     assert layout.scales == "d" and layout.codes in _CODES_STD and not layout.lut, f"{kind}: has no single scale"
     if kept is not None:
         return _fragments(seed, std / _CODES_STD[layout.codes], layout=layout, shape=shape)
@@ -445,7 +445,7 @@ def _checked(model: Model) -> Json:
 
 
 DEVICES = ("h200", "h100", "mi300x", "5090", "epyc12")
-KINDS = ("BF16", "Q8_0", "Q4_0")
+KINDS: tuple[Mixed, ...] = ("BF16", "Q8_0", "Q4_0")
 
 
 def predictions(plan: CardPlan, devices: Sequence[str] = DEVICES) -> list[Json]:
@@ -458,7 +458,7 @@ def predictions(plan: CardPlan, devices: Sequence[str] = DEVICES) -> list[Json]:
     tokens = expected.expected_tokens(ALPHA, GAMMA)
     for sheet, name, kind in itertools.product(devices, (plan.small, plan.large), KINDS):
         device = sheets()[sheet]
-        outline = ModelOutline.from_shape(name, replace(shape_of(name), weights=kind))  # type: ignore[arg-type]
+        outline = ModelOutline.from_shape(name, replace(shape_of(name), weights=kind))
         load = outline.traffic().requantised(kind)  # every matrix in that type, the output too
         paper = Clock.on_paper(device, load, outline.kernels(), PROMPT + plan.tokens / 2)
         fits = device.memory is None or load.weight_bytes < device.memory
