@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from specsparse.engine import hosts
 from specsparse.errors import UserError, fail, not_installed
@@ -200,7 +200,7 @@ def _main(argv: list[str]) -> int:
     try:
         refuse(argv)
         parser = get_args_parser()
-        parser.error = _raise_user_error  # type: ignore[method-assign]
+        parser.error = _raise_user_error
         parser.allow_abbrev = False  # --experiment would be --experimental-rerun
         flags = parser.parse_args(argv)
         modes = ("run", "multirun", "cfg", "info", "shell_completion")
@@ -235,7 +235,7 @@ def _main(argv: list[str]) -> int:
     return 0
 
 
-def _raise_user_error(message: str) -> None:
+def _raise_user_error(message: str) -> NoReturn:
     word = message.removeprefix("unrecognized arguments: ").split()[0]
     if word.startswith("--"):
         name = word.lstrip("-").partition("=")[0]

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -182,7 +182,7 @@ class Peer:
     def verify(self, n: int) -> float:
         return self._seconds("verify", n, self.flash.get("verify"))
 
-    def batch(self, prompts: Sequence[np.ndarray], n: int, flash: bool) -> float:
+    def batch(self, prompts: Sequence[Iterable[int]], n: int, flash: bool) -> float:
         """Seconds of n tokens of each sequence behind its prompt, one of each a pass; peers with an "attend" only."""
         return self.timed(do="batch", prompts=[list(map(int, p)) for p in prompts], n=n, flash=flash)["seconds"]
 
@@ -203,7 +203,7 @@ class Peer:
         for method, test in longest.items() if self.kind.flash else ():
             self.flash[method] = _faster(partial(self._seconds, method, test.n))
 
-    def choose_for_batches(self, sizes: Mapping[int, Sequence[np.ndarray]], n: int) -> dict[int, bool]:
+    def choose_for_batches(self, sizes: Mapping[int, Sequence[Iterable[int]]], n: int) -> dict[int, bool]:
         """The same for batches of up to n tokens of each sequence, by their number; `sizes` are their prompts.
 
         The smallest batch stands for `decode` and the largest for `verify` in `check` and in `facts`.
