@@ -114,8 +114,7 @@ def run(
         ctx.console.print(Text(part) if isinstance(part, str) else part)
     files = [str(directory / RECORD_FILE), *found.files, *(name for figure in found.figures for name in figure.files)]
     ctx.console.print(Text(f"record: {', '.join(files)}", style="dim"), soft_wrap=True)
-    if cfg.tracker.name == "wandb":
-        options = trackers.options_of_tracker(cfg.tracker)
+    if isinstance(options := trackers.options_of_tracker(cfg.tracker), trackers.WandbOptions):
         ctx.console.print(Text(trackers.publish(directory, options)), soft_wrap=True)  # not cut
     if cfg.stood_in is not None:
         ctx.console.print(Text(str(cfg.stood_in), style="yellow"), soft_wrap=True)

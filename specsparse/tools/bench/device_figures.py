@@ -179,7 +179,7 @@ def random_matrix(
     if kept is not None and (layout.is_float or kept == "bf16"):
         return plain(_normal(seed, std, shape=shape), layout)
     if layout.is_float:
-        return pack_float(_normal(seed, std, shape=shape), layout.codes)  # pyrefly: ignore[bad-argument-type]  # a float's
+        return pack_float(_normal(seed, std, shape=shape), layout.codes)
     assert layout.scales == "d" and layout.codes in _CODES_STD and not layout.lut, f"{kind}: has no single scale"
     if kept is not None:
         return _fragments(seed, std / _CODES_STD[layout.codes], layout=layout, shape=shape)
