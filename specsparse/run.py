@@ -6,6 +6,7 @@ A mistake in the input is one line on stderr and exit code 2; `debug=true` shows
 import contextlib
 import dataclasses
 import functools
+import importlib
 import os
 import re
 import socket
@@ -13,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from specsparse.engine import hosts
 from specsparse.errors import UserError, fail, not_installed
@@ -243,11 +244,12 @@ def _main(argv: list[str]) -> int:
     _checked.clear()
     _refusals.clear()
     _sweeps.clear()
+    conf = conf_dir()
     saved, sys.argv = sys.argv, ["specsparse.run", *argv]
     try:
         refuse(argv)
         parser = get_args_parser()
-        parser.error = _raise_user_error  # type: ignore[method-assign]
+        parser.error = _raise_user_error
         parser.allow_abbrev = False  # --experiment would be --experimental-rerun
         flags = parser.parse_args(argv)
         modes = ("run", "multirun", "cfg", "info", "shell_completion")
@@ -255,7 +257,6 @@ def _main(argv: list[str]) -> int:
         if len(chosen) > 1 or (flags.resolve and not (flags.cfg or flags.help)):
             several = f"{' and '.join(chosen)}: give one of them"
             raise UserError(several if len(chosen) > 1 else "--resolve goes with --cfg job or --help")
-        conf = conf_dir()
         offer(argv)
         try:
             with hosts.joined():
@@ -289,7 +290,7 @@ def _main(argv: list[str]) -> int:
     return 0
 
 
-def _raise_user_error(message: str) -> None:
+def _raise_user_error(message: str) -> NoReturn:
     word = message.removeprefix("unrecognized arguments: ").split()[0]
     if word.startswith("--"):
         name = word.lstrip("-").partition("=")[0]
@@ -301,6 +302,4 @@ def _raise_user_error(message: str) -> None:
 
 if __name__ == "__main__":
     # Under its importable name: Hydra's callback and this module must be one and the same.
-    from specsparse.run import main as run_main
-
-    sys.exit(run_main())
+    sys.exit(importlib.import_module("specsparse.run").main())

@@ -19,6 +19,7 @@ from specsparse.support.registry import Choice
 from specsparse.support.terminal import decoding_input
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from specsparse.runtime.method import MethodSpec
 
 T = TypeVar("T")
+DataclassT = TypeVar("DataclassT", bound="DataclassInstance")
 STDOUT = "-"
 """The file of `--json` if none is named."""
 MODEL = "smollm2-135m"
@@ -368,7 +370,8 @@ def add_sampling(
         is_number = isinstance(default, int | float) and not isinstance(default, bool)
         about = options[name].about.removesuffix(".") + (f" ({default})" if is_number else "")
         short = {"temperature": ("--temp",), "seed": ("-s",), "max_tokens": ("-n",) if tokens else ()}.get(name, ())
-        flags, form = (*short, "--" + name.replace("_", "-")), {**_form(types[name]), "dest": name}
+        flags = (*short, "--" + name.replace("_", "-"))
+        form: dict[str, Any] = {**_form(types[name]), "dest": name}
         group.add_argument(*flags, default=argparse.SUPPRESS, help=about.replace("%", "%%"), **form)
         also(group.add_argument, f"sampling.{name}", *flags, **form)
     parser.set_defaults(sampling_names=fields, sampling_defaults=defaults)
@@ -404,7 +407,7 @@ def sampling_params(args: argparse.Namespace) -> "SamplingParams":
     return SamplingParams.from_dict({**args.sampling_defaults, **given_sampling(args)})
 
 
-def from_args(kind: type[T], args: argparse.Namespace, **more: Any) -> T:
+def from_args(kind: type[DataclassT], args: argparse.Namespace, **more: Any) -> DataclassT:
     """A dataclass of the arguments that have its fields' names; `more` are values of other fields."""
     given = vars(args)
     return kind(**{field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given} | more)

@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"unrecognized arguments: {word}")
         return super().parse_known_args(args, namespace)
 
-    def add_subparsers(self, **options: Any):
+    def add_subparsers(self, **options: Any):  # pyrefly: ignore[bad-override]  # argparse's stub has no such signature
         return super().add_subparsers(parser_class=SubParser, **options)
 
 

@@ -25,14 +25,15 @@ def main(args: argparse.Namespace) -> int:
     from specsparse.support.files import to_json
     from specsparse.support.options import nearest
 
+    named = set[str]()
     for name in args.names:
-        if catalogue.find(name) is None:
+        if (entry := catalogue.find(name)) is None:
             raise UserError(f"{name} is no model of the catalogue{nearest(name, catalogue.names())}")
+        named.add(entry.name)
     if args.download and not args.names:
         raise UserError("--download needs the names of the models to bring here")
     for name in args.names if args.download else ():
         catalogue.path_of(name, args.download)
-    named = {catalogue.find(name).name for name in args.names}
     rows = [_row(entry) for name, entry in catalogue.entries().items() if not named or name in named]
     if args.json:
         for row in rows:

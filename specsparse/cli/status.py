@@ -16,17 +16,16 @@ def main(args: argparse.Namespace) -> int:
     from specsparse.measure.machine import read_bandwidth
     from specsparse.support.files import package_dir, package_line
 
-    cpu, versions = cpu_info(), manifest.package_versions()
-    facts = {"cpu": cpu, "kernels": kernels.status(), "packages": versions, "package": str(package_dir())}
-    if args.bandwidth:
-        facts["read_bandwidth"] = read_bandwidth()
+    cpu, native, versions = cpu_info(), kernels.status(), manifest.package_versions()
+    bandwidth = {"read_bandwidth": read_bandwidth()} if args.bandwidth else {}
     if args.json:
-        print(json.dumps(facts))
+        facts = {"cpu": cpu, "kernels": native, "packages": versions, "package": str(package_dir())}
+        print(json.dumps(facts | bandwidth))
         return 0
     print(f"package   {package_line()}")
     print(f"cpu       {cpu['model']}, {cpu['cores']} cores, {' '.join(cpu['flags']) or cpu['architecture']}")
-    print("kernels   " + ", ".join(f"{k}={v}" for k, v in facts["kernels"].items()))
+    print("kernels   " + ", ".join(f"{k}={v}" for k, v in native.items()))
     print("packages  " + ", ".join(f"{k} {v}" for k, v in versions.items()))
-    if args.bandwidth:
-        print(f"memory    {facts['read_bandwidth'] / 1e9:.1f} GB/s read")
+    for rate in bandwidth.values():
+        print(f"memory    {rate / 1e9:.1f} GB/s read")
     return 0

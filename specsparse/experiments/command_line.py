@@ -131,7 +131,7 @@ def offer(argv: Sequence[str] = ()) -> None:
             if is_outside(group, name):
                 store.store(group=group, name=name, node=open_node({"name": name}))
     # Hydra copies its sources for every group that --help lists, and this one store with them; it is only read here.
-    store.__deepcopy__ = lambda memo: store  # type: ignore[attr-defined]
+    store.__deepcopy__ = lambda memo: store  # pyrefly: ignore[missing-attribute]  # of this object alone
 
 
 def is_outside(group: str, name: str) -> bool:

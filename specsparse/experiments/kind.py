@@ -138,9 +138,9 @@ class Kind(abc.ABC, Generic[S]):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         named = (arg for base in vars(cls).get("__orig_bases__", ()) for arg in get_args(base))
-        found = next((arg for arg in named if dataclasses.is_dataclass(arg)), None)
+        found: Any = next((arg for arg in named if dataclasses.is_dataclass(arg)), None)
         if found is not None and "settings" not in vars(cls):
-            cls.settings = found  # type: ignore[assignment]
+            cls.settings = found
 
     @abc.abstractmethod
     def check(self, cfg: S) -> None:

@@ -6,7 +6,7 @@ A run that a signal ends leaves a record that says so, beside the passes that we
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -98,7 +98,7 @@ def run(
     if engine is None:
         from specsparse import api
 
-        engine = api  # type: ignore[assignment]
+        engine = api
     ctx = RunContext(directory, engine, console or terminal.console(), cfg)
     if kind.takes_model and (line := cfg.data.read_as()):
         ctx.console.print(Text(line), soft_wrap=True)
@@ -137,7 +137,7 @@ def _heading(cfg: RunConfig) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def stoppable(cfg: RunConfig, directory: Path) -> Iterator[None]:
+def stoppable(cfg: RunConfig, directory: Path) -> Generator[None]:
     """Runs the block; if Ctrl-C or SIGTERM ends it, writes a record of the state "stopped" into `directory`.
 
     A record that the block has written itself is whole, and stays. KeyboardInterrupt: its text says what is there.
@@ -167,7 +167,7 @@ def stoppable(cfg: RunConfig, directory: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
+def _terminated_as_interrupted() -> Generator[None]:
     """SIGTERM as Ctrl-C; only the main thread can ask for it, elsewhere nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield

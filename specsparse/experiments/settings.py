@@ -39,9 +39,10 @@ KEPT = "kept"
 def _download(value: object) -> Download:
     """YAML takes a bare yes and no for booleans."""
     spelled = ("yes" if value else "no") if isinstance(value, bool) else value
-    if spelled not in get_args(Download):
+    words = get_args(Download)
+    if spelled not in words:
         raise ValueError(value)
-    return spelled  # type: ignore[return-value]
+    return words[words.index(spelled)]
 
 
 def _distributed(value: str) -> str:
@@ -53,7 +54,7 @@ def _stand_in(value: object) -> str | None:
     known = [*catalogue.stand_ins()]
     if value is not False and value not in known:
         raise OptionError("stand_in", value, f"false, {', '.join(known[:-1])} or {known[-1]}")
-    return value or None  # type: ignore[return-value]
+    return str(value) if value else None
 
 
 NO_PREDICTOR, CHAINS = Choice("none"), Choice("chain")
@@ -79,7 +80,7 @@ class ModelSpec:
     distributed: Annotated[str | None, Read(_distributed, hosts.FORM)] = None
     width: int | Literal["auto"] | None = None
 
-    def overrides(self) -> dict[str, object]:
+    def overrides(self) -> dict[str, Any]:
         given = {**dataclasses.asdict(self), "path": None, "distributed": None, "mesh": hosts.mesh_of(self.mesh)}
         return {k: v for k, v in given.items() if v is not None}
 
@@ -140,7 +141,7 @@ class FfnSpec:
     tokens: Count = 1024
     union_cap: Share | None = None
 
-    def overrides(self) -> dict[str, object]:
+    def overrides(self) -> dict[str, Any]:
         """Keyword arguments of `specsparse.load` that differ from its defaults."""
         mode = "dense" if self.name == "predicted" else self.name
         given = {"ffn": mode, "threshold": self.threshold, "faithful_f16": self.faithful_f16 or None}
@@ -268,7 +269,7 @@ def from_omegaconf(cfg: DictConfig | Mapping[str, object]) -> RunConfig:
             if option is not None and any(alias in part for alias in option.aliases):
                 del part[key]
     try:
-        plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+        plain: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "config"
         missing = isinstance(error, MissingMandatoryValue)
@@ -296,7 +297,7 @@ def of_kind(run: RunConfig, owner: type[S]) -> S:
 def choice_from_file(group: str, name: str) -> Choice:
     """A choice with the options of its YAML file and its class; without a file it has none."""
     path = conf_dir() / group / f"{name}.yaml"
-    given = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
+    given: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
     assert isinstance(given, dict)
     given = completed(group, given) if group in PARTS else given
     return Choice(name, {str(key): value for key, value in given.items() if key != "name"})

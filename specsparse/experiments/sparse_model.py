@@ -142,7 +142,8 @@ def fitted(
         return Fitted(predictor, fit_layers(predictor, layers, rows if reads else None))
     else:
         weights = _trained(cfg, dense, codes=codes, threshold=threshold)
-    if reads:
+    if isinstance(predictor, Scored) and reads:
+        assert weights is not None and rows is not None
         weights = tuple(predictor.on_text(*each) for each in zip(weights, layers, map(jnp.asarray, rows), strict=True))
     return Fitted(predictor, weights)
 

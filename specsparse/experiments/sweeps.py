@@ -245,7 +245,7 @@ def table(found: list[dict[str, Any]]) -> Table:
         out.add_row(
             *(Text(setting.values[i]) for setting in settings),
             str(rank or "-"),
-            tables.cell(interval and interval.value, ".2f"),
+            tables.cell(interval.value if interval else None, ".2f"),
             interval.ends() if interval else "-",
             *(tables.cell(rates.get(rate), ".1f") for rates in (method, plain)),
             tables.cell(conditions.from_record(r).conditions.read_bandwidth, ".1f", 1e-9),
@@ -266,7 +266,7 @@ def lines(found: list[dict[str, Any]]) -> list[str]:
     telling = [setting for setting in swept(found) if len(set(setting.values)) > 1]
     names = [", ".join(f"{setting.name} {setting.values[i]}" for setting in telling) for i in range(len(found))]
     bounds = [
-        (name, faster and faster.value, _rates(r, SPECULATIVE).get("tokens_per_target_pass"))
+        (name, faster.value if faster else None, _rates(r, SPECULATIVE).get("tokens_per_target_pass"))
         for name, r, faster in zip(names, found, measured, strict=True)
     ]
     taken = [conditions.from_record(r).conditions for r in found]

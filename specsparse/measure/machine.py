@@ -7,7 +7,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 from specsparse.engine import hosts
@@ -77,7 +77,7 @@ class Meter:
 
 
 @contextlib.contextmanager
-def timing_lock(announce: Callable[[str], None]) -> Iterator[None]:
+def timing_lock(announce: Callable[[str], None]) -> Generator[None]:
     """Holds the machine for timing, so that runs that measure time take turns, whoever started them.
 
     The lock is the kernel's (flock) on a file of the machine's own temporary folder: it ends with its process, killed

@@ -12,12 +12,12 @@ from pathlib import Path
 from specsparse import kernels
 from specsparse.errors import UserError
 from specsparse.kernels.processor import cpu_info
-from specsparse.support.files import cache_dir, git_commit, kept, to_json, write_atomically
+from specsparse.support.files import Json, cache_dir, git_commit, kept, to_json, write_atomically
 
 PACKAGES = ("specsparse", "jax", "jaxlib", "numpy", "gguf", "hydra-core", "tokenizers", "sentencepiece", "wandb")
 
 
-def build(config: Mapping[str, object], model_file: Path | None) -> dict[str, object]:
+def build(config: Mapping[str, object], model_file: Path | None) -> Json:
     """The manifest of a run: `config` is the whole composed config, `model_file` the GGUF that was decoded with."""
     model = None
     if model_file is not None:

@@ -56,10 +56,13 @@ def diff(a: Run, b: Run) -> Difference:
 
     def line(label: str, prompts: Sequence[str], measure: str) -> Line:
         top, bottom = MEASURES[measure]
-        pairs = ((ours, here), (theirs, there))
-        both = [replace(method, samples=tuple(own[name] for name in prompts)) for method, own in pairs]
-        one, other = ([(top(s), bottom(s)) for s in m.samples] for m in both)
-        return Line(label, *(m.measured(measure) for m in both), intervals.ratio_of_ratios(other, one))
+        one, other = (
+            replace(method, samples=tuple(own[name] for name in prompts))
+            for method, own in ((ours, here), (theirs, there))
+        )
+        above, below = ([(top(s), bottom(s)) for s in m.samples] for m in (other, one))
+        ratio = intervals.ratio_of_ratios(above, below)
+        return Line(label, one.measured(measure), other.measured(measure), ratio)
 
     lines = [line(name, common, name) for name in MEASURES]
     tasks = list(dict.fromkeys(here[name].task for name in common))
@@ -97,7 +100,7 @@ def _settings(a: Run, b: Run) -> list[tuple[str, str, str]]:
         sides = [dict(methods.flat(run.manifest.get(part) or {} if part else run.config)) for run in (a, b)]
         for key in dict.fromkeys([*sides[0], *sides[1]]):
             if sides[0].get(key) != sides[1].get(key) and (part or key != "name"):
-                found.append((f"{part} {key}".lstrip(), *(str(s.get(key, "-")) for s in sides)))
+                found.append((f"{part} {key}".lstrip(), str(sides[0].get(key, "-")), str(sides[1].get(key, "-"))))
     return found
 
 
@@ -118,7 +121,7 @@ def tables(found: Difference) -> list[Table]:
         settings.add_row(*(cell if len(cell) < 60 else f"{cell[:56]} ..." for cell in row))
     out = new("", f"A: {a}", f"B: {b}", "B / A", "95 % interval", "", left=(0, 5))
     for line in found.lines:
-        values = [cell(one and one.value, ".3g") for one in (line.a, line.b, line.ratio)]
+        values = [cell(one.value if one else None, ".3g") for one in (line.a, line.b, line.ratio)]
         out.add_row(line.name, *values, "-" if line.ratio is None else line.ratio.ends(), verdict(line))
     return [settings, out] if found.settings else [out]
 

@@ -92,7 +92,7 @@ def condition_lines(
     """
     if taken is None:
         return []
-    said = [taken.line(), repeats and repeats.line()]
+    said = [taken.line(), repeats.line() if repeats else ""]
     doubts = conditions.doubts(taken, {}) if warnings is None else warnings
     return [*(Text(line) for line in said if line), *(Text(line, style="yellow") for line in doubts)]
 

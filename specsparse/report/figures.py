@@ -6,7 +6,7 @@ Of methods: speed-up, acceptance, prediction, stages. Of costs and quality: v(n)
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
@@ -461,7 +461,7 @@ def _draw_quality(canvas: Canvas, rows: Sequence[Row]) -> None:
         axes.step([r["speed"] for r in best], [r["kl"] for r in best], where="post", color=FAINT, linewidth=1)
         for i, row in enumerate(own):
             colour = COLOURS[i % len(COLOURS)]
-            style = {"color": colour, "markerfacecolor": colour if row["on the front"] else "white"}
+            style: dict[str, Any] = {"color": colour, "markerfacecolor": colour if row["on the front"] else "white"}
             for axis, key in (("xerr", "speed"), ("yerr", "kl")):
                 ends = {"value": row[key], "low": row[f"{key}_low"], "high": row[f"{key}_high"]}
                 style[axis] = None if ends["low"] is None else [[length] for length in plots.whiskers(ends)]

@@ -4,7 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specsparse.measure import intervals
 from specsparse.measure.intervals import Interval
@@ -206,10 +206,14 @@ def _samples(run: Run, side: str) -> tuple[Sample, ...]:
         if not (ours.num_emitted_tokens and theirs.num_emitted_tokens and row["decode_s"] and other["decode_s"]):
             continue
         seconds = row["decode_s"] * theirs.num_emitted_tokens / ours.num_emitted_tokens
-        terms = other["decode_s"], seconds, theirs, ours
-        if row["prompt_id"] in sums:
-            terms = (a + b for a, b in zip(sums[row["prompt_id"]][2:], terms, strict=True))
-        sums[row["prompt_id"]] = Sample(row["prompt_id"], row["task"], *terms)
+        nothing = Sample(row["prompt_id"], row["task"], 0.0, 0.0, Counters(), Counters())
+        before = sums.get(row["prompt_id"], nothing)
+        sums[row["prompt_id"]] = before._replace(
+            plain_s=before.plain_s + other["decode_s"],
+            method_s=before.method_s + seconds,
+            plain=before.plain + theirs,
+            method=before.method + ours,
+        )
     return tuple(sums.values())
 
 
@@ -270,7 +274,7 @@ def word(value: object) -> str:
     return str(value).rstrip("/").rsplit("/", 1)[-1]
 
 
-def flat(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")

@@ -8,10 +8,12 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
+from matplotlib.rcsetup import cycler
 
 from specsparse.support.files import Json, atomically, write_atomically
 
@@ -27,7 +29,7 @@ MOST = len(COLOURS)
 
 _STYLE = {
     "figure.facecolor": "white",
-    "axes.prop_cycle": matplotlib.cycler(color=COLOURS),
+    "axes.prop_cycle": cycler(color=COLOURS),
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": FAINT,
@@ -148,7 +150,7 @@ class Missing:
     why: str
 
 
-def distinct(rows: Sequence[Row], key: str) -> list[object]:
+def distinct(rows: Sequence[Row], key: str) -> list[Any]:
     """The values of a column in order of appearance."""
     return list(dict.fromkeys(row[key] for row in rows))
 
@@ -211,6 +213,7 @@ def legend_below(axes: Axes, *, columns: int = 4) -> None:
     if len(labels) < 2:
         return
     canvas = axes.get_figure(root=True)
+    assert canvas is not None
     labels = without_shared(labels)
     labels = [textwrap.fill(label, int(canvas.get_figwidth() * _LETTERS_AN_INCH)) for label in labels]
     for per_row in range(min(columns, len(labels)), 0, -1):

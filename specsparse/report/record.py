@@ -192,7 +192,7 @@ class RunRecord:
         """Doubts of the text and of the times: a busy machine, speed-ups that no method can have."""
         tasks = self.groups if len(self.groups) > 2 else {"all": self.groups["all"]}
         lines = {"" if task == "all" else task: group.impossible for task, group in tasks.items()}
-        skewed = conditions.all_skewed((task, g.speedup and g.speedup.interval) for task, g in tasks.items())
+        skewed = conditions.all_skewed((task, g.speedup.interval if g.speedup else None) for task, g in tasks.items())
         of_text = metrics.draws_doubts((name, side.draws_z) for name, side in self.groups["all"].sides.items())
         return (*of_text, *conditions.doubts(self.conditions, lines), *skewed)
 
@@ -241,7 +241,7 @@ def rows(groups: list[Group]) -> list[tuple[str, list[str]]]:
         faster = [g.speedup for g in groups]
         out += [
             rates("speculative, tok/s", "tokens_per_second", ".1f"),
-            ("speed-up", [cell(s and s.ratio_of_totals, ".2f") for s in faster]),
+            ("speed-up", [cell(s.ratio_of_totals if s else None, ".2f") for s in faster]),
             ("  95 % interval", [s.interval.ends() if s else "-" for s in faster]),
             rates("tokens per target pass", "tokens_per_target_pass", ".2f"),
             rates("mean acceptance length", "mean_acceptance_length", ".2f"),
@@ -256,8 +256,9 @@ def rows(groups: list[Group]) -> list[tuple[str, list[str]]]:
             out.append((f"  accepted at position {i + 1}", [cell(share, ".0f", 100, " %") for share in shares]))
     for name, sides in (("plain", plain), ("speculative", method)):
         if any(sides):
-            out.append((f"{name}, GB/s", [cell(s and s.bytes_per_second, ".1f", 1e-9) for s in sides]))
-            out.append(("  of read bandwidth", [cell(s and s.bandwidth_share, ".0f", 100, " %") for s in sides]))
+            out.append((f"{name}, GB/s", [cell(s.bytes_per_second if s else None, ".1f", 1e-9) for s in sides]))
+            shares = [s.bandwidth_share if s else None for s in sides]
+            out.append(("  of read bandwidth", [cell(share, ".0f", 100, " %") for share in shares]))
     stages = (rates(f"time in {name}", f"share_{name}", ".0%") for name in ("draft", "verify", "sample", "commit"))
     return out + [row for row in stages if any(text != "-" for text in row[1])]
 

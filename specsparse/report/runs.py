@@ -95,9 +95,9 @@ class Run:
         """Whether a signal ended it before it had a result."""
         return self.record.get("state") == STOPPED
 
-    def setting(self, key: str) -> object:
+    def setting(self, key: str) -> Any:
         """A value of the config by its dotted key, or None."""
-        value: object = self.config
+        value: Any = self.config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return value

@@ -62,7 +62,7 @@ def conf_dir() -> Path:
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 
-def git_commit() -> dict[str, object]:
+def git_commit() -> Json:
     """Commit of the package's checkout, and whether it had changes ("dirty"); {} if it is no checkout."""
     root = package_dir().parent
     if not (root / ".git").exists():

@@ -14,10 +14,10 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,14 +91,20 @@ class Text:
     prompt: int
     hidden: np.ndarray | None = None
 
+    @property
+    def read(self) -> np.ndarray:
+        """`hidden` of a text that `Features` read."""
+        assert self.hidden is not None
+        return self.hidden
+
 
 @functools.cache
-def grammar() -> Mapping[str, Sequence[str]]:
+def grammar() -> Mapping[str, Any]:
     """Rules by name; `tasks` maps each task to how often it comes. None of the built-in prompts is in them."""
     return json.loads(_GRAMMAR_FILE.read_text(encoding="utf-8"))
 
 
-def prompt(index: int, *, seed: int = 0, rules: Mapping[str, Sequence[str]] | None = None) -> tuple[str, str]:
+def prompt(index: int, *, seed: int = 0, rules: Mapping[str, Any] | None = None) -> tuple[str, str]:
     """(task, text) of prompt number `index` of the endless list that belongs to `seed`.
 
     A rule's text holds slots: `{name}` is a text of that rule, `{2..9}` a whole number in that range. A rule that the
@@ -189,12 +195,10 @@ def write_shard(path: Path, texts: list[Text]) -> None:
 def read_shard(path: Path) -> list[Text]:
     """The texts that `write_shard` wrote; UserError for no such file, or a damaged one."""
     tensors, meta = read_tensors(path)
-    found = [tensors.get(name) for name in ("tokens", "lengths", "prompts")]
-    whole = meta.get("format") == _FORMAT and all(x is not None and x.ndim == 1 for x in found)
-    if whole:
-        tokens, lengths, prompts = (np.asarray(x, np.int32) for x in found)
-        whole = len(lengths) == len(prompts) and lengths.sum() == len(tokens)
-        whole = whole and (prompts <= lengths).all() and (prompts >= 1).all()
+    tokens, lengths, prompts = (np.asarray(tensors.get(name, 0), np.int32) for name in ("tokens", "lengths", "prompts"))
+    whole = meta.get("format") == _FORMAT and tokens.ndim == lengths.ndim == prompts.ndim == 1
+    whole = whole and len(lengths) == len(prompts) and lengths.sum() == len(tokens)
+    whole = whole and (prompts <= lengths).all() and (prompts >= 1).all()
     if not whole:
         raise UserError(f"{path}: holds no texts to train on, or damaged ones; remove it to have it made again")
     ends = np.cumsum(lengths)
@@ -360,38 +364,48 @@ def spans(text: Text) -> tuple[int, int]:
     return rows, rows - max(text.prompt - 2, 0)
 
 
-def pack(texts: Sequence[Text], order: Sequence[int], *, rows: int, drafting: int) -> list[list[int]]:
+@dataclass
+class _Open:
+    """A window with room left: its rows, its drafting rows, and which texts it holds."""
+
+    rows: int = 0
+    drafting: int = 0
+    texts: list[int] = field(default_factory=list)
+
+
+def pack(texts: Sequence[Text], order: Iterable[int], *, rows: int, drafting: int) -> list[list[int]]:
     """Which texts go together into windows of `rows` rows and `drafting` drafting rows, taken in that order.
 
     A text goes into the fullest of the open windows that has room; one without an answer is left out.
     """
-    waiting: list[list] = []  # [rows, drafting rows, texts]
-    full = []
+    waiting: list[_Open] = []
+    full: list[list[int]] = []
     for index in order:
         n, m = spans(cut(texts[index], rows=rows, drafting=drafting))
         if m < 1 or n < 1:
             continue
-        fits = [w for w in waiting if w[0] + n <= rows and w[1] + m <= drafting]
+        fits = [w for w in waiting if w.rows + n <= rows and w.drafting + m <= drafting]
         if fits:
-            chosen = max(fits, key=lambda w: w[0])
+            chosen = max(fits, key=lambda w: w.rows)
         else:
-            chosen = [0, 0, []]
+            chosen = _Open()
             waiting.append(chosen)
-        chosen[0], chosen[1] = chosen[0] + n, chosen[1] + m
-        chosen[2].append(int(index))
+        chosen.rows, chosen.drafting = chosen.rows + n, chosen.drafting + m
+        chosen.texts.append(int(index))
         if len(waiting) > _OPEN:
-            waiting.sort(key=lambda w: w[0])
-            full.append(waiting.pop()[2])
-    return full + [w[2] for w in waiting]
+            waiting.sort(key=lambda w: w.rows)
+            full.append(waiting.pop().texts)
+    return full + [w.texts for w in waiting]
 
 
-def fill_up(texts: Sequence[Text], order: Sequence[int], *, rows: int, least: int = 32) -> Iterator[list[int]]:
+def fill_up(texts: Sequence[Text], order: Iterable[int], *, rows: int, least: int = 32) -> Iterator[list[int]]:
     """Which texts go together into full windows of `rows` rows, in that order: the last text of one loses its end.
 
     A text of whose answer less than `least` tokens would be left begins the next window instead; one without an answer
     is left out.
     """
-    group, used = [], 0
+    group: list[int] = []
+    used = 0
     for index in order:
         if len(texts[index].tokens) <= texts[index].prompt:
             continue
@@ -418,8 +432,8 @@ def fill(texts: Sequence[Text], *, rows: int, drafting: int, width: int) -> Wind
     of which are those before the target's output norm."""
     texts = [cut(text, rows=rows, drafting=drafting) for text in texts]
     n, m = rows, drafting
-    out = Window(
-        hidden=np.zeros((n, texts[0].hidden.shape[1]), np.float32),
+    out: dict[str, Any] = dict(
+        hidden=np.zeros((n, texts[0].read.shape[1]), np.float32),
         after=np.zeros((m, width), np.float32),
         tokens=np.zeros(n, np.int32),
         position=np.zeros(n, np.int32),
@@ -431,11 +445,11 @@ def fill(texts: Sequence[Text], *, rows: int, drafting: int, width: int) -> Wind
     for index, text in enumerate(texts):
         count, drafting = spans(text)
         here = slice(row, row + count)
-        out.hidden[here], out.tokens[here] = text.hidden[:-1], text.tokens[1:]
-        out.position[here], out.text[here] = np.arange(count), index
+        out["hidden"][here], out["tokens"][here] = text.read[:-1], text.tokens[1:]
+        out["position"][here], out["text"][here] = np.arange(count), index
         those = slice(at, at + drafting)
-        out.rows[those] = row + count - drafting + np.arange(drafting)
-        out.after[those] = text.hidden[count - drafting + 1 :, -width:]
-        out.depth[those] = np.arange(drafting)
+        out["rows"][those] = row + count - drafting + np.arange(drafting)
+        out["after"][those] = text.read[count - drafting + 1 :, -width:]
+        out["depth"][those] = np.arange(drafting)
         row, at = row + count, at + drafting
-    return out
+    return Window(**out)

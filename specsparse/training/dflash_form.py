@@ -129,7 +129,7 @@ class DFlashForm(FeatureForm):
         H, d = c.n_heads, c.head_dim
         few = Features(model, self.layers).of(form.beginning_with(texts, _FIRST_ROWS))
         fc, norm = self.fused(texts), np.asarray(last.attn_norm)
-        fused_RD = unit(np.concatenate([t.hidden[:, : fc.shape[1]] for t in few]) @ fc.T) * norm
+        fused_RD = unit(np.concatenate([t.read[:, : fc.shape[1]] for t in few]) @ fc.T) * norm
         tokens = np.concatenate([t.tokens for t in few])
         said_RD, mask_RD = (
             unit(np.asarray(embed_rows(model.params.embedding, jnp.asarray(ids, jnp.int32))))
@@ -138,7 +138,8 @@ class DFlashForm(FeatureForm):
 
         def constant(*lots: tuple[np.ndarray, float]) -> np.ndarray:
             """float32[D]: a direction along which each lot of rows has about its number."""
-            return ridge(sum(x.T @ x for x, _ in lots), sum(x.sum(axis=0) * y for x, y in lots)[:, None])[:, 0]
+            gram_DD = np.sum([x.T @ x for x, _ in lots], axis=0)
+            return ridge(gram_DD, np.sum([x.sum(axis=0) * y for x, y in lots], axis=0)[:, None])[:, 0]
 
         def directions(x_RD: np.ndarray, count: int) -> np.ndarray:
             """float32[count, D]: the directions in which rows vary most, and these again if there are too few."""
@@ -153,26 +154,26 @@ class DFlashForm(FeatureForm):
         keys = np.repeat(np.stack([-of_block, of_block]), [H - blocks_own, blocks_own], axis=0)
         layer = zeros.layers[0]._replace(
             attn_norm=jnp.ones((c.d_model,)),
-            attn_q=np.kron(np.tile(constant(*block), (H, 1)), near_d[:, None]),
-            attn_k=np.kron(keys, near_d[:, None]),
-            attn_v=np.concatenate([directions(fused_RD, (H - blocks_own) * d), directions(said_RD, blocks_own * d)]),
+            attn_q=jnp.asarray(np.kron(np.tile(constant(*block), (H, 1)), near_d[:, None])),
+            attn_k=jnp.asarray(np.kron(keys, near_d[:, None])),
+            attn_v=jnp.concatenate([directions(fused_RD, (H - blocks_own) * d), directions(said_RD, blocks_own * d)]),
             attn_q_norm=jnp.ones((d,)),
             attn_k_norm=jnp.ones((d,)),
             ffn_norm=last.ffn_norm,
             ffn_gate=own["ffn_gate"],
             ffn_up=own["ffn_up"],
         )
-        weights = form.owned(BlockWeights(fc, last.attn_norm, (layer,), model.params.output_norm))
+        weights = form.owned(BlockWeights(jnp.asarray(fc), last.attn_norm, (layer,), model.params.output_norm))
         return weights._replace(layers=(weights.layers[0]._replace(attn_output=self._output(weights, few)),))
 
     def _output(self, weights: BlockWeights, texts: Sequence[Text]) -> jax.Array:
         """f32[D, H d]: the regression of what each place of a block should find on what its attention finds."""
         found_rows, width = jax.jit(self._rows), self.model.config.d_model
-        gram = cross = np.float32(0)
+        gram = cross = np.zeros((), np.float32)
         for group in pack(texts, range(len(texts)), rows=_ROWS, drafting=_DRAFTING):
             window = fill([texts[i] for i in group], rows=_ROWS, drafting=_DRAFTING, width=width)
             y_mKD, found = found_rows(weights, self.model.params.embedding, jax.tree.map(jnp.asarray, window))
-            depth_m, y_mKD, found_mKO = window.depth, np.asarray(y_mKD), np.asarray(found[0])
+            depth_m, y_mKD, found_mKO = np.asarray(window.depth), np.asarray(y_mKD), np.asarray(found[0])
             for s in range(self.block):
                 there = (depth_m >= 0) & (np.roll(depth_m, -s) == depth_m + s)
                 x, y = found_mKO[there, s], np.roll(window.after, -s, axis=0)[there] - y_mKD[there, s]

@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine.model import Model
 from specsparse.engine.rope import halves
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
@@ -63,7 +62,7 @@ def streams(
     cos, sin = cos[rows], sin[rows]
     place = jnp.arange(len(window.text))
     own: list[Keys] = []
-    found = []
+    found: list[jax.Array] = []
     entered = HeadRows(*(x[rows] for x in first))
     for s in range(count):
         if s:
@@ -147,7 +146,6 @@ class HeadForm(Form):
     drafter: ClassVar[str] = "head"
     option: ClassVar[str] = "head"
 
-    model: Model
     below: tuple[int, ...] = ()
     begin: HeadFile | None = None
 
@@ -181,13 +179,13 @@ class HeadForm(Form):
             before, after, tokens = [], [], []
             for text in Features(model, (model.config.n_layers,)).of(form.beginning_with(texts, rows)):
                 start = max(text.prompt - 2, 0)
-                before.append(text.hidden[start:-1])
-                after.append(text.hidden[start + 1 :])
+                before.append(text.read[start:-1])
+                after.append(text.read[start + 1 :])
                 tokens.append(text.tokens[start + 1 :])
             embedded = np.asarray(embed_rows(params.embedding, jnp.asarray(np.concatenate(tokens))))
             h, h_next, e = (unit(x) for x in (np.concatenate(before), np.concatenate(after), embedded))
             x, last = np.concatenate([h * np.asarray(params.output_norm), e], axis=1), params.layers[-1]
-            fc_hidden, fc_token = np.split(ridge(x.T @ x, x.T @ h_next).T, 2, axis=1)
+            fc_hidden, fc_token = map(jnp.asarray, np.split(ridge(x.T @ x, x.T @ h_next).T, 2, axis=1))
             none = {n: jnp.zeros(getattr(last, n).shape, jnp.float32) for n in ("attn_output", "ffn_down")}
             layer = LayerWeights(attn_norm=last.attn_norm, ffn_norm=last.ffn_norm, **none, **form.last_inputs(model))
             ones = jnp.ones((model.config.d_model,), jnp.float32)
@@ -218,7 +216,7 @@ class HeadForm(Form):
         fc_own = w.fc_hidden if w.fc_own is None else w.fc_own
         told_nD = times(rms_norm(embed_rows(embedding, window.tokens), w.token_norm, eps), w.fc_token)
         x_nD = times(rms_norm(window.hidden[:, -D:], w.hidden_norm, eps), w.fc_hidden)
-        if w.below_norm is not None:
+        if w.below_norm is not None and w.fc_below is not None:
             below_nbD = window.hidden[:, :-D].reshape(len(x_nD), -1, D)
             inverse = jax.lax.rsqrt(jnp.mean(below_nbD**2, axis=-1, keepdims=True) + jnp.float32(eps))
             x_nD = x_nD + times((below_nbD * inverse * w.below_norm[None]).reshape(len(x_nD), -1), w.fc_below)
@@ -270,7 +268,8 @@ class Eagle3Form(FeatureForm):
 
     def zeros(self) -> Eagle3Weights:
         sizes = dict(eagle3.tensor_shapes(self.shape, self.model.config.d_model))
-        return Eagle3Weights(**{field: jnp.zeros(sizes[name]) for field, name in EAGLE3_NAMES.items()})
+        zeros: dict[str, Any] = {field: jnp.zeros(sizes[name]) for field, name in EAGLE3_NAMES.items()}
+        return Eagle3Weights(**zeros)
 
     def first(self, texts: Sequence[Text]) -> Eagle3Weights:
         """`fc` is `FeatureForm.fused`. The rest is the target's last layer, which reads the fused rows and not yet the
@@ -286,10 +285,12 @@ class Eagle3Form(FeatureForm):
             return jnp.concatenate([jnp.zeros_like(matrix), matrix], axis=1)
 
         weights = zeros._replace(
-            fc=self.fused(texts),
+            fc=jnp.asarray(self.fused(texts)),
             token_norm=jnp.ones_like(zeros.token_norm),
             hidden_norm=last.attn_norm,
-            **{name: beside(name) for name in ("attn_q", "attn_k", "attn_v")},
+            attn_q=beside("attn_q"),
+            attn_k=beside("attn_k"),
+            attn_v=beside("attn_v"),
             ffn_norm=last.ffn_norm,
             ffn_gate=own["ffn_gate"],
             ffn_up=own["ffn_up"],

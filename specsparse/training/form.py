@@ -43,6 +43,7 @@ class Frozen(NamedTuple):
     sin: jax.Array
 
 
+@dataclass(frozen=True)
 class Form(abc.ABC):
     """Base of the drafters that can be trained. Its weights are a pytree of float32 arrays.
 
@@ -106,7 +107,6 @@ class FeatureForm(Form):
         below: ids of the layers whose entering rows it reads; () for [2, L / 2, L - 3].
     """
 
-    model: Model
     below: tuple[int, ...] = ()
 
     @property
@@ -124,7 +124,7 @@ class FeatureForm(Form):
         D, E = self.model.config.d_model, len(self.read) * self.model.config.d_model
         gram, cross = np.zeros((E, E), np.float32), np.zeros((E, D), np.float32)
         for text in Features(self.model, self.layers).of(beginning_with(texts, rows)):
-            before, after = text.hidden[:-1, :E], text.hidden[1:, -D:]
+            before, after = text.read[:-1, :E], text.read[1:, -D:]
             gram, cross = gram + before.T @ before, cross + before.T @ after
         return ridge(gram, cross).T
 
@@ -225,7 +225,6 @@ class SmallForm(Form):
     drafter: ClassVar[str] = "model"
     option: ClassVar[str] = "model"
 
-    model: Model
     options: SmallOptions = field(default_factory=SmallOptions)
     seed: int = 0
 

@@ -178,5 +178,6 @@ def _one_head(q_md, k_nd, v_nd, bias_mn, drafted: list[Keys]) -> jax.Array:
 
 
 def feed_forward(config: ModelConfig, w: LayerWeights, x_mD: jax.Array) -> jax.Array:
+    assert w.ffn_gate is not None and w.ffn_up is not None and w.ffn_down is not None
     z = rms_norm(x_mD, w.ffn_norm, config.norm_eps)
     return x_mD + times(jax.nn.silu(times(z, w.ffn_gate)) * times(z, w.ffn_up), w.ffn_down)

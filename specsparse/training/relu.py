@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,11 +92,11 @@ class PackedTexts(NamedTuple):
         answer: bool[n], rows that the answer's tokens are said by: its own, and the prompt's last.
     """
 
-    tokens: np.ndarray
-    position: np.ndarray
-    text: np.ndarray
-    hidden: np.ndarray
-    answer: np.ndarray
+    tokens: jax.Array
+    position: jax.Array
+    text: jax.Array
+    hidden: jax.Array
+    answer: jax.Array
 
 
 def check(config: ModelConfig) -> None:
@@ -118,7 +118,7 @@ def frozen_layers(model: Model, positions: int) -> FrozenLayers:
 
     attention = {name: stacked(name) for name in LayerWeights._fields[:6]}
     norms = (stacked("attn_q_norm"), stacked("attn_k_norm")) if config.family.qk_norm else (None, None)
-    kinds = LayerKind(*(jnp.asarray(each, jnp.int32) for each in zip(*map(config.kind, range(config.n_layers)))))
+    kinds: Any = jax.tree.map(lambda *each: jnp.array(each, jnp.int32), *map(config.kind, range(config.n_layers)))
     tables = map(jnp.asarray, model_tables(config.ropes, positions, model.rope_factors))
     return FrozenLayers(LayerWeights(**attention), norms, kinds, *tables)
 
@@ -135,24 +135,24 @@ def ffns_of(model: Model) -> FfnMatrices:
 def pack_texts(texts: Sequence[Text], rows: int) -> PackedTexts:
     """Texts one after the other in `rows` rows; the last one loses its end if it does not fit."""
     width = 0 if texts[0].hidden is None else texts[0].hidden.shape[1]
-    out = PackedTexts(
-        np.zeros(rows, np.int32),
-        np.zeros(rows, np.int32),
-        np.full(rows, -1, np.int32),
-        np.zeros((rows, width), np.float32),
-        np.zeros(rows, bool),
+    out: dict[str, Any] = dict(
+        tokens=np.zeros(rows, np.int32),
+        position=np.zeros(rows, np.int32),
+        text=np.full(rows, -1, np.int32),
+        hidden=np.zeros((rows, width), np.float32),
+        answer=np.zeros(rows, bool),
     )
     at = 0
     for index, text in enumerate(texts):
         count = min(len(text.tokens), rows - at)
         here = slice(at, at + count)
-        out.tokens[here], out.position[here] = text.tokens[:count], np.arange(count)
-        out.text[here] = index
+        out["tokens"][here], out["position"][here] = text.tokens[:count], np.arange(count)
+        out["text"][here] = index
         if text.hidden is not None:
-            out.hidden[here] = text.hidden[:count]
-        out.answer[at + text.prompt - 1 : at + count] = True
+            out["hidden"][here] = text.hidden[:count]
+        out["answer"][at + text.prompt - 1 : at + count] = True
         at += count
-    return out
+    return PackedTexts(**out)
 
 
 def forward(
@@ -538,12 +538,12 @@ class Distiller:
         """A state of the right shapes, to read a checkpoint by."""
         c = self.config
         shapes = ((c.n_layers, c.d_ff, c.d_model),) * 2 + ((c.n_layers, c.d_model, c.d_ff),)
-        return jax.eval_shape(self.start, FfnMatrices(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)))
+        return jax.eval_shape(lambda: self.start(FfnMatrices(*(jnp.zeros(s, jnp.float32) for s in shapes))))
 
     def batches(self, texts: Sequence[Text], start: int) -> Iterator[DistillBatch]:
         """Windows and candidate ids from step `start` on without end; the texts come in another order each time."""
         rows = self.options.rows
-        counts = sum(np.bincount(t.tokens, minlength=self.config.vocab_size) for t in texts) + 0.1
+        counts = np.bincount(np.concatenate([t.tokens for t in texts]), minlength=self.config.vocab_size) + 0.1
         plan = partial(fill_up, texts, rows=rows)
         for step, group in endless(plan, len(texts), seed=self.options.seed, start=start):
             packed = pack_texts(self._features.of([texts[i] for i in group]), rows)

@@ -244,11 +244,11 @@ def evaluator(
         reach = np.zeros(gamma + 1)
         for window in windows:
             right_sm = right(weights, frozen, model.params.embedding, jax.tree.map(jnp.asarray, window))
-            reach += reached(np.asarray(right_sm), window.depth)
+            reach += reached(np.asarray(right_sm), np.asarray(window.depth))
         agreement = tuple(float(b / a) if a else 0.0 for a, b in itertools.pairwise(reach))
         return DraftQuality(int(reach[0]), agreement, float(1 + reach[1:].sum() / reach[0]))
 
-    if not sum(reached(np.ones((gamma, drafting)), window.depth)[0] for window in windows):
+    if not sum(reached(np.ones((gamma, drafting)), np.asarray(window.depth))[0] for window in windows):
         raise UserError(f"no held-out answer is longer than gamma={gamma} tokens: raise train.answer")
     return judge
 

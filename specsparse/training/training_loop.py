@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from rich.console import Console
 
+from specsparse.engine.pytree import Pytree
 from specsparse.support import terminal
 from specsparse.support.files import load_state, save_state
 
@@ -25,7 +26,6 @@ class Stepped(Protocol):
 
 
 State = TypeVar("State", bound=Stepped)
-Weights = TypeVar("Weights")
 Group = TypeVar("Group")
 OnStep = Callable[[int, Any, Any, Any], None]
 """on_step(steps done, state, losses, batch)."""
@@ -43,8 +43,8 @@ def trapezoid(peak: float, steps: int, *, up: int, down: int) -> optax.Schedule:
 
 
 def updated(
-    optimiser: optax.GradientTransformation, grads: Weights, state: optax.OptState, weights: Weights
-) -> tuple[Weights, optax.OptState]:
+    optimiser: optax.GradientTransformation, grads: Pytree, state: optax.OptState, weights: Pytree
+) -> tuple[Pytree, optax.OptState]:
     """Weights and state of the optimiser after a step along `grads`."""
     with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counter with floats
         updates, state = optimiser.update(grads, state, weights)
@@ -131,7 +131,7 @@ class Log:
         return (self._seen - self._before) / seconds if seconds > 0 else 0.0
 
     @contextmanager
-    def shown(self, console: Console, what: str, state: Stepped) -> Iterator[OnStep]:
+    def shown(self, console: Console, what: str, state: Stepped) -> Generator[OnStep]:
         """A bar; yields the function that `train` is to call after each step."""
         self._begun = time.perf_counter()
         with terminal.counting(console, what, self.steps) as step:

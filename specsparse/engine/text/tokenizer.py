@@ -4,7 +4,7 @@ import codecs
 import operator
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 from specsparse.engine.text.bpe import BpeCodec
 from specsparse.engine.text.spm import SpmCodec
@@ -137,6 +137,23 @@ class Tokenizer:
         """A decoder that takes one id at a time; by default for ids that continue a prompt."""
         return StreamDecoder(self, skip_special=skip_special, continues=continues)
 
+    @overload
+    def apply_chat_template(
+        self,
+        messages: "Messages",
+        add_generation_prompt: bool = ...,
+        tokenize: Literal[False] = ...,
+        chat_template_kwargs: Mapping[str, object] | None = ...,
+    ) -> str: ...
+    @overload
+    def apply_chat_template(
+        self,
+        messages: "Messages",
+        add_generation_prompt: bool = ...,
+        *,
+        tokenize: bool,
+        chat_template_kwargs: Mapping[str, object] | None = ...,
+    ) -> str | list[int]: ...
     def apply_chat_template(
         self,
         messages: "Messages",

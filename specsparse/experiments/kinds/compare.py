@@ -69,7 +69,7 @@ class ComparedMethod:
     @property
     def interval(self) -> Interval | None:
         found = self.groups["all"].speedup
-        return found and found.interval
+        return None if found is None else found.interval
 
     def to_dict(self) -> Json:
         tasks: Json = {}

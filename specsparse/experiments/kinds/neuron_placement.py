@@ -36,7 +36,7 @@ from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs.roofline import get_device
 from specsparse.models import catalogue
 from specsparse.powerinfer import placement, profiler
-from specsparse.powerinfer.hot_cold import Span, host_kernels, waiting
+from specsparse.powerinfer.hot_cold import Span, TwoDevices, host_kernels, waiting
 from specsparse.powerinfer.placement import RULES, Hardware, ModelParts, Placement, Problem
 from specsparse.powerinfer.profiler import ActivationStats, probabilities, read_activations
 from specsparse.predictors import FFN, Needs, get_predictor
@@ -373,6 +373,7 @@ def measure_decoding(
 def _two_device_seconds(model: Model, ids: np.ndarray, count: int, directory: Path) -> dict[str, Any]:
     """The times on the model's two devices, watched and unwatched; writes a trace of the overlapped steps."""
     two, out, spans, before = model.devices, dict[str, Any](), list[Span](), dict[str, int]()
+    assert isinstance(two, TwoDevices)
     two.overlap = False
     out["in_turn"] = _step_seconds(model, ids, count)
     two.watch = lambda *span: spans.append(span)

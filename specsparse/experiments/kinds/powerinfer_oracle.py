@@ -14,6 +14,7 @@ from rich.text import Text
 
 from specsparse import kernels
 from specsparse.engine.gguf.reader import open_gguf
+from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments.kind import Kind, RunContext, RunResult
 from specsparse.experiments.settings import ModelSettings
@@ -94,7 +95,8 @@ class PowerInferOracle(Kind[PowerInferSettings]):
         theirs, greedy = _results(cfg), None
         tokens, ids = theirs.pop("tokens"), theirs.pop("greedy_ids", None)
         limits = LIMITS.get(open_gguf(path).tensors["blk.0.ffn_up.weight"].type.name, {}) if faithful else {}
-        found, first = [], None
+        found: list[Compared] = []
+        first: Model | None = None
         for variant, logits in theirs.items():
             title = f"{path.name} for {variant}"
             model = ctx.load(cfg.model, title=title, faithful_f16=faithful, **VARIANTS[variant])
@@ -103,8 +105,9 @@ class PowerInferOracle(Kind[PowerInferSettings]):
                 shapes = f"{variant} have the shape {logits.shape} and ours {ours.shape}"
                 raise UserError(f"PowerInfer's logits of {shapes}: another model")
             error = np.abs(ours.astype(np.float64) - logits)
-            numbers = (float(x) for x in (error.max(), error.mean(), np.quantile(error, 0.99)))
-            found.append(Compared(variant, len(error), *numbers, limits))
+            largest, mean, q99 = (float(x) for x in (error.max(), error.mean(), np.quantile(error, 0.99)))
+            found.append(Compared(variant, len(error), largest, mean, q99, limits))
+        assert first is not None  # `_results` found one variant at least
         tried, same_bits = (1,), []
         if first.kernels.name == "native":
             before, tried = kernels.status()["threads"], cfg.powerinfer.threads

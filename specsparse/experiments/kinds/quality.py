@@ -5,7 +5,7 @@
 
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from specsparse.models import catalogue
 from specsparse.report import display
 from specsparse.runtime.perplexity import Scores, Windows, score, windows
 from specsparse.support import tables, terminal
+from specsparse.support.files import Json
 from specsparse.support.options import Count, Range, Size
 
 F32 = "f32"
@@ -95,7 +96,7 @@ class Perplexity(Kind[PerplexitySettings]):
         with base_probs(cfg, ctx, text) as probs:
             found = scored(model, text, ctx, cfg.model.path, base=probs, live=True)
         facts = {"base": cfg.perplexity.base, "windows": text.tokens.shape[0], "window": text.tokens.shape[1]}
-        summary = {**found.summary(), **facts, **sparse_model.label(model)}
+        summary: Json = {**found.summary(), **facts, **sparse_model.label(model)}
         shown = [
             f"{summary['tokens']} tokens scored in {summary['windows']} windows of {summary['window']}",
             f"perplexity {summary['perplexity']:.4f} +- {summary['perplexity_error']:.4f}",
@@ -145,7 +146,7 @@ def scored(
 
 
 @contextmanager
-def base_probs(cfg: PerplexitySettings, ctx: RunContext, text: Windows) -> Iterator[np.ndarray | None]:
+def base_probs(cfg: PerplexitySettings, ctx: RunContext, text: Windows) -> Generator[np.ndarray | None]:
     """Log-probabilities float32[N, V] of the base on the text, in a file that goes with the block."""
     base = cfg.perplexity.base
     if base is None:

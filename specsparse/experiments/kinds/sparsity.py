@@ -128,19 +128,20 @@ class SparsityKind(Kind[SparsitySettings]):
                 judged.append(evaluator(side.predictor, side.weights))
                 step()
         decoding = [side.model for side in sides if side.model is not None and spec.tokens]
-        (plain, *seconds), taken = (
-            _timed(cfg, ctx, [dense, *decoding], prompt[0].tolist()) if decoding else ((None,), None)
-        )
+        plain, seconds, taken = None, list[np.ndarray](), None
+        if decoding:
+            (plain, *seconds), taken = _timed(cfg, ctx, [dense, *decoding], prompt[0].tolist())
         whole, points = dense.footprint.packed, list[Point]()
         ffns = sum(m.nbytes for layer in dense.params.layers for m in matrices(layer))
         for side, quality in zip(sides, judged, strict=True):
             own, following = (0, ffns) if side.model is None else bytes_read(side.model, side.predictor)
-            by_bytes, timing = whole / (whole - ffns + own + quality.mean.kept * following), list[Any]()
-            if side.model is not None and seconds:
+            point = Point(side.value, quality, whole / (whole - ffns + own + quality.mean.kept * following))
+            if side.model is not None and plain is not None:
                 mine = seconds.pop(0)
-                timing = [1 / float(s.mean()) for s in (mine, plain)]
-                timing.append(speedups.speedup(plain, mine, prompts=[0] * len(mine)))
-            points.append(Point(side.value, quality, by_bytes, *timing))
+                own_rate, dense_rate = (1 / float(s.mean()) for s in (mine, plain))
+                faster = speedups.speedup(plain.tolist(), mine.tolist(), prompts=[0] * len(mine))
+                point = replace(point, tokens_per_second=own_rate, dense_tokens_per_second=dense_rate, speedup=faster)
+            points.append(point)
         vary = "predictor" if spec.predictors else spec.vary
         names = ", ".join(dict.fromkeys(p.quality.name for p in points))
         title = f"{cfg.name}: {Path(dense.path).name}, {names} (lossy)"
@@ -174,8 +175,8 @@ def sides_of(cfg: SparsitySettings, ctx: RunContext, dense: Model, prompt: np.nd
     values = cfg.sparsity.predictors or cfg.sparsity.values or (None,)
     for value, point in zip(values, settings(cfg), strict=True):
         if point.ffn.name == "powerinfer":
-            model, *own = sparse_model.sparse_of(point, ctx, dense)
-            yield Side(value, *own, model)
+            model, predictor, weights = sparse_model.sparse_of(point, ctx, dense)
+            yield Side(value, predictor, weights, model)
             continue
         if rows is None and sparse_model.reads_text(sparse_model.predictor_of(point, dense)):
             rows = sparse_model.residuals(point, dense, ctx.console)  # once

@@ -278,7 +278,7 @@ def parts(found: Joined) -> Iterator[Table | str]:
     seen = {(1, p.rows): p for p in found.seen}
     for key in sorted({*text, *seen}):
         one, other = text.get(key), seen.get(key)
-        cells = [*map(str, key), f"{(one or other).kept:.1%}"]
+        cells = [*map(str, key), f"{(one or seen[key]).kept:.1%}"]
         cells += [f"{one.union:.1%}", f"{one.guess:.1%}"] if one else ["", ""]
         cells += [str(other.passes), f"{other.union:.1%}", f"{other.guess:.1%}"] if other else ["", "", ""]
         table.add_row(*cells)

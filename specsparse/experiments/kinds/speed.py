@@ -139,7 +139,7 @@ def explain(
         findings["explanation"] = dataclasses.asdict(why)
         notes += why.lines()
     if everything.speedup is not None:
-        costs = {}
+        costs: dict[str, Any] = {}
         if table is not None:
             costs = {"v": table.v, **table.draft_costs(table.drafts.get(drafter, FREE), 1)}
         best = oracles(counters, everything.speedup.ratio_of_totals, levels=levels, **costs)

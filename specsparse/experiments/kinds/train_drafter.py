@@ -184,7 +184,7 @@ def form_of(cfg: TrainSettings, model: Model) -> Form:
         return SmallForm(model, small, cfg.seed)
     if own.form == "head":
         file = None if own.begin is None else find(own.begin, model.params.output_norm)
-        return HeadForm(model, own.below, file and read_head(file, model.config, floats=True))
+        return HeadForm(model, own.below, None if file is None else read_head(file, model.config, floats=True))
     return Eagle3Form(model, own.below) if own.form == "eagle3" else DFlashForm(model, own.below, block)
 
 

@@ -8,7 +8,7 @@ import functools
 from collections import defaultdict
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ class Recycle(Drafter):
             nodes are the likeliest ones.
     """
 
-    kind: ClassVar[DraftKind] = DraftKind.ONE_HOT
+    kind = DraftKind.ONE_HOT
     max_nodes: MaxNodes = 3
     chances: tuple[Chance, ...] = (0.3, 0.1, 0.06)
 
@@ -63,9 +63,9 @@ class Recycle(Drafter):
         """The tree, its likeliest nodes first."""
         return TreeTemplate.best_first(self.chances, self.max_nodes)
 
-    tree = property(lambda self: self.template.width > 1)  # type: ignore[assignment]
-    max_depth = property(attrgetter("template.max_depth"))  # type: ignore[assignment]
-    wants_top = property(attrgetter("template.width"))  # type: ignore[assignment]
+    tree = property(lambda self: self.template.width > 1)
+    max_depth = property(attrgetter("template.max_depth"))
+    wants_top = property(attrgetter("template.width"))
 
     def init(self, params: Pytree, ctx: DraftContext, *, hidden: jax.Array | None = None) -> RecycleState:
         """The successors that the prompt shows."""

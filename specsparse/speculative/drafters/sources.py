@@ -13,7 +13,6 @@ from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specsparse.engine.cache import KVCache
 from specsparse.engine.llama import ForwardFn, Want, WhichLogits

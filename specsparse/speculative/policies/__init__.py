@@ -1,7 +1,7 @@
 """Draft-length policies by name, with the option names of llama.cpp, vLLM and Hugging Face. Imports no jax."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specsparse.speculative.base import SHORT_GAMMA
 from specsparse.support.options import values_of
@@ -48,7 +48,7 @@ def get_policy(name: str, **options: object) -> "Policy":
     return policy
 
 
-def over_tree(name: str, options: Mapping[str, object], nodes: int) -> dict[str, object]:
+def over_tree(name: str, options: Mapping[str, object], nodes: int) -> dict[str, Any]:
     """Options of a policy for drafts that are trees of so many nodes, which are no draft lengths."""
     return values_of(POLICIES.make(name, options).over_tree(nodes))
 

@@ -71,7 +71,7 @@ class TreeTemplate:
         """The `size` nodes that are likeliest to be accepted, the likeliest first, if the child of rank r is accepted
         with `chances[r]`, which fall and lie between 0 and 1, wherever its parent is."""
         paths: list[tuple[int, ...]] = []
-        waiting = [(-chances[0], (0,))]
+        waiting: list[tuple[float, tuple[int, ...]]] = [(-chances[0], (0,))]
         while len(paths) < size:
             cost, path = heapq.heappop(waiting)
             paths.append(path)

@@ -88,7 +88,7 @@ class Tally:
 
     def add(self, window: str, one_TV: np.ndarray, rows_TV: np.ndarray, judge: Judge | None = None) -> None:
         """A window's rows alone and in batches, float32[T, V] each; `judge` has our distributions there."""
-        digest = hashlib.sha256(np.ascontiguousarray(rows_TV)).digest()
+        digest = hashlib.sha256(np.ascontiguousarray(rows_TV).data).digest()
         self._bits.append(digest)
         self.positions += len(rows_TV)
         if judge is not None:
@@ -252,7 +252,7 @@ def _case(
         engine = ours if name == OURS else Peer(name, option="--engine", patient=True)
         with closing(engine), terminal.counting(out, said, len(cut) * len(plan.widths)) as done:
             found["version"] = engine.version
-            if engine is not ours:
+            if isinstance(engine, Peer):
                 engine.load(model.path, threads=count, room=plan.room, flash=flash)
             found |= audit(engine, plan, cut, real, ours=None if name == OURS else ours, done=done)
     except PeerError as error:

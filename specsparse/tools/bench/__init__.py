@@ -248,7 +248,7 @@ def rewritten(argv: Sequence[str]) -> list[str]:
     given = list(_pairs(argv))
     flags = [flag for flag, _ in given]
     old = next((flag for flag in _OLD_COMMANDS if flag in flags), None)
-    command = _OLD_COMMANDS.get(old, "speed")
+    command = _OLD_COMMANDS.get(old or "", "speed")
     renamed, first, rest = _OLD_FLAGS[command], [], []
     for flag, value in given:
         if flag == old and flag is not None:
@@ -256,7 +256,7 @@ def rewritten(argv: Sequence[str]) -> list[str]:
         elif flag is None and command in ("batch", "draft"):
             rest += ["--model", value]
         else:
-            rest += [renamed.get(flag, flag), value]
+            rest += [renamed.get(flag or "", flag), value]
     made = [command, *(word for word in (*first, *rest) if word is not None)]
     if old or any(flag in renamed for flag in flags):
         print(f"specsparse: this form ends with the next version; write: bench {shlex.join(made)}", file=sys.stderr)

@@ -12,7 +12,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from statistics import median
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ from specsparse.measure.costs.forecast import Clock
 from specsparse.measure.costs.roofline import ModelOutline, config_from_shape, kv_bytes
 from specsparse.measure.trials import Ours, token_ids
 from specsparse.models import catalogue
-from specsparse.models.catalogue import Shape
+from specsparse.models.catalogue import Mixed, Shape
 from specsparse.powerinfer.hot_cold import (
     DevicePair,
     HotCold,
@@ -99,10 +99,11 @@ class _NoText:
 
 def shape_of(name: str) -> Shape:
     """The shape of a catalogue model that has one, or "tiny"."""
-    entry = None if name == "tiny" else catalogue.find(name)
-    shape = TINY if name == "tiny" else entry and entry.shape
-    assert shape is not None, f"{name}: the catalogue has no shape of it"
-    return shape
+    if name == "tiny":
+        return TINY
+    entry = catalogue.find(name)
+    assert entry is not None and entry.shape is not None, f"{name}: the catalogue has no shape of it"
+    return entry.shape
 
 
 def random_model(
@@ -146,11 +147,13 @@ def padded(model: Model) -> Model:
 
 def random_params(config: ModelConfig, kind: str, kept: Kept | None = None) -> tuple[Params, int]:
     """Weights of a Llama without biases, and the bytes of them that a step reads; `kept` as in `random_matrix`."""
-    made: dict[str, jax.Array | Matrix] = {}
+    made: dict[str, Any] = {}
     for i, (name, shape) in enumerate(config.tensor_shapes()):
         std = 1.0 if "embd" in name else None
-        one = len(shape) == 1
-        made[name] = jnp.ones(shape, jnp.float32) if one else random_matrix(i, kind, shape, std=std, kept=kept)
+        if len(shape) == 1:
+            made[name] = jnp.ones(shape, jnp.float32)
+        else:
+            made[name] = random_matrix(i, kind, (shape[0], shape[1]), std=std, kept=kept)
     layers = []
     for i in range(config.n_layers):
         prefix = f"blk.{i}."
@@ -176,7 +179,7 @@ def random_matrix(
     if kept is not None and (layout.is_float or kept == "bf16"):
         return plain(_normal(seed, std, shape=shape), layout)
     if layout.is_float:
-        return pack_float(_normal(seed, std, shape=shape), layout.codes)  # type: ignore[arg-type]
+        return pack_float(_normal(seed, std, shape=shape), layout.codes)
     assert layout.scales == "d" and layout.codes in _CODES_STD and not layout.lut, f"{kind}: has no single scale"
     if kept is not None:
         return _fragments(seed, std / _CODES_STD[layout.codes], layout=layout, shape=shape)
@@ -442,7 +445,7 @@ def _checked(model: Model) -> Json:
 
 
 DEVICES = ("h200", "h100", "mi300x", "5090", "epyc12")
-KINDS = ("BF16", "Q8_0", "Q4_0")
+KINDS: tuple[Mixed, ...] = ("BF16", "Q8_0", "Q4_0")
 
 
 def predictions(plan: CardPlan, devices: Sequence[str] = DEVICES) -> list[Json]:
@@ -455,7 +458,7 @@ def predictions(plan: CardPlan, devices: Sequence[str] = DEVICES) -> list[Json]:
     tokens = expected.expected_tokens(ALPHA, GAMMA)
     for sheet, name, kind in itertools.product(devices, (plan.small, plan.large), KINDS):
         device = sheets()[sheet]
-        outline = ModelOutline.from_shape(name, replace(shape_of(name), weights=kind))  # type: ignore[arg-type]
+        outline = ModelOutline.from_shape(name, replace(shape_of(name), weights=kind))
         load = outline.traffic().requantised(kind)  # every matrix in that type, the output too
         paper = Clock.on_paper(device, load, outline.kernels(), PROMPT + plan.tokens / 2)
         fits = device.memory is None or load.weight_bytes < device.memory
@@ -517,7 +520,7 @@ class _Tokens:
 
     def __init__(self, two: TwoDevices, params: Params):
         config = two.config
-        cos, sin = rope.model_tables(config.ropes, _CAPACITY, None)
+        cos, sin = map(jnp.asarray, rope.model_tables(config.ropes, _CAPACITY, None))
         self.two, self.params = two, params._replace(cos=cos, sin=sin)
         self._cache = two.new_cache(
             layers=config.n_layers,
@@ -567,8 +570,14 @@ def _placed(config: ModelConfig, ffn_rows: list[np.ndarray], hots: list[int], tw
 
     `ffn_rows` are gate, up and down_t of every layer as a file has them; the first neurons are the hot ones.
     """
+
+    def q4(seed: int, shape: tuple[int, int], std: float | None = None) -> QTensor:
+        made = random_matrix(seed, "Q4_0", shape, std=std)
+        assert isinstance(made, QTensor)
+        return made
+
     params, _ = random_params(config, "Q4_0")
-    fc1 = random_matrix(0, "Q4_0", (min(RANK, config.d_model), config.d_model))
+    fc1 = q4(0, (min(RANK, config.d_model), config.d_model))
     rank, layers = fc1.shape[0], []
 
     def part(first: int, last: int) -> Part | None:
@@ -576,14 +585,14 @@ def _placed(config: ModelConfig, ffn_rows: list[np.ndarray], hots: list[int], tw
         packed = (pack_neurons(raw[first:last], GGML.Q4_0, shape) for raw in ffn_rows)
         return Part(*packed) if first < last else None
 
-    def fc2(seed: int, size: int, scale: float) -> QTensor | None:
-        return random_matrix(seed, "Q4_0", (size, rank), std=scale * rank**-0.5) if size else None
-
     for i, (layer, hot) in enumerate(zip(params.layers, hots, strict=True)):
         cold = config.d_ff - hot
         scales = (1.0, _COLDER) if hot and cold else (_ALIKE, _ALIKE)
-        both = (fc2(2 * i + at, size, scales[at]) for at, size in enumerate((hot, cold)))
-        predictor = Predictors(fc1, *both, jnp.float32(0))
+        fc2_hot, fc2_cold = (
+            q4(2 * i + at, (size, rank), scales[at] * rank**-0.5) if size else None
+            for at, size in enumerate((hot, cold))
+        )
+        predictor = Predictors(fc1, fc2_hot, fc2_cold, jnp.float32(0))
         sparse = HotCold(predictor, part(0, hot), part(hot, config.d_ff))
         layers.append(layer._replace(ffn_gate=None, ffn_up=None, ffn_down=None, sparse=sparse))
     return two.place(params._replace(layers=tuple(layers)))

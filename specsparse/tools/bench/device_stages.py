@@ -188,13 +188,13 @@ def run_apart(
     )  # fmt: skip
 
     def read_rows() -> None:
-        for line in child.stdout:
+        for line in child.stdout or ():
             if line.startswith(ROW):
                 out.rows.append(json.loads(line[len(ROW) :]))
                 say(shown(out.rows[-1]))
 
     def read_last() -> None:
-        for line in child.stderr:
+        for line in child.stderr or ():
             if line.strip():
                 last[:] = [line.strip()[:300]]
 

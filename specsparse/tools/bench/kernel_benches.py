@@ -41,7 +41,7 @@ from specsparse.report.plots import COLOURS, FAINT, Figure, Row
 from specsparse.support import tables, terminal
 from specsparse.support.files import Json, need_memory
 from specsparse.support.interleaved import alternating, interleaved, seconds
-from specsparse.tools.bench.lut_product import SUMS, BitPlanes, lut_linear, pack_planes
+from specsparse.tools.bench.lut_product import SUMS, BitPlanes, Sums, lut_linear, pack_planes
 
 MADE_BYTES, BLOCK_MADE_BYTES = 12, 4
 """Most bytes a weight while it is made: as a float64 and its float32; as codes, whose scales alone are floats."""
@@ -112,9 +112,13 @@ def chained(product: Callable[[Any, jax.Array, jax.Array, jax.Array | None], jax
     return jax.jit(run)
 
 
+def _by_tables(sums: Sums, w: BitPlanes, x: jax.Array, n_valid: jax.Array, y: jax.Array | None) -> jax.Array:
+    return lut_linear(x, w, sums=sums, residual=y)
+
+
 PRODUCTS = {
     "product": chained(lambda w, x, n_valid, y: cpu.linear(x, (w,), n_valid=n_valid, residual=y)[0]),
-    **{sums: chained(lambda w, x, n_valid, y, sums=sums: lut_linear(x, w, sums=sums, residual=y)) for sums in SUMS},
+    **{sums: chained(partial(_by_tables, sums)) for sums in SUMS},
 }
 """The native product, and those by look-up tables, named after their `SUMS`."""
 
@@ -133,9 +137,9 @@ class KernelBench(abc.ABC):
     threads: int | None = None  # of the kernels; None is as many as before
     backend: str | None = "native"  # None is the best there is
 
+    @abc.abstractmethod
     def all_shapes(self) -> Sequence[tuple[int, int]]:
         """(rows, columns) of the matrices."""
-        return (self.shape,)
 
     def block_lengths(self, shape: tuple[int, int]) -> Sequence[int]:
         """Lengths that must be whole blocks of a type."""
@@ -153,7 +157,7 @@ class KernelBench(abc.ABC):
     def cases(self) -> Sequence[Hashable]:
         """The cases of each matrix; those that are compared stand together."""
 
-    def order(self, cases: Sequence[Hashable], repeat: int) -> Iterator[Hashable]:
+    def order(self, cases: Sequence[Any], repeat: int) -> Iterator[Any]:
         return alternating(cases, repeat)
 
     @abc.abstractmethod
@@ -241,6 +245,9 @@ class ProductsBench(KernelBench):
     shape: tuple[int, int] = (1536, 1536)  # (rows, columns) of a matrix
     memory_bytes: int = 160 << 20  # least bytes of all copies of a matrix that come from memory
     cache_bytes: int = 20 << 20  # most bytes of those that stay in the last cache
+
+    def all_shapes(self) -> Sequence[tuple[int, int]]:
+        return (self.shape,)
 
     def copies(self, state: str, nbytes: int) -> int:
         if state == MEMORY:
@@ -374,6 +381,9 @@ class FfnBench(KernelBench):
     repeats: int = 5
     cold_bytes: int = 1 << 30  # least bytes of all copies of the weights together, as far as `bounded` lets them
     backend: str | None = None
+
+    def all_shapes(self) -> Sequence[tuple[int, int]]:
+        return (self.shape,)
 
     def plan(self) -> Json:
         return {**asdict(self), "width": self.shape[0], "neurons": self.shape[1]}

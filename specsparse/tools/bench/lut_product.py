@@ -16,7 +16,7 @@ from specsparse.kernels.native import cpu
 from specsparse.kernels.qtensor import BLOCK, ROWS, Packed, QTensor, packed_pytree
 
 Sums = Literal["int16", "int8", "int6"]
-SUMS: tuple[str, ...] = ("int16", "int8", "int6")
+SUMS: tuple[Sums, ...] = ("int16", "int8", "int6")
 """The entries of a table: exact sums of int8 activations; sums of float activations in 127 steps; in 31, so that four
 of them can be added as bytes."""
 _STEPS = {"int8": 127.0, "int6": 31.0}
@@ -80,7 +80,7 @@ def make_tables(x_RD: jax.Array, zero: int, sums: Sums) -> Tables:
         scale, total = largest / 127.0, jnp.sum(q, axis=-1)
         entries = jnp.einsum("rbqk,ik->rbqi", q.reshape(*x.shape[:2], -1, 4), jnp.asarray(_BITS, jnp.float32))
         return Tables(entries.astype(jnp.int32), scale, zero * total, jnp.zeros_like(scale), scale * total)
-    steps, signs = _STEPS[sums], np.float32(2 * _BITS - 1)
+    steps, signs = _STEPS[sums], (2 * _BITS - 1).astype(np.float32)
     quads = x.reshape(*x.shape[:2], -1, 4)
     exact = sum(quads[..., k, None] * signs[None, None, None, :, k] for k in range(4))
     largest = jnp.max(jnp.abs(exact), axis=(-1, -2))

@@ -7,8 +7,8 @@ import itertools
 import math
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -77,7 +77,7 @@ class SpeculationBench(ModelBench):
             raise UserError("--peer decodes greedily here: leave --temp out")
 
     @contextmanager
-    def opened(self, out: Console) -> Iterator[tuple[Model, list[Peer], int]]:
+    def opened(self, out: Console) -> Generator[tuple[Model, list[Peer], int]]:
         """The model, the peers, which have not loaded it, and the threads of all."""
         with ExitStack() as stack:
             peers = [stack.enter_context(Peer(name)) for name in self.peers]  # first: a missing package costs no time
@@ -137,10 +137,12 @@ def writers_of(
 ) -> dict[str, Callable[[list[int]], TimedText]]:
     """Our sides and the peer's by name; each writes `tg` tokens after a prompt's ids and a first token."""
     methods = {PLAIN: Method()} | {f"ours {k}": method_of(model, drafter, k, sampling=sampling) for k in drafted}
-    writers = {name: (lambda ids, m=method: ours(model, m, ids, tg, sampling)) for name, method in methods.items()}
+    writers: dict[str, Callable[[list[int]], TimedText]] = {}
+    for name, method in methods.items():
+        writers[name] = lambda ids, m=method: ours(model, m, ids, tg, sampling)
     if peer is not None:
         draft = draft_file(drafter)
-        drafts = {PEER_PLAIN: (0, None)}
+        drafts: dict[str, tuple[int, Path | None]] = {PEER_PLAIN: (0, None)}
         drafts |= {f"peer {k}": (k, draft) for k in drafted if draft}
         drafts |= {f"peer lookup {k}": (k, None) for k in drafted}
         for name, (k, file) in drafts.items():
@@ -381,9 +383,9 @@ class BatchBench(SpeculationBench):
         for peer in peers:
             peer.check(model, widest=max(self.sizes))
 
-        def once(size: int) -> tuple[Counter[str], dict[str, Counters]]:
+        def once(size: int) -> tuple[dict[str, float], dict[str, Counters]]:
             """Seconds of all batches by side, of one batch's prompts for `_PROMPTS`; counters by method."""
-            seconds, counted = Counter[str](), dict.fromkeys(methods[size], Counters())
+            seconds, counted = defaultdict[str, float](float), dict.fromkeys(methods[size], Counters())
             if self.pp > 1:
                 ids, one = trials.token_ids(self.pp, model.config.vocab_size), params.merged(max_tokens=1)
                 seconds[_PROMPTS] = Session(model, [Request(ids, one, seed=0)] * size, Method()).times.prefill
@@ -399,7 +401,7 @@ class BatchBench(SpeculationBench):
                     seconds[peer.name] += peer.batch(batch, self.tg, flash[peer.name][size])
             return seconds, counted
 
-        def row(size: int, timed: Sequence[tuple[Counter[str], dict[str, Counters]]]) -> Json:
+        def row(size: int, timed: Sequence[tuple[dict[str, float], dict[str, Counters]]]) -> Json:
             seconds = {name: [by[name] for by, _ in timed] for name in timed[0][0]}
             plain, sequences, fast, theirs = seconds[PLAIN], sum(map(len, batches[size])), {}, {}
             rates = {n: trials.summary([sequences * self.tg / s for s in each]) for n, each in seconds.items()}

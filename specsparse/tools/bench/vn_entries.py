@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from specsparse.errors import UserError
 from specsparse.measure import conditions
@@ -129,10 +129,10 @@ def read_file(path: Path) -> tuple[VnEntry, ...]:
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        given = None
-    entries = given.get("entries") if isinstance(given, dict) and given.keys() == {"schema", "entries"} else None
-    objects = isinstance(entries, list) and entries and all(isinstance(entry, dict) for entry in entries)
-    if not objects or given["schema"] != VERSION:
+        given: Any = None
+    known = isinstance(given, dict) and given.keys() == {"schema", "entries"} and given["schema"] == VERSION
+    entries = given["entries"] if known else None
+    if not (isinstance(entries, list) and entries and all(isinstance(entry, dict) for entry in entries)):
         raise UserError(f'{path}: is no file of v(n): {{"schema": {VERSION}, "entries": [{{..}}, ..]}} is needed')
     found = []
     for i, entry in enumerate(entries):

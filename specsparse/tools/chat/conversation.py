@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ COMMANDS = {
 
 
 @contextlib.contextmanager
-def interrupts() -> Iterator[threading.Event]:
+def interrupts() -> Generator[threading.Event]:
     """An event that Ctrl-C sets within the block; it raises nothing, since jax's callbacks would lose the exception.
 
     A second Ctrl-C raises KeyboardInterrupt as ever.

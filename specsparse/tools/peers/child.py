@@ -3,19 +3,28 @@
 Imported by the scripts beside it, which run with any interpreter that has the peer; nothing of specsparse is imported.
 """
 
+import abc
 import json
 import os
 import sys
 import time
+from typing import Any
 
 
-class RowWriter:
-    """Texts and logits of an engine.
+class RowWriter(abc.ABC):
+    """Texts and logits of an engine."""
 
-    An engine has `begin(prompt, chunk)`, which leaves the prompt alone in the cache, fed by `chunk` tokens;
-    `next_token(prompt, chunk)`, the likeliest after it; and `logits_of(tokens, start)`, float32[n, V] of tokens behind
-    `start` others.
-    """
+    @abc.abstractmethod
+    def begin(self, prompt: list, chunk: int) -> None:
+        """Leaves the prompt alone in the cache, fed by `chunk` tokens."""
+
+    @abc.abstractmethod
+    def next_token(self, prompt: list, chunk: int) -> int:
+        """The likeliest token after the prompt."""
+
+    @abc.abstractmethod
+    def logits_of(self, tokens: list, start: int) -> Any:
+        """float32[n, V] of tokens behind `start` others."""
 
     def write(self, prompt: list, count: int, chunk: int) -> dict:
         """The greedy continuation, one token a pass; no token ends it."""
@@ -27,11 +36,13 @@ class RowWriter:
     def rows(self, prompt: list, text: list, width: int, chunk: int, file: str) -> dict:
         """The logits of a text in passes of `width` tokens, into `file`."""
         self.begin(prompt, chunk)
+        vocabulary = 0
         with open(file, "wb") as out:
             for start in range(0, len(text), width):
                 logits = self.logits_of(text[start : start + width], len(prompt) + start)
                 out.write(logits.tobytes())
-        return {"vocabulary": logits.shape[1]}
+                vocabulary = logits.shape[1]
+        return {"vocabulary": vocabulary}
 
 
 def serve(hello, engine_of) -> None:

@@ -122,7 +122,8 @@ class Context:
     def __init__(self, lib, model, threads: int, room: int, flash: "bool | None" = None, sequences: int = 1):
         self.lib, self.model, c = lib, model, lib.c
         self.room = room
-        self.prefix, self.filled = None, False  # prompt (a list of several), or `depth` tokens: how the cache begins
+        self.prefix: list | None = None  # prompt (a list of several), or `depth` tokens: how the cache begins
+        self.filled = False
         self.vocabulary = c.llama_vocab_n_tokens(c.llama_model_get_vocab(self.model))
         params = c.llama_context_default_params()
         params.n_ctx = -(-room // 256) * 256 * sequences
@@ -303,7 +304,7 @@ class Engine(RowWriter):
     def batch(self, prompts: list, n: int, flash: bool) -> float:
         """Seconds of n tokens of each sequence, one of each a call, with its logits; prompts are not timed."""
 
-        def step(i: int) -> None:
+        def step(context: Context, i: int) -> None:
             """The i-th token behind each prompt, all in one call."""
             tokens = self.tokens
             context.feed_rows([(tokens[(i + s) % len(tokens)], len(p) + i, s, True) for s, p in enumerate(prompts)])
@@ -320,12 +321,12 @@ class Engine(RowWriter):
                 if not (prompt in prompts[:s] and self.lib.copy(context.context, prompts.index(prompt), s)):
                     context.feed_rows([(token, at, s, False) for at, token in enumerate(prompt)])
             context.prefix = prompts
-            step(0)  # copies are made by the next call
+            step(context, 0)  # copies are made by the next call
         for s, prompt in enumerate(prompts):
             context.keep(len(prompt), s)
         start = time.perf_counter()
         for i in range(n):
-            step(i)
+            step(context, i)
         return time.perf_counter() - start
 
     def begin(self, prompt: list, chunk: int) -> None:

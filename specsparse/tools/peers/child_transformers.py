@@ -8,6 +8,7 @@ torch's fused kernels (sdpa) and not by single operations (eager).
 import os
 import sys
 import time
+from typing import Any
 
 sys.path.insert(0, os.path.dirname(__file__))  # where an isolated interpreter (-I) does not look
 from child import RowWriter, serve
@@ -43,8 +44,9 @@ class Engine(RowWriter):
         more = {} if flash is None else {"attn_implementation": "sdpa" if flash else "eager"}
         self.model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=kind, **more).eval()
         self.ids = torch.tensor([tokens])
-        self.cache = self.prefix = self.last = None
-        self.filled = False
+        self.cache, self.filled = DynamicCache(), False
+        self.prefix: list | None = None
+        self.last: Any = None
 
     def fill(self) -> None:
         if not self.filled or not self.depth:

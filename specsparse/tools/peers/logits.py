@@ -54,7 +54,8 @@ class OurRows:
         self.version = f"{model.facts()['kernels']} kernels"
         capacity = model.capacity_for(room)
         self._model, self._params = model, model.params_for(capacity)
-        self._cache, self._prompt = model.new_cache(1, capacity), None
+        self._cache = model.new_cache(1, capacity)
+        self._prompt: tuple[int, ...] | None = None
 
     def _feed(self, ids: Sequence[int], width: int) -> np.ndarray:
         program, text, out = self._model.logits_program, np.asarray(ids, np.int32), []
@@ -74,6 +75,7 @@ class OurRows:
     def write(self, prompt: Sequence[int], count: int) -> list[int]:
         self._prompt = None
         last = self._begin(prompt)
+        assert last is not None
         out = [int(last.argmax())]
         while len(out) < count:
             out.append(int(self._feed(out[-1:], 1)[0].argmax()))

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -84,6 +84,8 @@ class Peer:
         except OSError as error:
             self._errors.close()
             raise UserError(f"{PYTHON_VARIABLE}={self._python}: cannot be started: {error.strerror or error}") from None
+        assert self._child.stdin is not None and self._child.stdout is not None
+        self._requests, self._replies = self._child.stdin, self._child.stdout
         try:
             hello = self.ask(do="hello")
         except BaseException:
@@ -99,13 +101,13 @@ class Peer:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._child.stdin.close()
+            self._requests.close()
         try:
             self._child.wait(timeout=5)
         except subprocess.TimeoutExpired:
             self._child.kill()
             self._child.wait()
-        self._child.stdout.close()
+        self._replies.close()
         self._errors.close()
 
     def ask(self, **request: object) -> Json:
@@ -116,9 +118,9 @@ class Peer:
         watchdog = threading.Timer(_LONGEST_S, self._child.kill)
         watchdog.start()
         try:
-            self._child.stdin.write(json.dumps(request) + "\n")
-            self._child.stdin.flush()
-            reply = json.loads(self._child.stdout.readline())
+            self._requests.write(json.dumps(request) + "\n")
+            self._requests.flush()
+            reply = json.loads(self._replies.readline())
         except (OSError, ValueError):  # of an empty line too
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(timeout=2)
@@ -180,7 +182,7 @@ class Peer:
     def verify(self, n: int) -> float:
         return self._seconds("verify", n, self.flash.get("verify"))
 
-    def batch(self, prompts: Sequence[Sequence[int]], n: int, flash: bool) -> float:
+    def batch(self, prompts: Sequence[Iterable[int]], n: int, flash: bool) -> float:
         """Seconds of n tokens of each sequence behind its prompt, one of each a pass; peers with an "attend" only."""
         return self.timed(do="batch", prompts=[list(map(int, p)) for p in prompts], n=n, flash=flash)["seconds"]
 
@@ -201,7 +203,7 @@ class Peer:
         for method, test in longest.items() if self.kind.flash else ():
             self.flash[method] = _faster(partial(self._seconds, method, test.n))
 
-    def choose_for_batches(self, sizes: Mapping[int, Sequence[Sequence[int]]], n: int) -> dict[int, bool]:
+    def choose_for_batches(self, sizes: Mapping[int, Sequence[Iterable[int]]], n: int) -> dict[int, bool]:
         """The same for batches of up to n tokens of each sequence, by their number; `sizes` are their prompts.
 
         The smallest batch stands for `decode` and the largest for `verify` in `check` and in `facts`.

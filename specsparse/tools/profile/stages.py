@@ -6,6 +6,7 @@ the device over the weights of all layers, so that no layer is read from a cache
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +78,7 @@ def profile(
 
 
 def _rounds(
-    model: Model, prompt: PromptLike, method: Mapping[str, object], sampling: SamplingParams
+    model: Model, prompt: PromptLike, method: Mapping[str, Any], sampling: SamplingParams
 ) -> list[dict[str, float]]:
     """Seconds of each stage of each round; once unobserved first, which compiles."""
     before, found = dict.fromkeys(STAGES, 0.0), []
@@ -117,7 +118,8 @@ def record(model: Model, *, rows: int, depth: int) -> list[Call]:
 
         return call
 
-    own = {kind: recording(kind, getattr(model.kernels, kind)) for kind in ("linear", "embed", "attend")}
+    kinds = ("linear", "embed", "attend")
+    own: dict[str, Any] = {kind: recording(kind, getattr(model.kernels, kind)) for kind in kinds}
     forward = llama.make_forward(model.config, replace(model.kernels, layers=None, **own))
     capacity = model.capacity_for(depth + rows)
     cache = model.new_cache(1, capacity)._replace(length=jnp.asarray([depth], jnp.int32))

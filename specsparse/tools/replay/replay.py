@@ -171,7 +171,7 @@ def _judged(verifier: Verifier, one: _Round, gamma: int) -> tuple[np.ndarray, in
         return chance, realised
     reach: list[float] = []
     for i, parent in enumerate(parents):
-        first = verifier.rule.child(tokens, parents, count, parent + 1, tokens[i]) == i
+        first = bool(verifier.rule.child(tokens, parents, count, parent + 1, tokens[i]) == i)
         above = 1.0 if parent == ROOT else reach[parent]
         reach.append(above * float(one.p[parent + 1, tokens[i]]) * first)
         chance[one.depths[i] - 1] += reach[-1]

@@ -20,6 +20,7 @@ from specsparse.cli.arguments import positive
 from specsparse.engine import hosts
 from specsparse.errors import UserError, pip_install
 from specsparse.support import terminal
+from specsparse.support.registry import Choice
 
 if TYPE_CHECKING:
     from specsparse.engine.model import Model
@@ -82,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
         address, port = listening.getsockname()[:2]
         config = uvicorn_config(service.app(key=key, local=key is None), grace_s=_GRACE_S)
         shown = f"[{address}]" if ":" in address else address
-        method = "plain decoding" if chosen.drafter is None else f"drafter {chosen.drafter.name}"
+        method = f"drafter {chosen.drafter.name}" if isinstance(chosen.drafter, Choice) else "plain decoding"
         print(f"{service.name} at http://{shown}:{port}/v1 ({method}); Ctrl-C ends", file=sys.stderr, flush=True)
         uvicorn.Server(config).run(sockets=[listening])
     return 0
@@ -92,7 +93,7 @@ def _listen(host: str, port: int, key: str | None) -> socket.socket:
     """The open socket; UserError for no such address, a taken port, or another machine's address without a key."""
     try:
         [family, _, _, _, address] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        if key is None and not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
+        if key is None and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
             raise UserError(f"--host {host} lets other machines in: give --api-key KEY, or {KEY} in the environment")
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         return socket.create_server(address, family=family, dualstack_ipv6=both)

@@ -6,7 +6,7 @@ import functools
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -95,7 +95,7 @@ class Service:
         """The ASGI application; it starts and ends the worker. `key` and `local` as `AccessControl`'s."""
 
         @contextlib.asynccontextmanager
-        async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
             self.worker.start()
             try:
                 yield
@@ -287,7 +287,7 @@ class EventStream(StreamingResponse):
 
 
 @contextlib.contextmanager
-def _giving_up(handle: RequestHandle) -> Iterator[None]:
+def _giving_up(handle: RequestHandle) -> Generator[None]:
     """Ends the decoding if the block fails or is cancelled."""
     try:
         yield
@@ -296,7 +296,7 @@ def _giving_up(handle: RequestHandle) -> Iterator[None]:
         raise
 
 
-async def _events(request: Request, handle: RequestHandle, events: Events) -> AsyncIterator[StreamEvent]:
+async def _events(request: Request, handle: RequestHandle, events: Events) -> AsyncGenerator[StreamEvent, None]:
     """The events of a request until all its completions have ended; HttpError if the worker could not decode it,
     ClientDisconnect if the client has left."""
 
@@ -351,7 +351,7 @@ class ImpatientProtocol(H11Protocol):
     """A connection that is closed after `PATIENCE_S` without a request (none at all, or half a head), or if nothing is
     read of an answer that waits to be sent."""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
             transport.close()

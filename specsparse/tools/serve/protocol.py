@@ -16,7 +16,7 @@ from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.runtime.metrics import rates
 from specsparse.runtime.results import Generation, GenerationStats, TokenLogprobs, best_of
-from specsparse.runtime.session import PromptLike, text_ids
+from specsparse.runtime.session import text_ids
 from specsparse.support import neighbours
 from specsparse.support.files import Json
 from specsparse.support.options import options_of
@@ -84,7 +84,7 @@ class CompletionRequest:
     """A checked request, of a chat or of texts to continue."""
 
     chat: bool
-    prompts: list[PromptLike]  # a chat's messages alone, or one or several texts
+    prompts: list[Any]  # a chat's messages alone, or one or several texts
     params: SamplingParams  # for each of them
     stream: bool = False
     include_usage: bool = False  # a last chunk has the usage
@@ -229,7 +229,7 @@ def _logprobs(given: Mapping[str, object], *, chat: bool) -> int | None:
     return None
 
 
-def _prompts(prompt: object) -> list[PromptLike]:
+def _prompts(prompt: object) -> list[Any]:
     """A text, ids, or a list of either."""
 
     def are_ids(values: object) -> bool:
@@ -260,10 +260,10 @@ def _message(message: object, where: str) -> dict[str, str]:
     if role not in _ROLES:
         raise refused(f"{where}.role is {role[:60]!r}: it must be one of {', '.join(_ROLES)}", "messages")
     if isinstance(content, list):
-        parts = [p.get("text") if isinstance(p, dict) and p.get("type") == "text" else None for p in content]
-        content = "\n".join(parts) if all(isinstance(part, str) for part in parts) else None
-        if content is None:
+        parts = [p["text"] for p in content if isinstance(p, dict) and p.get("type") == "text" and "text" in p]
+        if len(parts) < len(content) or not all(isinstance(part, str) for part in parts):
             raise refused(f"{where}.content may hold parts of type text only", "messages")
+        content = "\n".join(parts)
     if content is None and role == "assistant":  # clients give a turn without text back like this
         content = ""
     if not isinstance(content, str):
@@ -340,7 +340,7 @@ class Answer:
         usage = self._usage(sum(self._counts.values())) if self._request.continuous_usage else None
         return {**self._head, "choices": [choice], **({"usage": usage} if self._request.include_usage else {})}
 
-    def _choice(self, index: int, generation: Generation, prompt: PromptLike) -> Json:
+    def _choice(self, index: int, generation: Generation, prompt: str | Sequence[int]) -> Json:
         text, before = generation.text, ()
         if self._request.echo:
             text = self._prompt_text(prompt) + text
@@ -352,9 +352,9 @@ class Answer:
         ended = {"finish_reason": generation.finish_reason, "stop_reason": generation.stop_reason}
         return {"index": index, **content, "logprobs": logprobs, **ended}
 
-    def _prompt_text(self, prompt: PromptLike) -> str:
+    def _prompt_text(self, prompt: str | Sequence[int]) -> str:
         skip = self._request.params.skip_special_tokens
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special=skip)  # type: ignore[arg-type]  # no chat here
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special=skip)
 
     def _usage(self, generated: int) -> Json:
         drawn = self._request.params.num_sequences
@@ -394,7 +394,7 @@ class Answer:
             offsets.append(at)
             at += len(token)
         self._offsets[index] = at
-        top = []
+        top: list[dict[str, float] | None] = []
         for _, entry in every:  # the most likely tokens, and the chosen one if it is none of them
             likely = {} if entry is None else dict((*entry.top, (entry.token_id, entry.logprob)))
             top.append({self._shown(token): max(value, _NO_LOGPROB) for token, value in likely.items()} or None)
