@@ -56,6 +56,7 @@ lint: $(STAMP)-test
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+	test ! -x $(BIN)/hadolint || $(BIN)/hadolint deploy/Dockerfile
 
 docs: $(STAMP)-docs
 	$(BIN)/python experiments/vn_page.py

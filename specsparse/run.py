@@ -9,7 +9,9 @@ import functools
 import importlib
 import os
 import re
+import socket
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +27,8 @@ _checked: list[Any] = []
 """The `CheckedRun` of this process, from the callback to the task."""
 _refusals: dict[object, UserError] = {}
 """Why models could not be had: the first answer holds for a whole sweep."""
+_sweeps: list[Any] = []
+"""The config of this process's sweep while it runs."""
 
 
 class CheckBeforeStart:
@@ -51,6 +55,8 @@ class CheckBeforeStart:
     def on_multirun_start(self, config: Any, **_: Any) -> None:
         """Exits with one line if the cluster that is to run the sweep does not answer; names the sweep's folder as a
         stand-in's, if its models cannot be had."""
+        from omegaconf import read_write
+
         from specsparse.experiments import sweeps
 
         try:
@@ -59,23 +65,27 @@ class CheckBeforeStart:
             sweeps.check_ray(config.hydra.launcher.get("ray"))
         except UserError as error:
             raise SystemExit(fail(str(error))) from None
+        place = config.hydra.sweep.dir
         if config.get("stand_in"):
             with contextlib.suppress(UserError):  # each combination says its own mistake
                 cfg = _check(config, config.hydra.overrides.task).cfg
                 if cfg.stood_in is not None:
                     _rename(config, {"name": cfg.name}, config.hydra.sweep)
-                    folder = config.hydra.sweep.dir.replace("'", "\\'")
-                    config.hydra.overrides.hydra.append(f"hydra.sweep.dir='{folder}'")  # of every combination
+        if "ray" in config.hydra.launcher:
+            with read_write(config):  # a task begins in the folder of `ray start`
+                config.hydra.sweep.dir = str(Path(config.hydra.sweep.dir).absolute())
+        if (folder := config.hydra.sweep.dir) != place:
+            folder = folder.replace("'", "\\'")
+            config.hydra.overrides.hydra.append(f"hydra.sweep.dir='{folder}'")  # of every combination
+        for file in Path(config.hydra.sweep.dir).glob(f"*/{sweeps.REFUSED_FILE}"):
+            file.unlink()  # of the sweep that this one goes on with
+        _sweeps.append(config)
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
-        """Shows one table over all runs of a sweep; exit code 2 if no run was possible."""
-        from specsparse.experiments import sweeps
-        from specsparse.support import terminal
-
-        directory = Path(str(config.hydra.sweep.dir))
-        if not sweeps.records(directory):
-            raise SystemExit(fail("no combination of the sweep could run, see the lines above"))
-        sweeps.show(directory, terminal.console())
+        """Shows one table over all runs of a sweep. Exit code 2 if cells have no record, 1 if a promise was broken."""
+        _sweeps.clear()
+        if code := _end_sweep(config):
+            raise SystemExit(code)
 
     def __getattr__(self, name: str) -> Any:
         """Hydra calls every hook of a callback; the others do nothing."""
@@ -106,6 +116,32 @@ def _rename(config: Any, values: dict[str, Any], place: Any) -> None:
         place.dir = f"{place.dir}{STAND_IN}"
 
 
+def _end_sweep(config: Any, error: str = "") -> int:
+    """Shows a sweep's table and says what it lacks; `error` is why it ended early. Returns the exit code."""
+    from specsparse.experiments import sweeps
+    from specsparse.support import terminal
+
+    directory, submitit = Path(str(config.hydra.sweep.dir)), "submitit" in config.hydra.launcher._target_
+    sweeps.show(directory, terminal.console())
+    if submitit:  # what its jobs print is in files
+        for line in sweeps.refused(directory):
+            fail(line)
+    cells = sweeps.planned(config)
+    if lost := [number for number in range(len(cells)) if not sweeps.ended(directory, number)]:
+        if not any((directory / str(number)).is_dir() for number in lost):
+            error = error or "their hosts write elsewhere; hydra.sweep.dir must be a folder that all hosts share"
+        names = "; ".join(cells[number] or str(number) for number in lost[:8]) + "; .." * (len(lost) > 8)
+        error = f"no record of {len(lost)} of {len(cells)} cells ({names}) in {directory}: {error or 'a worker died'}"
+    if error:
+        output = f"; their output is in {directory}/.submitit" if submitit else ""
+        return fail(f"{error}{output}; the same command runs what is missing")
+    if not sweeps.records(directory):
+        return fail("no combination of the sweep could run, see the lines above")
+    if broken := sweeps.broken(directory):
+        print(f"specsparse: not as promised: {', '.join(map(str, broken))}", file=sys.stderr)
+    return int(bool(broken))
+
+
 def _task(cfg: Any) -> Any:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -113,16 +149,29 @@ def _task(cfg: Any) -> Any:
     hydra = HydraConfig.get()
     directory, is_cell = Path(hydra.runtime.output_dir), hydra.mode is RunMode.MULTIRUN
     try:
+        if is_cell and "ray" in hydra.launcher:
+            try:
+                os.chdir(hydra.runtime.cwd)  # from the folder of `ray start`
+            except OSError as error:
+                raise UserError(f"{hydra.runtime.cwd}: not on {socket.gethostname()}: {error.strerror}") from None
         checked = _checked.pop() if _checked else _check(cfg, hydra.overrides.task)
         if checked.cfg.stood_in is not None:
             print(checked.cfg.stood_in, flush=True)
-        return _cell(checked, directory) if is_cell else _run(checked, directory)
+        if is_cell:
+            return _cell(checked, directory)
+        if not _run(checked, directory).as_promised:
+            raise SystemExit(1)
+        return None
     except UserError as error:
         if cfg.get("debug") is True or not hosts.leads():
             raise
         if is_cell:  # the other combinations go on
+            from specsparse.experiments import sweeps
+
             choices = (override.lstrip("+") for override in hydra.overrides.task)
-            fail(f"left out {','.join(choices)}: {error}")
+            line = f"left out {','.join(choices)}: {error}"
+            (directory / sweeps.REFUSED_FILE).write_text(line, encoding="utf-8")
+            fail(line)
             return None
         raise SystemExit(fail(str(error))) from None
 
@@ -139,23 +188,22 @@ def _cell(checked: Any, directory: Path) -> float | None:
     if done is not None:
         print(f"finished before, taken from {done} (reuse=false runs it again)")
         return sweeps.reuse(done, directory)
-    objective = _run(checked, directory)
-    cell.mark(directory, objective)
-    return objective
+    found = _run(checked, directory)
+    if not found.as_promised:  # the sweep's end says so: an exit from here would be the death of a launcher's worker
+        return None
+    cell.mark(directory, found.objective)
+    return found.objective
 
 
-def _run(checked: Any, directory: Path) -> float | None:
-    """Runs, alone on this machine if time is measured; a broken promise ends the program with exit code 1."""
+def _run(checked: Any, directory: Path) -> Any:
+    """The RunResult, taken alone on this machine if time is measured."""
     from specsparse.experiments import runner
     from specsparse.measure.machine import timing_lock
 
     _say_place()
     alone = timing_lock(lambda line: print(line, flush=True)) if checked.kind.timed else contextlib.nullcontext()
     with runner.stoppable(checked.cfg, directory), alone:
-        found = runner.run(checked.cfg, directory, checked=checked)
-    if not found.as_promised:
-        raise SystemExit(1)
-    return found.objective
+        return runner.run(checked.cfg, directory, checked=checked)
 
 
 @functools.cache
@@ -195,6 +243,7 @@ def _main(argv: list[str]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, and the lines below say it better
     _checked.clear()
     _refusals.clear()
+    _sweeps.clear()
     conf = conf_dir()
     saved, sys.argv = sys.argv, ["specsparse.run", *argv]
     try:
@@ -209,8 +258,14 @@ def _main(argv: list[str]) -> int:
             several = f"{' and '.join(chosen)}: give one of them"
             raise UserError(several if len(chosen) > 1 else "--resolve goes with --cfg job or --help")
         offer(argv)
-        with hosts.joined():
-            hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(_task)()
+        try:
+            with hosts.joined():
+                hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(_task)()
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            if debug or not any(f.name == "launch" and "hydra_plugins" in f.filename for f in frames):
+                raise  # of a cell: Hydra hands on what its code raised
+            return _end_sweep(_sweeps.pop(), f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
     except (HydraException, OmegaConfBaseException) as error:
         if debug:
             raise

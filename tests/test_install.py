@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import yaml
 
 import specsparse
 
@@ -115,3 +116,29 @@ def test_private_modules_of_others_have_an_upper_bound():
 
 def test_the_root_of_the_package_is_small():
     assert len(list((ROOT / "specsparse").glob("*.py"))) <= 6
+
+
+def test_the_image_is_of_this_version_and_sees_what_it_builds_from():
+    """hadolint reads the file in `make lint`."""
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked, version = re.search(r'"specsparse\[([\w,]+)\]==([\w.]+)"', text).groups()
+    assert version == project["version"] and {*asked.split(",")} <= project["optional-dependencies"].keys()
+    seen = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["sdist"]["include"]
+    assert {*ours, "CMakeLists.txt", "pyproject.toml", "constraints", "specsparse-models"} <= seen
+    assert all((ROOT / path).exists() for path in seen)
+
+
+def test_the_pods_of_a_mesh_meet_at_the_first_of_them():
+    service, job = yaml.safe_load_all((ROOT / "deploy" / "mesh.yaml").read_text())
+    pod, name = job["spec"]["template"]["spec"], job["metadata"]["name"]
+    (container,) = pod["containers"]
+    words = dict(word.split("=", 1) for word in container["args"] if "=" in word)
+    place, count, index = words["model.distributed"].split(",")
+    host, port = place.split(":")
+    assert job["spec"]["completionMode"] == "Indexed" and index == "$(JOB_COMPLETION_INDEX)" and port.isdecimal()
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["selector"] == {"job-name": name}
+    assert host == f"{name}-0.{pod['subdomain']}" and pod["subdomain"] == service["metadata"]["name"]
+    assert int(count) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}

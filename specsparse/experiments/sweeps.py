@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -45,6 +47,8 @@ _RESULTS = (
     "differing",
 )  # fmt: skip
 
+REFUSED_FILE = "refused.txt"
+"""The line of a combination that was left out, beside no record."""
 RAY_SECONDS = 10
 """How long the head of a Ray cluster has to answer."""
 _NO_MATTER = frozenset({"name", "stream", "debug", "reuse", "download", "stand_in"})
@@ -152,6 +156,39 @@ def check_ray(launcher: Mapping[str, Any] | None) -> None:
         except OSError as error:
             reason = error.strerror or str(error)
             raise UserError(f"sweep=ray: no Ray head at {address} within {RAY_SECONDS} s ({reason}): {start}") from None
+
+
+def planned(config: Any) -> list[str]:
+    """What each cell of a sweep sets, by its number; empty for a sweeper that chooses as it goes, as Optuna's.
+
+    Args:
+        config: composed, with Hydra's own node.
+    """
+    if not config.hydra.sweeper._target_.endswith("BasicSweeper"):
+        return []
+    params = [f"{key}={values}" for key, values in (config.hydra.sweeper.params or {}).items()]
+    overrides = OverridesParser.create().parse_overrides([*params, *config.hydra.overrides.task])
+    (cells,) = BasicSweeper.split_arguments(overrides, None)
+    swept = [len(set(values)) > 1 for values in zip(*cells)]
+    return [",".join(word for word, several in zip(cell, swept) if several) for cell in cells]
+
+
+def ended(directory: Path, number: int) -> bool:
+    """Whether a cell of a sweep has its record, or the line of its refusal; else its worker died or wrote elsewhere."""
+    folders = [directory / f"{number}{end}" for end in ("", STAND_IN)]
+    files = [f / RECORD_FILE for f in folders if (f / RECORD_FILE).is_file()]
+    return any(kept(file).get("state") != STOPPED for file in files) or (folders[0] / REFUSED_FILE).is_file()
+
+
+def refused(directory: Path) -> list[str]:
+    """Lines of the cells that were left out."""
+    return [file.read_text(encoding="utf-8") for file in sorted(directory.glob(f"*/{REFUSED_FILE}"))]
+
+
+def broken(directory: Path) -> list[Path]:
+    """Folders of the cells that ended and are not marked as finished: their records say which promise was broken."""
+    ends = [file.parent for file in sorted(directory.glob(f"*/{RECORD_FILE}"))]
+    return [d for d in ends if measurement(d) is None and kept(d / RECORD_FILE).get("state") != STOPPED]
 
 
 def records(directory: Path) -> list[dict[str, Any]]:

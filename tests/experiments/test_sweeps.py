@@ -1,13 +1,16 @@
 """Sweeps: what has finished is not run twice, a killed run leaves nothing half, and timings take turns."""
 
+import contextlib
 import dataclasses
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -20,6 +23,7 @@ from specsparse.experiments import runner, sweeps, trackers
 from specsparse.measure.machine import timing_lock
 from specsparse.report import runs
 from specsparse.support import files
+from specsparse.testing import write_tiny_gguf
 from tests.experiments.playing import run_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,6 +167,40 @@ def test_a_broken_promise_is_not_finished(tmp_path, cells, monkeypatch):
     with pytest.raises(SystemExit):
         run.main([*SWEEP, "policy.gamma=1", "hydra.sweep.dir=runs/s/0"])
     assert not list((tmp_path / "runs").rglob(runs.CELL_FILE))
+
+
+def test_a_cell_whose_record_is_elsewhere_is_named(tmp_path, cells, monkeypatch, capsys):
+    """As on a host that does not share the folder: its task ends well, and nothing of it is here. One is left out."""
+    cell = run._cell
+
+    def here_or_elsewhere(checked, directory):
+        return shutil.rmtree(directory) if checked.cfg.gamma == 2 else cell(checked, directory)
+
+    monkeypatch.setattr(run, "_cell", here_or_elsewhere)
+    with pytest.raises(SystemExit) as ended:
+        run.main([*SWEEP, "policy.gamma=1,2,-3", "hydra.sweep.dir=runs/s/0"])
+    assert ended.value.code == 2
+    refused, line = capsys.readouterr().err.splitlines()
+    assert "policy.gamma=-3" in refused and "(policy.gamma=2)" in line and "hydra.sweep.dir" in line
+
+
+def test_what_slurm_is_asked_for(tmp_path, cells, monkeypatch, capsys):
+    """The script of one cell: submitit checks the names of its parameters, Slurm itself is not here."""
+    slurm = pytest.importorskip("submitit.slurm.slurm")
+    monkeypatch.setattr(slurm.SlurmExecutor, "affinity", classmethod(lambda cls: 1))
+    scripts = []
+
+    def submit(executor, *args):
+        scripts.append(executor._make_submission_file_text("command", "uid"))
+        raise RuntimeError("no cluster")
+
+    monkeypatch.setattr(slurm.SlurmExecutor, "_internal_process_submissions", submit)
+    words = ["sweep=slurm", "hydra.launcher.partition=cpu", "hydra.launcher.account=us", "hydra.sweep.dir=runs/s/0"]
+    assert run.main([*SWEEP, *words, "policy.gamma=1,2"]) == 2
+    lines = scripts[0].splitlines()
+    assert {"#SBATCH --partition=cpu", "#SBATCH --account=us", "#SBATCH --exclusive"} <= {*lines}
+    assert any(line.startswith(f"#SBATCH --output={tmp_path}/runs/s/0/.submitit/") for line in lines)
+    assert "RuntimeError: no cluster" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.fixture
@@ -390,11 +428,11 @@ def test_optuna_finds_the_best_and_lives_with_invalid_combinations(tmp_path, cel
 
 
 def test_a_launcher_that_is_not_installed_says_how(capsys, tmp_path, monkeypatch):
+    """rq's, which no extra of ours brings; those of ours are installed beside the tests."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    assert run.main(["-m", "hydra/launcher=ray", "policy.gamma=1"]) == 2
-    said = f"ray is not installed: {sys.executable} -m pip install 'hydra-ray-launcher>="
-    assert said in capsys.readouterr().err
+    assert run.main(["-m", "hydra/launcher=rq", "policy.gamma=1"]) == 2
+    assert f"rq is not installed: {sys.executable} -m pip install hydra-rq-launcher" in capsys.readouterr().err
 
 
 def test_a_ray_launcher_asks_whether_its_head_is_there(tmp_path, monkeypatch):
@@ -409,15 +447,73 @@ def test_a_ray_launcher_asks_whether_its_head_is_there(tmp_path, monkeypatch):
         sweeps.check_ray({"init": {"address": "auto"}})
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("sweep", ["joblib", "local_jobs"])
-def test_the_launchers_run_real_cells(tmp_path, sweep):
-    pytest.importorskip(f"hydra_plugins.hydra_{'joblib' if sweep == 'joblib' else 'submitit'}_launcher")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
-    command = [sys.executable, "-m", "specsparse.run", "-m", "+experiment=certify", f"sweep={sweep}", "seed=1,2",
-               "certify.vocab=2", "certify.gamma=1", "hydra.sweep.dir=runs/s"]  # fmt: skip
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+MORTAL = """
+import os, signal
+from pathlib import Path
+from specsparse.experiments.kind import RunResult
+from specsparse.experiments.kinds.speed import Speed
+class Mortal(Speed):
+    def run(self, cfg, ctx):
+        with Path(f"ran{cfg.gamma}").open("a") as file:
+            file.write("x")
+        if cfg.gamma == 1:
+            return super().run(cfg, ctx)
+        if Path("ran2").read_text() == "x":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return RunResult({})
+"""
+
+
+@pytest.fixture(params=["joblib", "local_jobs", "ray"])
+def launcher(request, tmp_path):
+    """A launcher's name and the environment that it runs in; Ray has a cluster of its own."""
+    plugin = {"local_jobs": "submitit"}.get(request.param, request.param)
+    pytest.importorskip(f"hydra_plugins.hydra_{plugin}_launcher", reason="pyproject's extras sweep and ray")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path), *filter(None, sys.path)])}
+    environment["RAY_AUTH_MODE"] = "disabled"  # of the cluster of these tests
+    if request.param != "ray":
+        yield request.param, environment
+        return
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--node-ip-address=127.0.0.1",
+               f"--port={address.partition(':')[2]}", "--include-dashboard=false", "--disable-usage-stats",
+               "--num-cpus=1"]  # fmt: skip
+    # `--block` is one process that takes the others with it; `ray stop` would stop every cluster of this machine.
+    with tempfile.TemporaryDirectory() as short:  # a socket's path has at most 107 bytes
+        head = subprocess.Popen([*command, f"--temp-dir={short}"], cwd=short, env=environment,
+                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+        for _ in range(600):  # until it listens
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", int(address.partition(":")[2]))).close()
+                break
+            time.sleep(0.2)
+        yield "ray", {**environment, "RAY_ADDRESS": address}
+        head.terminate()
+        head.wait(60)
+
+
+@pytest.mark.parametrize("gammas", ["1", pytest.param("1,2", marks=pytest.mark.slow)])
+def test_launchers_run_a_real_cell_and_one_that_was_killed_again(tmp_path, launcher, gammas):
+    """The first cell decodes with a tiny model, the second's worker is killed once; Ray starts that again by itself."""
+    name, environment = launcher
+    write_tiny_gguf(tmp_path / "tiny.gguf", quant="Q8_0", tokenizer="spm", n_layers=1, context_length=512)
+    (tmp_path / "mortal.py").write_text(MORTAL)
+    command = [
+        sys.executable, "-m", "specsparse.run", "-m", f"sweep={name}", "model=./tiny.gguf", "kind=mortal:Mortal",
+        "policy=fixed", f"policy.gamma={gammas}", "max_tokens=8", "data.tasks=[code]", "data.limit_per_task=1",
+        "data.chat=false", "warmup=false", "time_split=0", "stream=false", "name=s", "hydra.sweep.dir=runs/s",
+    ]  # fmt: skip
+    command += ["hydra.launcher.ray.remote.num_cpus=1"] if name == "ray" else []
+
+    def run_sweep():
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+
+    done, wanted = run_sweep(), [int(gamma) for gamma in gammas.split(",")]
+    if 2 in wanted and name != "ray":
+        assert done.returncode == 2 and "(policy.gamma=2)" in done.stderr.splitlines()[-1], done.stderr
+        done = run_sweep()
     assert done.returncode == 0, done.stderr
     records = [json.loads(f.read_text()) for f in sorted((tmp_path / "runs" / "s").glob("*/record.json"))]
-    assert [r["config"]["seed"] for r in records] == [1, 2]
+    assert [r["config"]["policy"]["gamma"] for r in records] == wanted
+    assert [(tmp_path / f"ran{gamma}").read_text() for gamma in wanted] == ["x", "xx"][: len(wanted)]
