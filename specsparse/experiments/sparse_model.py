@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 
 WINDOW = 128
 """Tokens of a piece of text that is read at once."""
-_NOT_MASKS = {
-    "teal": "leaves out inputs and not neurons, which no kernel skips",
-    "sequence": "chooses its neurons anew for each prompt",
-}
 
 
 def check(cfg: ModelSettings, *, union_cap: bool = False, judged: bool = False) -> None:
@@ -58,7 +54,8 @@ def check(cfg: ModelSettings, *, union_cap: bool = False, judged: bool = False) 
         f"predictor={given} is trained: run +experiment=train_predictors model={cfg.model.path}, then give "
         "ffn.weights=predictors/<model>/predictors.safetensors":
             trained and weights_file(cfg) is None and not header_of(cfg.model)[1].predictor_ranks,
-        f"ffn.weights={ffn.weights}: predictor={given} reads no file": ffn.weights is not None and not trained,
+        f"ffn.weights={ffn.weights}: predictor={given} reads no file":
+            ffn.weights is not None and not (trained or judged),
         f"ffn.weights={ffn.weights}: there is no such file":
             ffn.weights is not None and not Path(ffn.weights).is_file(),
     })  # fmt: skip
@@ -72,9 +69,13 @@ def load(cfg: ModelSettings, ctx: RunContext) -> Model:
 
 def not_decoding(predictor: "Predictor") -> str | None:
     """Why nothing decodes by a predictor; None for others."""
+    from specsparse.predictors import Needs
+
     if predictor.name == "oracle" and reads_text(predictor):
         return "with a share knows every activation before it chooses"
-    return _NOT_MASKS.get(predictor.name)
+    if predictor.needs is Needs.PROMPT:
+        return "chooses its neurons anew for each prompt"
+    return "leaves out inputs and not neurons, which no kernel skips" if predictor.name == "teal" else None
 
 
 def label(model: Model) -> dict[str, str]:
@@ -167,11 +168,16 @@ def _trained(cfg: ModelSettings, dense: Model, *, codes: Any, threshold: float |
 
 def predictor_of(cfg: ModelSettings, dense: Model) -> "Predictor":
     """The config's predictor for a model's FFNs, without weights."""
+    from specsparse.powerinfer.fewer import in_steps
     from specsparse.predictors import FFN, get_predictor
+    from specsparse.predictors.rules import Hot
+    from specsparse.predictors.rules import Sequence as PromptSet
 
     ffn = FFN.from_config(dense.config, dense.kernels)
     name, options = ("oracle", {}) if cfg.ffn.name == "oracle" else (cfg.predictor.name, cfg.predictor.options)
-    return get_predictor(name, ffn, **options)
+    predictor = get_predictor(name, ffn, **options)
+    # One set for all tokens decodes in whole blocks, so it is judged in them too.
+    return in_steps(predictor, dense.config.d_ff) if isinstance(predictor, Hot | PromptSet) else predictor
 
 
 def reads_text(predictor: "Predictor") -> bool:

@@ -12,6 +12,7 @@ three:
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,8 @@ from specsparse.predictors.rules import GateThreshold, Hot, Oracle, UnionCap
 from specsparse.predictors.rules import Sequence as OfPrompt
 from specsparse.support.options import options_of
 
+SetRule = TypeVar("SetRule", Hot, OfPrompt)
+"""A rule that keeps one set of neurons for all tokens."""
 _WINDOW = 128
 """Tokens of a window of the text that neurons are chosen by."""
 
@@ -150,20 +153,27 @@ def with_fewer_neurons(
     return of_one_set(model, Hot(ffn, share), rows_LND)
 
 
+def in_steps(predictor: SetRule, d_ff: int) -> SetRule:
+    """The same with a share that is a whole number of blocks of neurons, one at least."""
+    count = min(max(BLOCK, round(predictor.share * d_ff / BLOCK) * BLOCK), d_ff)
+    return dataclasses.replace(predictor, share=count / d_ff)
+
+
 def of_one_set(model: Model, predictor: Hot | OfPrompt, rows_LND: np.ndarray) -> Model:
     """A dense model of fewer neurons: those that the predictor keeps after residuals f32[L, N, D], in steps of 32.
 
     Gate and up keep their codes, down is packed again.
     """
-    config = model.config
-    count = min(max(BLOCK, round(predictor.share * config.d_ff / BLOCK) * BLOCK), config.d_ff)
-    sets = fit_layers(dataclasses.replace(predictor, share=count / config.d_ff), model.params.layers, rows_LND)
+    predictor, config = in_steps(predictor, model.config.d_ff), model.config
+    count = round(predictor.share * config.d_ff)
+    sets = fit_layers(predictor, model.params.layers, rows_LND)
     layers = []
     for layer, keep in zip(model.params.layers, sets, strict=True):
         ids = np.flatnonzero(keep)
         gate, up, down = layer.dense
         gate = None if gate is None else take_rows(gate, ids)
-        layers.append(layer._replace(ffn_gate=gate, ffn_up=take_rows(up, ids), ffn_down=_columns(down, ids)))
+        fewer = {"ffn_gate": gate, "ffn_up": take_rows(up, ids), "ffn_down": _columns(down, ids)}
+        layers.append(layer._replace(**fewer, sparse=None))  # factors of a PowerInfer file fit all neurons
     config, params = dataclasses.replace(config, d_ff=count), model.params._replace(layers=tuple(layers))
     forward = make_forward(config, model.kernels)
     return dataclasses.replace(model, config=config, params=params, forward=forward, ffn="hot", rule=f"neurons={count}")

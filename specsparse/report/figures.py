@@ -377,7 +377,8 @@ def sparsity(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawing 
         for point in run.summary.get("points") or ():
             quality, faster = point.get("quality") or {}, point.get("speedup")
             if "mean" in quality:
-                value = {} if vary in (None, "predictor") else {str(vary): point["value"]}
+                column = f"set_{vary}" if vary in quality["mean"] else str(vary)  # recall is set and measured
+                value = {} if vary in (None, "predictor") else {column: point["value"]}
                 speeds = {key: point[key] for key in ("by_bytes", "tokens_per_second", "dense_tokens_per_second")}
                 rows.append({
                     "model": model, "predictor": quality["name"], **value, **quality["mean"], **quality["model"],

@@ -117,7 +117,9 @@ class Log:
     def add(self, step: int, state: Stepped) -> None:
         seconds = time.perf_counter() - self._begun
         counted = {"step": step, self.unit: self._seen, "seconds": seconds, "rate": self.rate}
+        judging = time.perf_counter()
         self.curve.append(counted | self.point(state, self._recent))
+        self._begun += time.perf_counter() - judging  # not a part of the rate
         self._recent = []
         self._publish(self.curve[-1])
 

@@ -202,8 +202,7 @@ def settings(cfg: SparsitySettings) -> list[SparsitySettings]:
         for predictor in chosen.values():
             if cfg.sparsity.recall is not None and "recall" in predictor.options:
                 predictor.options["recall"] = cfg.sparsity.recall
-        ffns = {name: replace(cfg.ffn, weights=cfg.ffn.weights if name == "mlp" else None) for name in names}
-        return [replace(cfg, predictor=chosen[name], ffn=ffns[name]) for name in names]
+        return [replace(cfg, predictor=chosen[name]) for name in names]
     if not values:
         return [cfg]
     if cfg.ffn.name == "powerinfer":

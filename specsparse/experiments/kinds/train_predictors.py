@@ -134,7 +134,7 @@ def rivals(cfg: TrainSettings, ffn: FFN, first: Evaluation) -> list[Predictor]:
             given = {"recall": min(max(first.mean.recall, 1e-3), 1.0)}
         if name == "svd":
             given["rank"] = max(options(cfg, FitOptions)[0].rank // 2, 1)
-        if name in ("gate_threshold", "random", "sequence", "teal"):
+        if name in ("gate_threshold", "hot", "random", "sequence", "teal"):
             given = {"share": min(max(first.mean.kept, 1e-3), 1.0)}
         rival = get_predictor(name, ffn, **given)
         if rival.name != first.name and rival.needs is not Needs.TRAINING:

@@ -40,10 +40,11 @@ Mode = Literal["offline", "online", "disabled"]
 
 
 class _Client(NamedTuple):
-    """A run of wandb's, and by series the last point that it had before it was resumed."""
+    """A run of wandb's, by series the last point that it had before it was resumed, and metrics that have an axis."""
 
     run: Any
     last: dict[str, float]
+    defined: set[str]
 
 
 @dataclass(frozen=True)
@@ -121,16 +122,18 @@ class Wandb(Tracker):
         if folder is not None and mode != "disabled":
             write_atomically(folder / _ID_FILE, to_json({"id": found.id, "project": found.project}))
         found.define_metric(f"{PASSES}/*", summary="none")  # or the last prompt's numbers would stand for the run's
-        return _Client(found, {})
+        return _Client(found, {}, set())
 
     def log(self, client: _Client, series: Series, values: Mapping[str, float]) -> None:
         axis, run = f"{series.name}/{series.axis}", client.run
         if series.name not in client.last:
             client.last[series.name] = run.summary.get(axis, -np.inf) if run.resumed else -np.inf
-            for name in values:
+        for name in values:
+            if (key := f"{series.name}/{name}") not in client.defined:
+                client.defined.add(key)
                 best = "min" if name.startswith(series.least) else "max" if name.startswith(series.most) else None
                 over = {"hidden": True} if name == series.axis else {"step_metric": axis}
-                run.define_metric(f"{series.name}/{name}", **over, summary=best and f"{best},last")
+                run.define_metric(key, **over, summary=best and f"{best},last")
         if values[series.axis] > client.last[series.name]:
             run.log({f"{series.name}/{name}": value for name, value in values.items()})
 
