@@ -44,13 +44,14 @@ test: $(STAMP)-test native-or-warn
 	$(BIN)/python -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 install: $(STAMP)
-	$(INSTALL) -e ".[$(EXTRAS)]"
+	$(INSTALL) -e ".$(if $(EXTRAS),[$(EXTRAS)])"
 
-lock:
+lock: $(STAMP)-test
 	@mkdir -p $(dir $(CONSTRAINTS))
-	@{ echo "# $$($(BIN)/python -V), $$(date -u +%F), commit $$(git log -1 --format=%h): the suite passed beside these."; \
+	@{ set -e; echo "# $$($(BIN)/python -V), $$(date -u +%F), commit $$(git log -1 --format=%h): the suite passed beside these."; \
 	  echo "# \`make test lock\` in a fresh clone writes them, \`make test LOCKED=1\` installs them."; \
-	  $(PIP) freeze --all --exclude-editable --exclude pip; } > $(CONSTRAINTS)
+	  $(PIP) freeze --all --exclude-editable --exclude pip; } > $(CONSTRAINTS).part
+	@mv $(CONSTRAINTS).part $(CONSTRAINTS)
 
 lint: $(STAMP)-test
 	$(BIN)/ruff check .

@@ -27,7 +27,7 @@ _checked: list[Any] = []
 """The `CheckedRun` of this process, from the callback to the task."""
 _refusals: dict[object, UserError] = {}
 """Why models could not be had: the first answer holds for a whole sweep."""
-_sweeps: list[Any] = []
+_sweeps: list[tuple[Any, list[str]]] = []
 """The config of this process's sweep while it runs."""
 
 
@@ -77,14 +77,22 @@ class CheckBeforeStart:
         if (folder := config.hydra.sweep.dir) != place:
             folder = folder.replace("'", "\\'")
             config.hydra.overrides.hydra.append(f"hydra.sweep.dir='{folder}'")  # of every combination
-        for file in Path(config.hydra.sweep.dir).glob(f"*/{sweeps.REFUSED_FILE}"):
-            file.unlink()  # of the sweep that this one goes on with
-        _sweeps.append(config)
+        try:
+            for file in Path(config.hydra.sweep.dir).glob(f"*/{sweeps.REFUSED_FILE}"):
+                file.unlink()  # of the sweep that this one goes on with
+        except OSError as error:
+            raise SystemExit(fail(f"{error.filename}: {error.strerror}")) from None
+        _sweeps.append((config, sweeps.planned(config)))
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
         """Shows one table over all runs of a sweep. Exit code 2 if cells have no record, 1 if a promise was broken."""
-        _sweeps.clear()
-        if code := _end_sweep(config):
+        if not _sweeps:
+            return
+        try:
+            code = _end_sweep(*_sweeps.pop())
+        except OSError as error:  # Hydra makes a warning of what a callback raises
+            raise SystemExit(fail(f"{error.filename}: {error.strerror}")) from None
+        if code:
             raise SystemExit(code)
 
     def __getattr__(self, name: str) -> Any:
@@ -116,8 +124,9 @@ def _rename(config: Any, values: dict[str, Any], place: Any) -> None:
         place.dir = f"{place.dir}{STAND_IN}"
 
 
-def _end_sweep(config: Any, error: str = "") -> int:
-    """Shows a sweep's table and says what it lacks; `error` is why it ended early. Returns the exit code."""
+def _end_sweep(config: Any, cells: Sequence[str], error: str = "") -> int:
+    """Shows a sweep's table and says what it lacks of `cells`, as `sweeps.planned` names them; `error` is why it ended
+    early. Returns the exit code."""
     from specsparse.experiments import sweeps
     from specsparse.support import terminal
 
@@ -126,7 +135,8 @@ def _end_sweep(config: Any, error: str = "") -> int:
     if submitit:  # what its jobs print is in files
         for line in sweeps.refused(directory):
             fail(line)
-    cells = sweeps.planned(config)
+    if submitit and error:
+        print("specsparse: jobs that wait or run go on: let them end, then give the same command", file=sys.stderr)
     if lost := [number for number in range(len(cells)) if not sweeps.ended(directory, number)]:
         if not any((directory / str(number)).is_dir() for number in lost):
             error = error or "their hosts write elsewhere; hydra.sweep.dir must be a folder that all hosts share"
@@ -188,6 +198,7 @@ def _cell(checked: Any, directory: Path) -> float | None:
     if done is not None:
         print(f"finished before, taken from {done} (reuse=false runs it again)")
         return sweeps.reuse(done, directory)
+    sweeps.forget(directory)  # or the record of an earlier sweep would stand for a worker that dies
     found = _run(checked, directory)
     if not found.as_promised:  # the sweep's end says so: an exit from here would be the death of a launcher's worker
         return None
@@ -263,9 +274,9 @@ def _main(argv: list[str]) -> int:
                 hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(_task)()
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
-            if debug or not any(f.name == "launch" and "hydra_plugins" in f.filename for f in frames):
+            if debug or not _sweeps or not any(f.name == "launch" and "hydra_plugins" in f.filename for f in frames):
                 raise  # of a cell: Hydra hands on what its code raised
-            return _end_sweep(_sweeps.pop(), f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+            return _end_sweep(*_sweeps.pop(), f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
     except (HydraException, OmegaConfBaseException) as error:
         if debug:
             raise

@@ -265,15 +265,16 @@ def joined(text: str | None = None, words: Sequence[str] = ()) -> Generator[None
 
     In the block of another process than 0 nothing is printed.
     """
+    outer = _group  # a block inside another one, or after it, has no group of its own
     try:
         join(text, words)
         yield
     except BaseException as error:
-        if _group is not None:
+        if _group is not None and outer is None:
             _group.fail(error)
         raise
     else:
-        if _group is not None:
+        if _group is not None and outer is None:
             _group.leave()
 
 
@@ -388,6 +389,9 @@ def _reach(place: Meeting, same: str, seconds: int) -> _Peer:
     while True:
         try:
             connected = socket.create_connection(place[:2], timeout=max(end - time.monotonic(), 0.1))
+            if connected.getsockname() == connected.getpeername():  # a port of this machine, unheard
+                connected.close()
+                raise ConnectionRefusedError("nobody listens")
             break
         except OSError as error:
             if time.monotonic() > end:

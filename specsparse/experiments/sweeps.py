@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.console import Console
 from rich.table import Table
@@ -167,7 +168,8 @@ def planned(config: Any) -> list[str]:
     if not config.hydra.sweeper._target_.endswith("BasicSweeper"):
         return []
     params = [f"{key}={values}" for key, values in (config.hydra.sweeper.params or {}).items()]
-    overrides = OverridesParser.create().parse_overrides([*params, *config.hydra.overrides.task])
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # of glob(*)
+    overrides = parser.parse_overrides([*params, *config.hydra.overrides.task])
     (cells,) = BasicSweeper.split_arguments(overrides, None)
     swept = [len(set(values)) > 1 for values in zip(*cells)]
     return [",".join(word for word, several in zip(cell, swept) if several) for cell in cells]
@@ -178,6 +180,12 @@ def ended(directory: Path, number: int) -> bool:
     folders = [directory / f"{number}{end}" for end in ("", STAND_IN)]
     files = [f / RECORD_FILE for f in folders if (f / RECORD_FILE).is_file()]
     return any(kept(file).get("state") != STOPPED for file in files) or (folders[0] / REFUSED_FILE).is_file()
+
+
+def forget(directory: Path) -> None:
+    """Removes a cell's record and its mark."""
+    for name in (RECORD_FILE, CELL_FILE):
+        (directory / name).unlink(missing_ok=True)
 
 
 def refused(directory: Path) -> list[str]:

@@ -38,7 +38,7 @@ from specsparse.predictors.rules import GateThreshold, Hot, Oracle, UnionCap
 from specsparse.predictors.rules import Sequence as OfPrompt
 from specsparse.support.options import options_of
 
-SetRule = TypeVar("SetRule", Hot, OfPrompt)
+SetRule = TypeVar("SetRule", bound=Hot | OfPrompt)
 """A rule that keeps one set of neurons for all tokens."""
 _WINDOW = 128
 """Tokens of a window of the text that neurons are chosen by."""

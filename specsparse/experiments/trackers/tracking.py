@@ -60,7 +60,7 @@ class Tracking:
             return
         before, self._before = self._before, None
         try:
-            self._client = self._tracker.start(self._run, self._directory, folder)  # type: ignore[arg-type]
+            self._client = self._tracker.start(self._run, self._directory, folder)  # pyrefly: ignore[bad-argument-type]  # without a run it is Jsonl
         except UserError:
             raise
         except (Exception, SystemExit) as error:
