@@ -176,7 +176,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "teal": ("teal",),
 }
 """Works behind each method; names of ours without a paper are in `UNPUBLISHED`."""
-UNPUBLISHED = ("none", "synthetic", "scripted", "threshold", "chain", "svd", "oracle", "random")
+UNPUBLISHED = ("none", "synthetic", "scripted", "threshold", "chain", "svd", "oracle", "random", "hot")
 """Methods that have no paper of their own."""
 
 

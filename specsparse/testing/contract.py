@@ -213,7 +213,7 @@ class DrafterCase:
         if ranks := self.drafter.wants_top:
             last = jnp.take_along_axis(before.tokens, jnp.maximum(before.length - 1, 0)[:, None], axis=1)
             fed = jnp.concatenate([last, drafted.draft.tokens], axis=1)
-            top = (7 * fed[:, :, None] + jnp.arange(ranks, dtype=jnp.int32)) % VOCAB
+            top = (7 * fed[:, :, None] + jnp.arange(ranks, dtype=jnp.int32)[None, None]) % VOCAB
         with traced(self.drafter, "commit"):
             return self.drafter.commit(weights, drafted.state, after, Feedback(drafted.draft, verdict, hidden, top))
 

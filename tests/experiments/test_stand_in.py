@@ -20,6 +20,7 @@ from specsparse import run
 from specsparse.engine.config import ACTIVATION_KEY
 from specsparse.errors import UserError
 from specsparse.experiments import configured, runner, sparse_model, sweeps
+from specsparse.experiments.kind import RunResult
 from specsparse.experiments.settings import DecodingSettings, FfnSpec, ModelSettings, ModelSpec, from_omegaconf, of_kind
 from specsparse.experiments.trackers.wandb import Wandb
 from specsparse.measure.costs import acceptance
@@ -193,7 +194,9 @@ def test_a_stand_in_in_a_sweep_has_a_folder_of_its_name(place, monkeypatch, caps
     """Hydra's part of it; nothing is decoded. The models are asked for once, for the folder and all runs."""
     went, asked, obtain = [], [], catalogue.obtain
     monkeypatch.setattr(catalogue, "obtain", lambda *args: (asked.append(args), obtain(*args)))
-    monkeypatch.setattr(run, "_run", lambda checked, directory: went.append((checked.cfg.name, directory)))
+    done = RunResult({}, None, objective=0.0)
+    monkeypatch.setattr(run, "_run", lambda checked, directory: went.append((checked.cfg.name, directory)) or done)
+    monkeypatch.setattr(sweeps, "ended", lambda *_: True)
     monkeypatch.setattr(sweeps, "show", lambda *_: None)
     monkeypatch.setattr(sweeps, "records", lambda directory: [directory])
     assert run.main(["-m", *TINY, "policy.gamma=9,10"]) == 0

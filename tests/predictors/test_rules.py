@@ -81,7 +81,8 @@ def test_a_threshold_for_a_share_keeps_the_highest_scores(planted, name, options
         weights = predictor.on_text(own, planted.layer, rows) if own else predictor.fit(planted.layer, rows)
         scores = np.asarray(predictor.score(weights, planted.layer, rows, n))
         got = kept(planted, name, weights, planted.rows, **options)
-        assert got.mean() == pytest.approx(share, abs=0.03)  # signs are counted, so that many scores are equal
+        # As many as the share asks for, and with the last of them all that have its score: signs are counted.
+        assert (scores > weights.threshold).mean() <= share + 0.01 and got.mean() >= share - 0.01
         assert scores[got == 1].min() >= weights.threshold > scores[got == 0].max()
     with pytest.raises(UserError, match=r"predictor\.recall and predictor\.share"):
         get_predictor(name, planted.ffn, share=0.5, recall=0.9, **options).on_text(own, planted.layer, rows)

@@ -113,11 +113,11 @@ class Recycle(Drafter):
         draft, top_BnR = feedback.draft, feedback.top
         assert top_BnR is not None
         batch, n = top_BnR.shape[:2]
-        row_n = jnp.arange(n, dtype=jnp.int32)
+        row_Bn = jnp.arange(n, dtype=jnp.int32)[None]
         tokens_Bn = jnp.concatenate([state.root[:, None], draft.tokens], axis=1)
-        verified_Bn = row_n[None] <= draft.count[:, None]
-        accepted_Bn = (feedback.verdict.nodes[:, None, :] == row_n[None, :, None] - 1).any(axis=2) | (row_n == 0)
-        rank_Bn = row_n + n * accepted_Bn
+        verified_Bn = row_Bn <= draft.count[:, None]
+        accepted_Bn = (feedback.verdict.nodes[:, None, :] == row_Bn[:, :, None] - 1).any(axis=2) | (row_Bn == 0)
+        rank_Bn = row_Bn + n * accepted_Bn
         same_Bnn = (tokens_Bn[:, :, None] == tokens_Bn[:, None]) & verified_Bn[:, None]
         beaten_Bn = (same_Bnn & (rank_Bn[:, None] > rank_Bn[:, :, None])).any(axis=2)
         at_Bn = jnp.where(verified_Bn & ~beaten_Bn, tokens_Bn, state.successors.shape[1])
