@@ -117,7 +117,7 @@ class Recycle(Drafter):
         tokens_Bn = jnp.concatenate([state.root[:, None], draft.tokens], axis=1)
         verified_Bn = row_Bn <= draft.count[:, None]
         accepted_Bn = (feedback.verdict.nodes[:, None, :] == row_Bn[:, :, None] - 1).any(axis=2) | (row_Bn == 0)
-        rank_Bn = row_Bn + n * accepted_Bn
+        rank_Bn = row_Bn + jnp.where(accepted_Bn, jnp.int32(n), jnp.int32(0))
         same_Bnn = (tokens_Bn[:, :, None] == tokens_Bn[:, None]) & verified_Bn[:, None]
         beaten_Bn = (same_Bnn & (rank_Bn[:, None] > rank_Bn[:, :, None])).any(axis=2)
         at_Bn = jnp.where(verified_Bn & ~beaten_Bn, tokens_Bn, state.successors.shape[1])
