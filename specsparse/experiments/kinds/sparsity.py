@@ -118,7 +118,7 @@ class SparsityKind(Kind[SparsitySettings]):
     def run(self, cfg: SparsitySettings, ctx: RunContext) -> RunResult:
         dense, spec = ctx.load(cfg.model, ffn="dense"), cfg.sparsity
         text = judged_text(cfg.data, spec, dense)
-        evaluator, prompt, sides, judged = Evaluator(dense, text), text[:1, :_PROMPT], list[Side](), list[Evaluation]()
+        evaluator, prompt, sides, judged = Evaluator(dense, text), text[:1, :_PROMPT], list[PointModel](), list[Evaluation]()
         with ctx.counting("fitting", len(settings(cfg))) as step:
             for side in sides_of(cfg, ctx, dense, prompt):
                 sides.append(side)
@@ -160,7 +160,7 @@ class SparsityKind(Kind[SparsitySettings]):
         )
 
 
-class Side(NamedTuple):
+class PointModel(NamedTuple):
     """A point before it is judged; `model` decodes by the predictor, None if nothing does."""
 
     value: float | str | None
@@ -169,14 +169,14 @@ class Side(NamedTuple):
     model: Model | None
 
 
-def sides_of(cfg: SparsitySettings, ctx: RunContext, dense: Model, prompt: np.ndarray) -> Iterator[Side]:
+def sides_of(cfg: SparsitySettings, ctx: RunContext, dense: Model, prompt: np.ndarray) -> Iterator[PointModel]:
     """Each point; one whose neurons are those of a prompt decodes after `prompt`, int32[1, n]."""
     rows, before = None, None
     values = cfg.sparsity.predictors or cfg.sparsity.values or (None,)
     for value, point in zip(values, settings(cfg), strict=True):
         if point.ffn.name == "powerinfer":
             model, predictor, weights = sparse_model.sparse_of(point, ctx, dense)
-            yield Side(value, predictor, weights, model)
+            yield PointModel(value, predictor, weights, model)
             continue
         if rows is None and sparse_model.reads_text(sparse_model.predictor_of(point, dense)):
             rows = sparse_model.residuals(point, dense, ctx.console)  # once
@@ -192,7 +192,7 @@ def sides_of(cfg: SparsitySettings, ctx: RunContext, dense: Model, prompt: np.nd
         else:
             assert weights is not None
             model = gated(dense, predictor, weights)
-        yield Side(value, predictor, weights, model)
+        yield PointModel(value, predictor, weights, model)
 
 
 def settings(cfg: SparsitySettings) -> list[SparsitySettings]:
