@@ -118,7 +118,8 @@ class SparsityKind(Kind[SparsitySettings]):
     def run(self, cfg: SparsitySettings, ctx: RunContext) -> RunResult:
         dense, spec = ctx.load(cfg.model, ffn="dense"), cfg.sparsity
         text = judged_text(cfg.data, spec, dense)
-        evaluator, prompt, sides, judged = Evaluator(dense, text), text[:1, :_PROMPT], list[PointModel](), list[Evaluation]()
+        evaluator, prompt = Evaluator(dense, text), text[:1, :_PROMPT]
+        sides, judged = list[PointModel](), list[Evaluation]()
         with ctx.counting("fitting", len(settings(cfg))) as step:
             for side in sides_of(cfg, ctx, dense, prompt):
                 sides.append(side)
