@@ -38,6 +38,10 @@ class Scored(Predictor):
     recall: Share | None = None
     share: Share | None = None
 
+    def __post_init__(self):
+        if self.recall is not None and self.share is not None:
+            raise UserError(f"predictor.recall and predictor.share both set the threshold of {self.name}: give one")
+
     @property
     def by_text(self) -> bool:
         """Whether a text sets the thresholds."""
@@ -59,10 +63,8 @@ class Scored(Predictor):
 
     def on_text(self, weights: Pytree, layer: Layer, rows_ND: jax.Array | None) -> Pytree:
         """`weights` under the highest threshold that keeps `recall` of the active neurons of `rows_ND`, or `share` of
-        all. UserError: both are given; for `recall`, an activation without zeros (every neuron counts as active), or
-        no neuron is active."""
-        if self.recall is not None and self.share is not None:
-            raise UserError(f"predictor.recall and predictor.share both set the threshold of {self.name}: give one")
+        all. UserError, for `recall`: an activation without zeros (every neuron counts as active), or no neuron is
+        active."""
         rows_ND = require_rows(self, rows_ND)
         if self.share is None and not self.ffn.has_zeros:
             raise UserError(

@@ -14,7 +14,19 @@ from matplotlib.figure import Figure as Canvas
 from specsparse.measure import intervals, speedups
 from specsparse.measure.intervals import Interval
 from specsparse.report import plots
-from specsparse.report.methods import GAMMA, TEMPERATURE, ReportedMethod, Sample, fastest, grouped, ranked, word
+from specsparse.report.methods import (
+    GAMMA,
+    NOT_A_METHOD,
+    NOTHING,
+    TEMPERATURE,
+    ReportedMethod,
+    Sample,
+    differing_settings,
+    fastest,
+    grouped,
+    ranked,
+    word,
+)
 from specsparse.report.plots import COLOURS, FAINT, INK, MOST, Draw, Figure, Missing, Row
 from specsparse.report.record import SPECULATIVE
 from specsparse.report.runs import Run
@@ -370,20 +382,25 @@ def front(points: Sequence[tuple[float, float]]) -> set[int]:
 
 
 def sparsity(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawing | str:
-    """Lines: quality and speed over the share of neurons kept, a row of panels a model, a line a predictor."""
+    """Lines: quality and speed over the share of neurons kept, a row of panels a model, a line a predictor with the
+    settings that differ."""
+    found = [(run, point) for run in runs for point in run.summary.get("points") or ()]
+    found = [(run, point) for run, point in found if "mean" in (point.get("quality") or {})]
+    settings = differing_settings([run.config for run, _ in found])
     rows = []
-    for run in runs:
-        vary, model = run.summary.get("vary"), word(run.setting("model.path"))
-        for point in run.summary.get("points") or ():
-            quality, faster = point.get("quality") or {}, point.get("speedup")
-            if "mean" in quality:
-                column = f"set_{vary}" if vary in quality["mean"] else str(vary)  # recall is set and measured
-                value = {} if vary in (None, "predictor") else {column: point["value"]}
-                speeds = {key: point[key] for key in ("by_bytes", "tokens_per_second", "dense_tokens_per_second")}
-                rows.append({
-                    "model": model, "predictor": quality["name"], **value, **quality["mean"], **quality["model"],
-                    **quality["cost"], **speeds, "speedup": faster and faster["ratio_of_totals"],
-                })  # fmt: skip
+    for i, (run, point) in enumerate(found):
+        vary, quality, faster = run.summary.get("vary"), point["quality"], point.get("speedup")
+        drawn = ("model.path", "predictor.name", "sparsity.values", f"predictor.{vary}", f"ffn.{vary}")
+        own = {s.name: s.values[i] for s in settings if s.key not in drawn and not s.key.startswith(NOT_A_METHOD)}
+        column = f"set_{vary}" if vary in quality["mean"] else str(vary)  # recall is set and measured
+        value = {} if vary in (None, "predictor") else {column: point["value"]}
+        rows.append({
+            "model": word(run.setting("model.path")), "predictor": quality["name"],
+            "line": ", ".join([quality["name"], *(f"{name} {said}" for name, said in own.items() if said != NOTHING)]),
+            **own, **value, **quality["mean"], **quality["model"], **quality["cost"],
+            **{key: point[key] for key in ("by_bytes", "tokens_per_second", "dense_tokens_per_second")},
+            "speedup": faster and faster["ratio_of_totals"],
+        })  # fmt: skip
     if not rows:
         return "no record holds shares of kept neurons: +experiment=sweep_sparsity measures them"
     caption = (
@@ -401,11 +418,11 @@ def of_sparsity(runs: Sequence[Run], title: str) -> Figure:
 
 
 def _draw_sparsity(canvas: Canvas, rows: Sequence[Row]) -> None:
-    models, names = (plots.distinct(rows, key) for key in ("model", "predictor"))
+    models, names = (plots.distinct(rows, key) for key in ("model", "line"))
     every = canvas.subplots(len(models), 3, squeeze=False)
     for model, (kl, energy, speed) in zip(models, every, strict=True):
         for i, name in enumerate(names):
-            own = sorted((r for r in rows if (r["model"], r["predictor"]) == (model, name)), key=lambda r: r["kept"])
+            own = sorted((r for r in rows if (r["model"], r["line"]) == (model, name)), key=lambda r: r["kept"])
             style = {"color": COLOURS[i % len(COLOURS)], "marker": "o" if i < len(COLOURS) else "s", "label": name}
             for axes, key in ((kl, "kl"), (energy, "energy"), (speed, "speedup")):
                 drawn = [r for r in own if r[key] is not None]

@@ -19,10 +19,11 @@ NOTHING = "-"
 """The value of a setting that a config does not have."""
 _PAIR = ("drafter.name", "verifier.name")
 _CONSTANTS = (GAMMA, TEMPERATURE, "max_tokens")
-_NOT_A_METHOD = (
+NOT_A_METHOD = (
     "tracker.", "data.", "compare.", "certify.", "roofline.", "train.", "kind", "stream", "warmup",
     "seed", "repeats", "time_split", "debug", "trace", "record_laws", "loop", "sampling.ignore_eos",
 )  # fmt: skip
+"""What settings that no label has begin with."""
 _IGNORED = frozenset({"name", "download"})
 _CHOICES = {"model": "model.path", "data": "data.source"}
 """The setting of a group that its other settings come with; GROUP.name in the other groups."""
@@ -119,7 +120,7 @@ def from_runs(runs: Sequence[Run]) -> list[ReportedMethod]:
     sides = [(run, dict.fromkeys(str(row["side"]) for row in run.passes)) for run in runs]
     found = [(run, side) for run, named in sides for side in named if side not in (PLAIN, HOST)]
     settings = differing_settings([run.config for run, _ in found])
-    differing = [s for s in settings if s.key not in _PAIR and not s.key.startswith(_NOT_A_METHOD)]
+    differing = [s for s in settings if s.key not in _PAIR and not s.key.startswith(NOT_A_METHOD)]
     pairs: list[tuple[str, ...]] = []
     for run, side in found:
         verifier = (run.record.get("method") or {}).get("verifier") or run.setting("verifier.name")

@@ -11,9 +11,10 @@ from rich.console import Console
 
 from specsparse.errors import UserError
 from specsparse.experiments import runner, sweeps
-from specsparse.experiments.kinds.sparsity import SparsitySpec
+from specsparse.experiments.kinds.sparsity import Point, SparsitySpec, show_sweep
 from specsparse.experiments.settings import FfnSpec, ModelSpec, from_omegaconf
-from specsparse.support.files import conf_dir
+from specsparse.predictors.evaluate import Cost, Evaluation, LayerQuality, ModelQuality
+from specsparse.support.files import conf_dir, to_json
 from specsparse.support.registry import Choice
 from specsparse.testing import write_tiny_gguf
 from tests.experiments import playing
@@ -137,10 +138,29 @@ def test_predictors_by_share_make_one_table(cfg, files, tmp_path):
     assert (tmp_path / "sparsity.png").is_file()
 
 
+def test_settings_of_one_predictor_are_lines_of_their_own_and_numbers_that_are_none_are_dashes(tmp_path):
+    nan = float("nan")
+    layer, model = LayerQuality(0.3, 0.5, 0.9, 0.6, nan, nan), ModelQuality(8, nan, 9.0, nan, 1.0)
+    points = [Point(v, Evaluation("svd", (), layer, model, Cost(1, 2, 4, 0.1, 0.2)), 1.2).to_dict() for v in (0.5, 0.3)]
+    summary = json.loads(to_json({"vary": "share", "has_zeros": True, "points": points}))
+    found = [{
+        "name": "s", "summary": summary,
+        "config": {"model": {"path": "m.gguf"}, "predictor": {"name": "svd", "rank": rank}, "stream": rank > 8},
+    } for rank in (8, 64)]  # fmt: skip
+    show_sweep(tmp_path, found, sweeps.swept(found), Console(file=io.StringIO(), width=200))
+    rows = list(csv.DictReader((tmp_path / "sparsity.csv").open()))
+    assert [(r["line"], r["rank"]) for r in rows] == 2 * [("svd, rank 8", "8")] + 2 * [("svd, rank 64", "64")]
+    assert "| 0.3 | 50.0% | 90.0% | - | - | - | - | 100.0% |" in (tmp_path / "sparsity.md").read_text()
+
+
 MISTAKES = {
     "no ffn": ({"ffn": FfnSpec("oracle"), "predictor": Choice("none")}, "kind=sparsity judges ffn=predicted"),
     "a share of a file": ({"ffn": FfnSpec("powerinfer"), "predictor": Choice("none")}, r"sparsity\.vary=threshold"),
     "no option": ({"sparsity": SparsitySpec("shaer", (0.5,))}, r"predictor\.shaer is no option of gate_threshold"),
+    "two rules": (
+        {"predictor": Choice("svd", {"recall": 0.9}), "sparsity": SparsitySpec("share", (0.5,))},
+        r"predictor\.recall and predictor\.share both",
+    ),
     "no share": ({"sparsity": SparsitySpec("share", (1.5,))}, r"share=1\.5 must be a number above 0"),
 }
 

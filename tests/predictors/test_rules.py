@@ -85,7 +85,7 @@ def test_a_threshold_for_a_share_keeps_the_highest_scores(planted, name, options
         assert (scores > weights.threshold).mean() <= share + 0.01 and got.mean() >= share - 0.01
         assert scores[got == 1].min() >= weights.threshold > scores[got == 0].max()
     with pytest.raises(UserError, match=r"predictor\.recall and predictor\.share"):
-        get_predictor(name, planted.ffn, share=0.5, recall=0.9, **options).on_text(own, planted.layer, rows)
+        get_predictor(name, planted.ffn, share=0.5, recall=0.9, **options)
 
 
 def test_a_hot_set_is_of_those_that_add_most(planted):

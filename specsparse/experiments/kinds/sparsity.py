@@ -31,7 +31,7 @@ from specsparse.predictors.base import Predictor
 from specsparse.predictors.collect import collect, windows
 from specsparse.predictors.evaluate import Evaluation, Evaluator, matrices
 from specsparse.report import display, figures
-from specsparse.report.methods import Setting
+from specsparse.report.methods import Setting, word
 from specsparse.report.runs import Run
 from specsparse.support import tables
 from specsparse.support.files import write_atomically
@@ -119,11 +119,7 @@ class SparsityKind(Kind[SparsitySettings]):
         dense, spec = ctx.load(cfg.model, ffn="dense"), cfg.sparsity
         text = judged_text(cfg.data, spec, dense)
         evaluator, prompt = Evaluator(dense, text), text[:1, :_PROMPT]
-        sides, judged = list[PointModel](), list[Evaluation]()
-        with ctx.counting("fitting", len(settings(cfg))) as step:
-            for side in sides_of(cfg, ctx, dense, prompt):
-                sides.append(side)
-                step()
+        sides, judged = list(sides_of(cfg, ctx, dense, prompt)), list[Evaluation]()
         with ctx.counting("judging", len(sides)) as step:
             for side in sides:
                 judged.append(evaluator(side.predictor, side.weights))
@@ -147,14 +143,14 @@ class SparsityKind(Kind[SparsitySettings]):
         names = ", ".join(dict.fromkeys(p.quality.name for p in points))
         title = f"{cfg.name}: {Path(dense.path).name}, {names} (lossy)"
         summary = {
-            "label": "lossy", "vary": vary, "points": [p.to_dict() for p in points],
-            "conditions": taken and taken.to_dict(),
+            "label": "lossy", "vary": vary, "has_zeros": evaluator.ffn.has_zeros,
+            "points": [p.to_dict() for p in points], "conditions": taken and taken.to_dict(),
         }  # fmt: skip
         run = Run(ctx.directory, {"summary": summary, "config": {"model": {"path": cfg.model.path}}})
         return RunResult(
             summary,
             points,
-            shown=[Text(title, style="bold"), table(points, vary=vary), *display.condition_lines(taken)],
+            shown=[Text(title, style="bold"), table(summary), *display.condition_lines(taken)],
             figures=[figures.of_sparsity([run], title)],
             definitions={**DEFINITIONS, **conditions.DEFINITIONS},
             objective=-points[-1].quality.model.kl,
@@ -237,15 +233,14 @@ def _timed(cfg: SparsitySettings, ctx: RunContext, sides: list[Model], ids: list
     return timed, meter.conditions(1 / float(timed[0].mean()), timed[0].tolist())
 
 
-def table(points: Sequence[Point], *, vary: str) -> Table:
+def table(summary: Mapping[str, Any]) -> Table:
     """A row a point under a row of the dense model."""
-    out = tables.new(vary, *_TITLES, left=(), close=True)
-    quality, rate = points[0].quality.model, tables.cell(points[0].dense_tokens_per_second, ".1f")
-    perplexity, whole = f"{quality.perplexity_dense:.2f}", "100.0%"
+    out, points = tables.new(summary["vary"], *_TITLES, left=(), close=True), summary["points"]
+    rate = tables.cell(points[0]["dense_tokens_per_second"], ".1f")
+    perplexity, whole = tables.cell(points[0]["quality"]["model"]["perplexity_dense"], ".2f"), "100.0%"
     out.add_row("dense", whole, whole, whole, "0.000", "0.0000", perplexity, whole, "1.00", rate, "1.00", "")
-    for p in points:
-        shown = "" if p.value is None else p.value if isinstance(p.value, str) else f"{p.value:g}"
-        out.add_row(shown, *_cells(p.to_dict()))
+    for value, *cells in _rows(summary):
+        out.add_row(value, *cells)
     return out
 
 
@@ -256,9 +251,9 @@ def show_sweep(directory: Path, found: Sequence[Mapping[str, Any]], swept: Seque
     names = [*(setting.name for setting in swept), *(["value"] if varied else [])]
     rows = tables.new(*names, *_TITLES, left=(), close=True)
     for number, record in enumerate(found):
-        for point in record["summary"]["points"]:
-            words = [setting.values[number] for setting in swept] + [str(point["value"])] * varied
-            rows.add_row(*map(Text, words), *_cells(point))
+        for value, *cells in _rows(record["summary"]):
+            words = [setting.values[number] for setting in swept] + [value] * varied
+            rows.add_row(*map(Text, words), *cells)
     tables.show(out, rows, names=len(names))
     drawn = figures.of_sparsity([Run(directory, dict(record)) for record in found], str(found[0].get("name", "")))
     drawn.write(directory)
@@ -267,13 +262,17 @@ def show_sweep(directory: Path, found: Sequence[Mapping[str, Any]], swept: Seque
     out.print(Text(f"records: {directory}; all of them: {files}", style="dim"), soft_wrap=True)
 
 
-def _cells(point: Mapping[str, Any]) -> list[str]:
-    quality, faster = point["quality"], point["speedup"]
-    mean, model = quality["mean"], quality["model"]
-    recall = mean["recall"] if mean["active"] < 1 else None  # if no neuron is zero, that is the kept share
-    return [
-        f"{mean['kept']:.1%}", tables.cell(recall, ".1%"), f"{mean['energy']:.1%}", f"{mean['error']:.3f}",
-        f"{model['kl']:.4f}", f"{model['perplexity']:.2f}", f"{model['same_top']:.1%}", f"{point['by_bytes']:.2f}",
-        tables.cell(point["tokens_per_second"], ".1f"), f"{faster['ratio_of_totals']:.2f}" if faster else "-",
-        intervals.shown(*timing_ends(faster)) if faster else "-",
-    ]  # fmt: skip
+def _rows(summary: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Cells of each point of a record: its value, then the columns of `_TITLES`."""
+    cell = tables.cell
+    for point in summary["points"]:
+        value, faster = point["value"], point["speedup"] or {}
+        mean, model = point["quality"]["mean"], point["quality"]["model"]
+        recall = mean["recall"] if summary.get("has_zeros") else None  # else that is the kept share
+        yield [
+            "" if value is None else word(value),
+            cell(mean["kept"], ".1%"), cell(recall, ".1%"), cell(mean["energy"], ".1%"), cell(mean["error"], ".3f"),
+            cell(model["kl"], ".4f"), cell(model["perplexity"], ".2f"), cell(model["same_top"], ".1%"),
+            cell(point["by_bytes"], ".2f"), cell(point["tokens_per_second"], ".1f"),
+            cell(faster.get("ratio_of_totals"), ".2f"), intervals.shown(*timing_ends(faster)) if faster else "-",
+        ]  # fmt: skip
