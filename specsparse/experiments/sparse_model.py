@@ -142,15 +142,16 @@ def fitted(
     elif predictor.needs is not Needs.TRAINING:
         return Fitted(predictor, fit_layers(predictor, layers, rows if reads else None))
     else:
-        weights = _trained(cfg, dense, codes=codes, threshold=threshold)
+        weights = trained_weights(cfg, dense, codes, threshold)
     if isinstance(predictor, Scored) and reads:
         assert weights is not None and rows is not None
         weights = tuple(predictor.on_text(*each) for each in zip(weights, layers, map(jnp.asarray, rows), strict=True))
     return Fitted(predictor, weights)
 
 
-def _trained(cfg: ModelSettings, dense: Model, *, codes: Any, threshold: float | None) -> Sequence[Any]:
-    """The weights of a PowerInfer file, or of a file of predictors. UserError: they are of another model's shape."""
+def trained_weights(cfg: ModelSettings, dense: Model, codes: Any, threshold: float | None) -> Sequence[Any]:
+    """By layer the weights of a PowerInfer file, or of a file of predictors; `threshold` is instead of the file's.
+    UserError: they are of another model's shape."""
     if cfg.ffn.weights is None and dense.config.predictor_ranks:
         own = [layer.sparse for layer in dense.params.layers]
         return own if threshold is None else [w._replace(threshold=jnp.float32(threshold)) for w in own]

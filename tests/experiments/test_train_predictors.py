@@ -113,6 +113,8 @@ def test_the_predictors_of_a_powerinfer_file_are_judged_as_they_are(cfg, model, 
     found, text, _ = play(cfg, tmp_path / "a", model=own)
     assert found.result[0].name == "mlp" and found.result[0].mean.recall > 0.95
     assert "predictors of its own" in text and not (tmp_path / "out").exists()
+    none = replaced(cfg, predictor=Choice("mlp", {"threshold": 1e9}))
+    assert play(none, tmp_path / "none", model=own)[0].result[0].mean.kept == 0
 
 
 def test_a_threshold_of_the_config_goes_before_the_files(cfg, model, tmp_path):
@@ -152,5 +154,8 @@ def test_mistakes_are_found_before_anything_is_loaded(cfg, changes, message):
 def test_a_predictor_and_enough_text_are_needed(cfg, model, tmp_path):
     with pytest.raises(UserError, match="give predictor=mlp"):
         runner.check(replaced(cfg, predictor=Choice("none")))
+    for option in ("share", "recall"):
+        with pytest.raises(UserError, match=rf"predictor\.{option}"):
+            runner.check(replaced(cfg, predictor=Choice("mlp", {option: 0.3})))
     with pytest.raises(UserError, match=r"fewer train\.judged"):
         play(changed(cfg, "train", judged=500), tmp_path / "a", model=model)

@@ -22,7 +22,7 @@ from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments.kind import RunContext, RunResult, header_of
 from specsparse.experiments.kinds.train_settings import Training, TrainSettings, claim, options
-from specsparse.experiments.sparse_model import collected, shuffled_text
+from specsparse.experiments.sparse_model import collected, reads_text, shuffled_text, trained_weights
 from specsparse.experiments.trackers.base import Series
 from specsparse.powerinfer.model_files import PredictorFile, write_predictors
 from specsparse.predictors import FFN, Needs, get_predictor
@@ -54,6 +54,11 @@ class TrainPredictors(Training):
         if cfg.predictor.name == "none":
             raise UserError("kind=train_predictors needs a predictor: give predictor=mlp")
         predictor = get_predictor(cfg.predictor.name, any_ffn, **cfg.predictor.options)
+        if predictor.needs is Needs.TRAINING and reads_text(predictor):
+            raise UserError(
+                f"kind=train_predictors judges predictor={cfg.predictor.name} by its own threshold: give "
+                "predictor.share and predictor.recall to +experiment=sweep_sparsity"
+            )
         for name in cfg.train.compare:
             get_predictor(name, any_ffn)
         options(cfg, FitOptions)
@@ -78,17 +83,18 @@ class TrainPredictors(Training):
             with ctx.counting(f"judging {predictor.name}", len(evaluator.windows_Wn)) as step:
                 return evaluator(predictor, weights, progress=step)
 
-        if predictor.needs is not Needs.TRAINING or model.config.predictor_ranks:
-            ctx.tracker.follow()  # else `trained` says what it goes on from
         if predictor.needs is not Needs.TRAINING:
+            ctx.tracker.follow()
             weights = fitted(predictor)
-        elif model.config.predictor_ranks:
-            weights, said = tuple(layer.sparse for layer in model.params.layers), "they are judged, nothing is trained"
-            ctx.console.print(Text(f"the file has predictors of its own: {said}", style="dim"))
         else:
             predictor, codes, threshold = settled(predictor, model.params.layers[0])
-            pairs, rows, notes = trained(cfg, model, evaluator.ffn, text, ctx)
-            weights = tuple(mlp_weights(fc1, fc2, threshold or 0.0, codes=codes) for fc1, fc2 in pairs)
+            if model.config.predictor_ranks:
+                ctx.tracker.follow()
+                weights, said = trained_weights(cfg, model, codes, threshold), "they are judged, nothing is trained"
+                ctx.console.print(Text(f"the file has predictors of its own: {said}", style="dim"))
+            else:
+                pairs, rows, notes = trained(cfg, model, evaluator.ffn, text, ctx)
+                weights = tuple(mlp_weights(fc1, fc2, threshold or 0.0, codes=codes) for fc1, fc2 in pairs)
         found = [score(predictor, weights)]
         found += [score(other, fitted(other)) for other in rivals(cfg, evaluator.ffn, found[0])]
         first = found[0]

@@ -37,6 +37,7 @@ _FINISH_S = 600
 """Seconds that the end of a run waits for its data to be sent, unless WANDB_FINISH_TIMEOUT says another."""
 
 Mode = Literal["offline", "online", "disabled"]
+Resume = Literal["allow", "must", "never", "auto"]
 
 
 class _Client(NamedTuple):
@@ -70,18 +71,18 @@ class Wandb(Tracker):
     group: str | None = None
     tags: tuple[str, ...] | None = None
     id: str | None = None
-    resume: Literal["allow", "must", "never", "auto"] | None = None
+    resume: Resume | None = None
     artifacts: bool = True
 
     def _mode(self) -> Mode:
-        mode: Any = self.mode or os.environ.get("WANDB_MODE") or "offline"
-        if mode not in get_args(Mode):
-            raise UserError(f"WANDB_MODE={mode} must be one of: {', '.join(get_args(Mode))}")
-        return mode
+        return self.mode or _of_environment("WANDB_MODE", Mode) or "offline"
 
     def check(self) -> None:
-        """UserError: wandb is not installed, or nobody is logged in for a run that is to be online."""
+        """UserError: wandb is not installed, a variable of the environment has no value that it can have, or nobody is
+        logged in for a run that is to be online."""
         mode = self._mode()
+        _of_environment("WANDB_RESUME", Resume)
+        _finish_s()
         if importlib.util.find_spec("wandb") is None:
             raise UserError(not_installed(ModuleNotFoundError(name="wandb")))
         if mode == "online":
@@ -102,7 +103,7 @@ class Wandb(Tracker):
             "entity": self.entity or env("WANDB_ENTITY"),
             "group": self.group or env("WANDB_RUN_GROUP") or (directory.resolve().parent.name if is_cell else None),
             "id": self.id or env("WANDB_RUN_ID") or before.get("id"),
-            "resume": self.resume or env("WANDB_RESUME") or ("allow" if before else None),
+            "resume": self.resume or _of_environment("WANDB_RESUME", Resume) or ("allow" if before else None),
             "name": env("WANDB_NAME") or run.name,
             "notes": env("WANDB_NOTES") or (str(stood_in) if stood_in else None),
             "dir": env("WANDB_DIR") or str(directory),
@@ -110,17 +111,16 @@ class Wandb(Tracker):
             "config": {**config, **({"stand_in": vars(stood_in)} if stood_in else {})},
             "tags": [tag for tag in dict.fromkeys(tags) if isinstance(tag, str) and tag],
         }
-        wait = float(env("WANDB_FINISH_TIMEOUT") or _FINISH_S)
-        settings = wandb.Settings(silent=True, console="off", finish_timeout=wait, finish_timeout_raises=True)
+        settings = wandb.Settings(silent=True, console="off", finish_timeout=_finish_s(), finish_timeout_raises=True)
         chosen |= {"settings": settings, "allow_val_change": True, "reinit": "create_new"}  # beside a run of the user's
         try:
             found = wandb.init(mode=mode, **chosen)
-        except Exception as error:
+        except Exception:
             if mode != "online" or not (directory / RECORD_FILE).is_file():
-                raise _refused("start", error, mode) from error
+                raise
             found = wandb.init(mode="offline", **chosen)  # the work is done, what it found is kept
         if folder is not None and mode != "disabled":
-            write_atomically(folder / _ID_FILE, to_json({"id": found.id, "project": found.project}))
+            write_atomically(folder / _ID_FILE, to_json({"id": found.id}))
         found.define_metric(f"{PASSES}/*", summary="none")  # or the last prompt's numbers would stand for the run's
         return _Client(found, {}, set())
 
@@ -159,21 +159,22 @@ class Wandb(Tracker):
         made, _ = figures.make([run], found)
         for step in _steps(run.rows):
             client.log(step)
-        tables: dict[str, tuple[Sequence[str], list[list[Any]]]] = {}
-        parts, pictures = _histograms(found), [(f.name, f.png(), f.caption) for f in made]
+
+        def table(columns: Sequence[str], rows: list[list[Any]]) -> wandb.Table:
+            return wandb.Table(columns=list(columns), data=rows, allow_mixed_types=True)
+
+        parts = _histograms(found)
         for figure in made:
             columns = figure.columns()
-            tables[f"tables/{figure.name}"] = columns, [[row.get(column) for column in columns] for row in figure.rows]
-        pictures += [(file.stem, file.read_bytes(), None) for file in sorted(directory.glob("*.png"))]
-        for name, png, caption in pictures:
-            parts[f"figures/{name}"] = wandb.Image(Image.open(io.BytesIO(png)), caption=caption)
+            parts[f"tables/{figure.name}"] = table(columns, [[row.get(c) for c in columns] for row in figure.rows])
+            parts[f"figures/{figure.name}"] = wandb.Image(Image.open(io.BytesIO(figure.png())), caption=figure.caption)
+        for file in sorted(directory.glob("*.png")):
+            parts[f"figures/{file.stem}"] = wandb.Image(str(file))
         for file in sorted(directory.glob("*.csv")):
-            columns, *data = csv.reader(io.StringIO(file.read_text(encoding="utf-8")))
-            tables[f"tables/{file.stem}"] = columns, [[_number(cell) for cell in row] for row in data]
+            columns, *cells = csv.reader(io.StringIO(file.read_text(encoding="utf-8")))
+            parts[f"tables/{file.stem}"] = table(columns, [[_number(cell) for cell in row] for row in cells])
         if run.rows:
-            tables["prompts"] = _COLUMNS, _prompts(run)
-        for name, (columns, data) in tables.items():
-            parts[name] = wandb.Table(columns=list(columns), data=data, allow_mixed_types=True)
+            parts["prompts"] = table(_COLUMNS, _prompts(run))
         if parts:
             client.log(parts)
         numbers = _numbers(run.summary)
@@ -195,6 +196,22 @@ class Wandb(Tracker):
         return f"wandb: written offline; to send it: {sync}" if client.offline else f"wandb: {client.url}"
 
 
+def _of_environment(name: str, choices: Any) -> Any:
+    """A variable's value, or None; UserError: it is none of those of the literal type."""
+    value = os.environ.get(name) or None
+    if value not in (None, *get_args(choices)):
+        raise UserError(f"{name}={value} must be one of: {', '.join(get_args(choices))}")
+    return value
+
+
+def _finish_s() -> float:
+    given = os.environ.get("WANDB_FINISH_TIMEOUT") or _FINISH_S
+    try:
+        return float(given)
+    except ValueError:
+        raise UserError(f"WANDB_FINISH_TIMEOUT={given} must be a number of seconds") from None
+
+
 @functools.cache
 def _log_in() -> None:
     """Asks W&B's server whether it knows the user; UserError if not. No process of W&B's is left: times may follow."""
@@ -204,14 +221,11 @@ def _log_in() -> None:
     try:
         wandb.login(force=True, verify=True)
     except Exception as error:
-        raise _refused("be online", error, "online") from error
+        said = " ".join(str(error).split()).rstrip(".")[:300]
+        later = "give tracker.mode=offline to send the run later"
+        raise UserError(f"tracker=wandb cannot be online: {said}; {later}") from error
     finally:
         _tear_down()
-
-
-def _refused(what: str, error: Exception, mode: str) -> UserError:
-    later = "; give tracker.mode=offline to send the run later" if mode == "online" else ""
-    return UserError(f"tracker=wandb cannot {what}: {' '.join(str(error).split()).rstrip('.'):.300}{later}")
 
 
 def _tear_down() -> None:
