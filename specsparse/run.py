@@ -11,8 +11,7 @@ import os
 import re
 import socket
 import sys
-import traceback
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,8 +26,8 @@ _checked: list[Any] = []
 """The `CheckedRun` of this process, from the callback to the task."""
 _refusals: dict[object, UserError] = {}
 """Why models could not be had: the first answer holds for a whole sweep."""
-_sweeps: list[tuple[Any, list[str]]] = []
-"""The config of this process's sweep while it runs."""
+_sweeps: list[Any] = []
+"""The `Sweep` of this process while it runs."""
 
 
 class CheckBeforeStart:
@@ -77,29 +76,29 @@ class CheckBeforeStart:
         if (folder := config.hydra.sweep.dir) != place:
             folder = folder.replace("'", "\\'")
             config.hydra.overrides.hydra.append(f"hydra.sweep.dir='{folder}'")  # of every combination
-        try:
-            for file in Path(config.hydra.sweep.dir).glob(f"*/{sweeps.REFUSED_FILE}"):
-                file.unlink()  # of the sweep that this one goes on with
-        except OSError as error:
-            raise SystemExit(fail(f"{error.filename}: {error.strerror}")) from None
-        _sweeps.append((config, sweeps.planned(config)))
+        with _lines_of_files():
+            _sweeps.append(sweeps.Sweep.begin(config))
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
         """Shows one table over all runs of a sweep. Exit code 2 if cells have no record, 1 if a promise was broken."""
-        if not _sweeps:
-            return
-        try:
-            code = _end_sweep(*_sweeps.pop())
-        except OSError as error:  # Hydra makes a warning of what a callback raises
-            raise SystemExit(fail(f"{error.filename}: {error.strerror}")) from None
-        if code:
-            raise SystemExit(code)
+        with _lines_of_files():
+            if _sweeps and (code := _sweeps.pop().end()):
+                raise SystemExit(code)
 
     def __getattr__(self, name: str) -> Any:
         """Hydra calls every hook of a callback; the others do nothing."""
         if name.startswith("on_"):
             return lambda *_, **__: None
         raise AttributeError(name)
+
+
+@contextlib.contextmanager
+def _lines_of_files() -> Generator[None]:
+    """Exits with one line where a file cannot be used: Hydra makes a warning of what a callback raises."""
+    try:
+        yield
+    except OSError as error:
+        raise SystemExit(fail(f"{error.filename}: {error.strerror}")) from None
 
 
 def _check(config: Any, words: Sequence[str]) -> Any:
@@ -122,34 +121,6 @@ def _rename(config: Any, values: dict[str, Any], place: Any) -> None:
         for key, value in values.items():
             config[key] = value
         place.dir = f"{place.dir}{STAND_IN}"
-
-
-def _end_sweep(config: Any, cells: Sequence[str], error: str = "") -> int:
-    """Shows a sweep's table and says what it lacks of `cells`, as `sweeps.planned` names them; `error` is why it ended
-    early. Returns the exit code."""
-    from specsparse.experiments import sweeps
-    from specsparse.support import terminal
-
-    directory, submitit = Path(str(config.hydra.sweep.dir)), "submitit" in config.hydra.launcher._target_
-    sweeps.show(directory, terminal.console())
-    if submitit:  # what its jobs print is in files
-        for line in sweeps.refused(directory):
-            fail(line)
-    if submitit and error:
-        print("specsparse: jobs that wait or run go on: let them end, then give the same command", file=sys.stderr)
-    if lost := [number for number in range(len(cells)) if not sweeps.ended(directory, number)]:
-        if not any((directory / str(number)).is_dir() for number in lost):
-            error = error or "their hosts write elsewhere; hydra.sweep.dir must be a folder that all hosts share"
-        names = "; ".join(cells[number] or str(number) for number in lost[:8]) + "; .." * (len(lost) > 8)
-        error = f"no record of {len(lost)} of {len(cells)} cells ({names}) in {directory}: {error or 'a worker died'}"
-    if error:
-        output = f"; their output is in {directory}/.submitit" if submitit else ""
-        return fail(f"{error}{output}; the same command runs what is missing")
-    if not sweeps.records(directory):
-        return fail("no combination of the sweep could run, see the lines above")
-    if broken := sweeps.broken(directory):
-        print(f"specsparse: not as promised: {', '.join(map(str, broken))}", file=sys.stderr)
-    return int(bool(broken))
 
 
 def _task(cfg: Any) -> Any:
@@ -273,10 +244,9 @@ def _main(argv: list[str]) -> int:
             with hosts.joined():
                 hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(_task)()
         except Exception as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            if debug or not _sweeps or not any(f.name == "launch" and "hydra_plugins" in f.filename for f in frames):
-                raise  # of a cell: Hydra hands on what its code raised
-            return _end_sweep(*_sweeps.pop(), f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+            if debug or not _sweeps or not _sweeps[0].lost_worker(error):
+                raise
+            return _sweeps.pop().end(error)
     except (HydraException, OmegaConfBaseException) as error:
         if debug:
             raise

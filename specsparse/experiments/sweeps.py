@@ -6,15 +6,18 @@ stopped is started again by the same command; what had finished is copied into t
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
@@ -24,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specsparse import kernels
-from specsparse.errors import UserError
+from specsparse.errors import UserError, fail
 from specsparse.experiments.kinds import neuron_placement, sparsity
 from specsparse.experiments.settings import STAND_IN, RunConfig
 from specsparse.kernels.processor import cpu_info
@@ -39,7 +42,7 @@ from specsparse.report.record import PLAIN, RECORD_FILE, SPECULATIVE, STOPPED, S
 from specsparse.report.runs import CELL_FILE, measurement, record_hash
 from specsparse.runtime import metrics
 from specsparse.runtime.method import resolve
-from specsparse.support import tables
+from specsparse.support import tables, terminal
 from specsparse.support.files import Json, kept, to_json, write_atomically
 from specsparse.support.registry import source_of
 
@@ -159,44 +162,83 @@ def check_ray(launcher: Mapping[str, Any] | None) -> None:
             raise UserError(f"sweep=ray: no Ray head at {address} within {RAY_SECONDS} s ({reason}): {start}") from None
 
 
-def planned(config: Any) -> list[str]:
-    """What each cell of a sweep sets, by its number; empty for a sweeper that chooses as it goes, as Optuna's.
+class Sweep(NamedTuple):
+    """A sweep from its first cell to its table.
 
-    Args:
-        config: composed, with Hydra's own node.
+    Attributes:
+        directory: a folder of each cell is in it.
+        launcher: the path of its class.
+        cells: what each sets, by its number; none for a sweeper that chooses as it goes, as Optuna's.
     """
-    if not config.hydra.sweeper._target_.endswith("BasicSweeper"):
-        return []
-    params = [f"{key}={values}" for key, values in (config.hydra.sweeper.params or {}).items()]
-    parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # of glob(*)
-    overrides = parser.parse_overrides([*params, *config.hydra.overrides.task])
-    (cells,) = BasicSweeper.split_arguments(overrides, None)
-    swept = [len(set(values)) > 1 for values in zip(*cells)]
-    return [",".join(word for word, several in zip(cell, swept) if several) for cell in cells]
+
+    directory: Path
+    launcher: str
+    cells: Sequence[str]
+
+    @classmethod
+    def begin(cls, config: Any) -> "Sweep":
+        """The sweep of a composed config with Hydra's own node; what an earlier one in its folder refused is removed.
+
+        OSError: a file there cannot be removed.
+        """
+        hydra, found = config.hydra, cls(Path(str(config.hydra.sweep.dir)), config.hydra.launcher._target_, ())
+        for file in found.directory.glob(f"*/{REFUSED_FILE}"):
+            file.unlink()
+        if not hydra.sweeper._target_.endswith("BasicSweeper"):
+            return found
+        params = [f"{key}={values}" for key, values in (hydra.sweeper.params or {}).items()]
+        parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # of glob(*)
+        (cells,) = BasicSweeper.split_arguments(parser.parse_overrides([*params, *hydra.overrides.task]), None)
+        several = [len(set(values)) > 1 for values in zip(*cells)]
+        return found._replace(cells=[",".join(itertools.compress(cell, several)) for cell in cells])
+
+    def lost_worker(self, error: Exception) -> bool:
+        """Whether its launcher raised this, and not a cell, whose errors Hydra itself hands on."""
+        frames = traceback.extract_tb(error.__traceback__)
+        return any(frame.name == "launch" and "hydra_plugins" in frame.filename for frame in frames)
+
+    def end(self, error: Exception | None = None) -> int:
+        """Shows the table and says which cells have no record; `error` is why it ended early. Returns the exit code."""
+        show(self.directory, terminal.console())
+        why, place = "" if error is None else f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", ""
+        if "submitit" in self.launcher:  # what its jobs print is in files
+            place = f"; their output is in {self.directory}/.submitit"
+            for file in sorted(self.directory.glob(f"*/{REFUSED_FILE}")):
+                fail(file.read_text(encoding="utf-8"))
+            if why:
+                fail("jobs that wait or run go on: let them end, then give the same command")
+        if lost := [number for number in range(len(self.cells)) if not self._ended(number)]:
+            if not any((self.directory / str(number)).is_dir() for number in lost):
+                why = why or "their hosts write elsewhere; hydra.sweep.dir must be a folder that all hosts share"
+            names = "; ".join(self.cells[number] or str(number) for number in lost[:8]) + "; .." * (len(lost) > 8)
+            missing = f"no record of {len(lost)} of {len(self.cells)} cells ({names}) in {self.directory}"
+            why = f"{missing}: {why or 'a worker died'}"
+        if why:
+            return fail(f"{why}{place}; the same command runs what is missing")
+        if not records(self.directory):
+            return fail("no combination of the sweep could run, see the lines above")
+        ends = [file.parent for file in sorted(self.directory.glob(f"*/{RECORD_FILE}"))]
+        if broken := [str(end) for end in ends if _finished(end) and measurement(end) is None]:  # it has no mark
+            print(f"specsparse: not as promised: {', '.join(broken)}", file=sys.stderr)
+        return int(bool(broken))
+
+    def _ended(self, number: int) -> bool:
+        """Whether a cell has its record, or the line of its refusal; else its worker died or wrote elsewhere."""
+        folder = self.directory / str(number)
+        stand_in = folder.with_name(folder.name + STAND_IN)
+        return _finished(folder) or _finished(stand_in) or (folder / REFUSED_FILE).is_file()
 
 
-def ended(directory: Path, number: int) -> bool:
-    """Whether a cell of a sweep has its record, or the line of its refusal; else its worker died or wrote elsewhere."""
-    folders = [directory / f"{number}{end}" for end in ("", STAND_IN)]
-    files = [f / RECORD_FILE for f in folders if (f / RECORD_FILE).is_file()]
-    return any(kept(file).get("state") != STOPPED for file in files) or (folders[0] / REFUSED_FILE).is_file()
+def _finished(directory: Path) -> bool:
+    """Whether a run has its record, and not that of a stopped one."""
+    file = directory / RECORD_FILE
+    return file.is_file() and kept(file).get("state") != STOPPED
 
 
 def forget(directory: Path) -> None:
     """Removes a cell's record and its mark."""
     for name in (RECORD_FILE, CELL_FILE):
         (directory / name).unlink(missing_ok=True)
-
-
-def refused(directory: Path) -> list[str]:
-    """Lines of the cells that were left out."""
-    return [file.read_text(encoding="utf-8") for file in sorted(directory.glob(f"*/{REFUSED_FILE}"))]
-
-
-def broken(directory: Path) -> list[Path]:
-    """Folders of the cells that ended and are not marked as finished: their records say which promise was broken."""
-    ends = [file.parent for file in sorted(directory.glob(f"*/{RECORD_FILE}"))]
-    return [d for d in ends if measurement(d) is None and kept(d / RECORD_FILE).get("state") != STOPPED]
 
 
 def records(directory: Path) -> list[dict[str, Any]]:
