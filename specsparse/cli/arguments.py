@@ -195,15 +195,7 @@ def add_model_options(add: Callable[..., argparse.Action]) -> None:
 
 def add_distributed(add: Callable[..., argparse.Action]) -> None:
     about = "one of several processes that hold the model: auto (Slurm, Kubernetes, Open MPI) or its place, from 0"
-    add("--distributed", type=_place, metavar="HOST:PORT,COUNT,INDEX", help=about)
-
-
-def _place(text: str) -> str:
-    try:
-        hosts.place_of(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{shown(text)} must be {hosts.FORM}") from None
-    return text
+    add("--distributed", metavar="HOST:PORT,COUNT,INDEX", help=about)
 
 
 def _on_hub(text: str) -> str:

@@ -8,7 +8,6 @@ sockets stay open: process 0 says by them what it alone knows (`agreed`), and wh
 import atexit
 import contextlib
 import hashlib
-import ipaddress
 import json
 import os
 import queue
@@ -22,9 +21,8 @@ import warnings
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 
-FORM = "auto, or HOST:PORT,COUNT,INDEX with INDEX from 0 to COUNT - 1, such as 10.0.0.1:1234,2,0"
 SECONDS = "SPECSPARSE_JOIN_SECONDS"
 """The environment variable with the seconds that processes wait for each other at the beginning, 60 without it."""
 BEAT_S, SILENCE_S = 5.0, 60.0
@@ -47,23 +45,20 @@ class Meeting(NamedTuple):
         return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     @property
-    def local(self) -> str | None:
-        """The host if it is this machine to itself; the port is opened for no other machine then."""
-        with contextlib.suppress(ValueError):
-            return self.host if ipaddress.ip_address(self.host).is_loopback else None
-        return "127.0.0.1" if self.host == "localhost" else None
+    def is_local(self) -> bool:
+        """Whether the host is this machine to itself; the port is opened for no other machine then."""
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
 
 def place_of(text: str) -> Meeting | None:
-    """The place that a text of `FORM` names, None for auto. ValueError: another form."""
+    """The place that a text names, None for auto. UserError: another form."""
     if text == "auto":
         return None
     found = re.fullmatch(r"(?:\[([^]\s]+)\]|([^]:,\s[]+)):([0-9]{1,5}),([0-9]{1,6}),([0-9]{1,6})", text)
-    if found is None:
-        raise ValueError(text)
-    place = Meeting(found[1] or found[2], *map(int, found.groups()[2:]))
-    if not (0 < place.port < 2**16 and place.index < place.count):
-        raise ValueError(text)
+    place = found and Meeting(found[1] or found[2], *map(int, found.groups()[2:]))
+    if place is None or not (0 < place.port < 2**16 and place.index < place.count):
+        form = "auto, or HOST:PORT,COUNT,INDEX with INDEX from 0 to COUNT - 1, such as 10.0.0.1:1234,2,0"
+        raise UserError(f"distributed={text} must be {form}")
     return place
 
 
@@ -99,7 +94,7 @@ class _Group:
         self.place, self.peers = place, peers
         self._heard: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._leaving, self._gone, self._ending = False, threading.Event(), threading.Lock()
-        self.kept, self._errors = contextlib.ExitStack(), os.dup(2)
+        self.kept = contextlib.ExitStack()
         for peer in peers:
             peer.socket.settimeout(SILENCE_S)
             threading.Thread(target=self._listen, args=(peer,), daemon=True).start()
@@ -113,10 +108,7 @@ class _Group:
         if self.place.index == 0:
             self.say("value", value)
             return json.loads(json.dumps(value))
-        kind, *found = self._heard.get()
-        if kind != "value":
-            raise UserError("process 0 left before this one")
-        return found[0]
+        return self._heard.get()[1]  # process 0 says nothing else until all others leave
 
     def begin(self, devices: Sequence[int] | None) -> None:
         """Joins JAX's processes. The standard output is Python's alone, and nobody's but process 0's."""
@@ -131,11 +123,10 @@ class _Group:
         os.environ.setdefault("no_grpc_proxy", f"{place.host},127.0.0.1,localhost")  # no proxy leads to the neighbours
         jax.config.update("jax_check_proxy_envs", False)
         jax.config.update("jax_enable_preemption_service", False)  # else SIGTERM ends no process
-        bound = None if place.local is None else place._replace(host=place.local).at
         try:
             jax.distributed.initialize(
                 place.at if place.index == 0 else _relay(place), place.count, place.index, devices,
-                cluster_detection_method="deactivate", coordinator_bind_address=bound,
+                cluster_detection_method="deactivate", coordinator_bind_address=place.at if place.is_local else None,
                 initialization_timeout=300, heartbeat_timeout_seconds=_NEVER_S,
             )  # fmt: skip
         except RuntimeError as error:
@@ -159,14 +150,12 @@ class _Group:
 
     def fail(self, error: BaseException) -> None:
         """Leaves with an error; a mistake that all processes find is said by process 0 alone."""
-        mistake = isinstance(error, UserError | SystemExit | KeyboardInterrupt | BrokenPipeError)
-        self._leaving = mistake
+        mistake = self._leaving = isinstance(error, UserError | SystemExit | KeyboardInterrupt | BrokenPipeError)
         if self.place.index == 0:
-            if isinstance(error, UserError | SystemExit | KeyboardInterrupt):
-                how = "was stopped" if isinstance(error, KeyboardInterrupt) else "ended with an error"
-                self.say("end", f"process 0 of {self.place.count} {how}")
             if not mistake:
                 time.sleep(_GRACE_S)  # another's loss looks like a fault of this one, and ends it here
+            how = "was stopped" if isinstance(error, KeyboardInterrupt | BrokenPipeError) else "ended with an error"
+            self.say("end", f"process 0 of {self.place.count} {how}")
         elif not self._gone.wait(_GRACE_S):
             self.kept.close()
             if isinstance(error, UserError):
@@ -174,9 +163,8 @@ class _Group:
         self._leaving = True
         self._close()
         codes = ((KeyboardInterrupt, 130), (BrokenPipeError, 0), (UserError, 2), (BaseException, 1))
-        code = next(code for kind, code in codes if isinstance(error, kind))
-        if isinstance(error, SystemExit) and isinstance(error.code, int):
-            code = error.code
+        code = error.code if isinstance(error, SystemExit) else next(c for kind, c in codes if isinstance(error, kind))
+        code = code if isinstance(code, int) else 1
         atexit.register(os._exit, code)  # before JAX's own end, which waits for the others and aborts
         atexit.register(self.kept.close)
 
@@ -211,7 +199,7 @@ class _Group:
         """Ends this process with one line, whatever its other threads wait for."""
         with self._ending:
             self.say("end", why)
-            os.write(self._errors, f"specsparse: {why}\n".encode())
+            os.write(2, f"specsparse: {why}\n".encode())
             with contextlib.suppress(Exception):
                 self.kept.close()
             os._exit(2)
@@ -282,7 +270,7 @@ def join(text: str | None, words: Sequence[str] = ()) -> None:
     """Joins the processes that `text` says, once; before JAX looks for a device. None: no others.
 
     Args:
-        text: of `FORM`.
+        text: auto, or HOST:PORT,COUNT,INDEX.
         words: of the command line, which all have in common but for `text`.
 
     Raises:
@@ -291,10 +279,7 @@ def join(text: str | None, words: Sequence[str] = ()) -> None:
     global _group
     if text is None or _group is not None:
         return
-    try:
-        place, devices = place_of(text), None
-    except ValueError:
-        raise UserError(f"distributed={text} must be {FORM}") from None
+    place, devices = place_of(text), None
     given = os.environ.get(SECONDS, "60")
     if not re.fullmatch("[1-9][0-9]{0,5}", given):
         raise UserError(f"{SECONDS}={given} must be a whole number of seconds")
@@ -331,53 +316,50 @@ def _detected(seconds: int) -> tuple[Meeting, Sequence[int] | None]:
 
 def _gather(place: Meeting, same: str, seconds: int) -> list[_Peer]:
     """Process 0 waits for all others."""
-    peers: dict[int, _Peer] = {}
-
-    def refuse(line: str, *more: _Peer) -> NoReturn:
-        for peer in (*peers.values(), *more):
-            peer.say("end", line)
-        raise UserError(line)
-
-    with _opened(place) as listener:
-        if place.count > 1:
-            wanted = f"{place.count - 1} other process{'es'[: 2 * (place.count > 2)]}"
-            print(f"specsparse: {place.at} waits {seconds} s for {wanted}", file=sys.stderr, flush=True)
-        end = time.monotonic() + seconds
-        while missing := [str(i) for i in range(1, place.count) if i not in peers]:
-            listener.settimeout(max(end - time.monotonic(), 1e-3))
-            try:
-                connected, _ = listener.accept()
-            except TimeoutError:
-                some = f"{', '.join(missing[:8])}{', ..' if len(missing) > 8 else ''} of {place.count}"
-                refuse(f"{place.at}: process {some} did not come within {seconds} s ({SECONDS} sets another time)")
-            connected.settimeout(5)
-            peer = _Peer(connected)
-            try:
-                index, number, theirs = peer.hear()
-            except (OSError, ValueError):  # no process of ours
-                connected.close()
-                continue
-            if number != place.count:
-                refuse(f"{place.at}: process {index} was told of {number} processes, process 0 of {place.count}", peer)
-            if str(index) not in missing:
-                refuse(f"{place.at}: two processes were given the index {index}", peer)
-            if theirs != same:
-                refuse(f"{place.at}: process {index} was started with other arguments than process 0", peer)
-            peer.index = index
-            peers[index] = peer
-    for peer in peers.values():
+    came: list[_Peer] = []
+    try:
+        with _opened(place) as listener:
+            if place.count > 1:
+                waits = f"specsparse: {place.at} waits {seconds} s for {place.count - 1} of {place.count} processes"
+                print(waits, file=sys.stderr, flush=True)
+            end = time.monotonic() + seconds
+            while missing := sorted({*range(1, place.count)} - {peer.index for peer in came}):
+                listener.settimeout(max(end - time.monotonic(), 1e-3))
+                try:
+                    connected, _ = listener.accept()
+                except TimeoutError:
+                    some = f"{', '.join(map(str, missing[:8]))}{', ..' if len(missing) > 8 else ''} of {place.count}"
+                    late = f"process {some} did not come within {seconds} s ({SECONDS} sets another time)"
+                    raise UserError(f"{place.at}: {late}") from None
+                connected.settimeout(5)
+                peer = _Peer(connected)
+                try:
+                    peer.index, number, theirs = peer.hear()
+                except (OSError, ValueError):  # no process of ours
+                    connected.close()
+                    continue
+                came.append(peer)
+                refuse({
+                    f"process {peer.index} was told of {number} processes, process 0 of {place.count}":
+                        number != place.count,
+                    f"two processes were given the index {peer.index}": peer.index not in missing,
+                    f"process {peer.index} was started with other arguments than process 0": theirs != same,
+                }, place.at)  # fmt: skip
+    except UserError as error:
+        for peer in came:
+            peer.say("end", str(error))
+        raise
+    for peer in came:
         peer.say("go")
-    return list(peers.values())
+    return came
 
 
 def _opened(place: Meeting) -> socket.socket:
+    both = not place.is_local and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or place.host == "::1" else socket.AF_INET
     try:
-        if place.local is not None:
-            family = socket.AF_INET6 if ":" in place.local else socket.AF_INET
-            return socket.create_server((place.local, place.port), family=family)
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", place.port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", place.port))
+        address = (place.host if place.is_local else "", place.port)
+        return socket.create_server(address, family=family, dualstack_ipv6=both)
     except OSError as error:
         why = (error.strerror or str(error)).partition(" (while")[0]
         raise UserError(f"{place.at}: process 0 cannot open its port {place.port}: {why}") from None
@@ -385,7 +367,7 @@ def _opened(place: Meeting) -> socket.socket:
 
 def _reach(place: Meeting, same: str, seconds: int) -> _Peer:
     """Another process waits for process 0, and with it for all others."""
-    end = time.monotonic() + seconds
+    end, late = time.monotonic() + seconds, f"{place.at}: process 0 did not answer within {seconds} s"
     while True:
         try:
             connected = socket.create_connection(place[:2], timeout=max(end - time.monotonic(), 0.1))
@@ -395,8 +377,7 @@ def _reach(place: Meeting, same: str, seconds: int) -> _Peer:
             break
         except OSError as error:
             if time.monotonic() > end:
-                why = f"({error.strerror or error}; {SECONDS} sets another time)"
-                raise UserError(f"{place.at}: process 0 did not answer within {seconds} s {why}") from None
+                raise UserError(f"{late} ({error.strerror or error}; {SECONDS} sets another time)") from None
             time.sleep(0.1)
     connected.settimeout(seconds + 5)
     peer = _Peer(connected)
@@ -404,7 +385,7 @@ def _reach(place: Meeting, same: str, seconds: int) -> _Peer:
     try:
         kind, *why = peer.hear()
     except TimeoutError:
-        raise UserError(f"{place.at}: process 0 did not answer within {seconds} s") from None
+        raise UserError(late) from None
     except (OSError, ValueError):
         raise UserError(f"{place.at}: who answers is no process 0 of specsparse, or it has ended") from None
     if kind != "go":
@@ -443,12 +424,10 @@ def _relay(place: Meeting) -> str:
 def _keep_stdout() -> None:
     """Leaves the standard output to Python: Gloo says there who is connected, amid what is for the user."""
     with contextlib.suppress(OSError, ValueError):
-        if sys.stdout.fileno() != 1:
-            return
-        sys.stdout.flush()
-        kept = os.dup(1)
-        os.set_inheritable(kept, True)
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
-        form = {"encoding": sys.stdout.encoding, "errors": sys.stdout.errors}
-        sys.stdout = open(kept, "w", buffering=1 if os.isatty(kept) else -1, **form)  # noqa: SIM115
+        if sys.stdout.fileno() == 1:
+            sys.stdout.flush()
+            form = {"encoding": sys.stdout.encoding, "errors": sys.stdout.errors}
+            kept = open(os.dup(1), "w", buffering=1 if os.isatty(1) else -1, **form)  # noqa: SIM115
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), 1)
+            sys.stdout = kept

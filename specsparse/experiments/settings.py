@@ -38,16 +38,10 @@ KEPT = "kept"
 
 def _download(value: object) -> Download:
     """YAML takes a bare yes and no for booleans."""
-    spelled = ("yes" if value else "no") if isinstance(value, bool) else value
-    words = get_args(Download)
-    if spelled not in words:
+    spelled: Any = ("yes" if value else "no") if isinstance(value, bool) else value
+    if spelled not in get_args(Download):
         raise ValueError(value)
-    return words[words.index(spelled)]
-
-
-def _distributed(value: str) -> str:
-    hosts.place_of(value)
-    return value
+    return spelled
 
 
 def _stand_in(value: object) -> str | None:
@@ -77,7 +71,7 @@ class ModelSpec:
     hot: str | None = None
     devices: int | tuple[str, ...] | None = None
     mesh: Count | None = None
-    distributed: Annotated[str | None, Read(_distributed, hosts.FORM)] = None
+    distributed: str | None = None
     width: int | Literal["auto"] | None = None
 
     def overrides(self) -> dict[str, Any]:

@@ -120,13 +120,13 @@ def test_the_server_answers_as_one_process_does_and_ends_with_ctrl_c(file):
         ("10.0.0.1:1234,2,1", Meeting("10.0.0.1", 1234, 2, 1)),
         ("[::1]:80,1,0", Meeting("::1", 80, 1, 0)),
         ("auto", None),
-        *[(text, ValueError) for text in ("", "a:1", "a:1,2", "a:1,2,2", "a:1,0,0", "a:0,2,0", "a:65536,2,0", "a:x,2,0",
-                                          ":1,2,0", "::1:80,2,0", "a:1,2,-1", "a:1,2,0,0", "a b:1,2,0")],
+        *[(text, UserError) for text in ("", "a:1", "a:1,2", "a:1,2,2", "a:1,0,0", "a:0,2,0", "a:65536,2,0", "a:x,2,0",
+                                         ":1,2,0", "::1:80,2,0", "a:1,2,-1", "a:1,2,0,0", "a b:1,2,0")],
     ],
 )  # fmt: skip
 def test_places(text, place):
-    if place is ValueError:
-        with pytest.raises(ValueError):
+    if place is UserError:
+        with pytest.raises(UserError, match="distributed="):
             hosts.place_of(text)
     else:
         assert hosts.place_of(text) == place
@@ -138,7 +138,7 @@ def test_places(text, place):
     [
         ("process 1 of 3", 0, "did not come within 1 s"),
         ("process 0", 1, "did not answer within 1 s"),
-        ("--distributed", 7, "HOST:PORT,COUNT,INDEX"),
+        ("distributed=", 7, "HOST:PORT,COUNT,INDEX"),
     ],
 )
 def test_who_does_not_come_is_named_in_one_line(capsys, monkeypatch, file, said, index, words):
