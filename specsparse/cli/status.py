@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,15 +18,16 @@ def main(args: argparse.Namespace) -> int:
     from specsparse.support.files import package_dir, package_line
 
     cpu, native, versions = cpu_info(), kernels.status(), manifest.package_versions()
-    bandwidth = {"read_bandwidth": read_bandwidth()} if args.bandwidth else {}
+    facts: dict[str, Any] = {"cpu": cpu, "kernels": native, "packages": versions, "package": str(package_dir())}
+    if args.bandwidth:
+        facts["read_bandwidth"] = read_bandwidth()
     if args.json:
-        facts = {"cpu": cpu, "kernels": native, "packages": versions, "package": str(package_dir())}
-        print(json.dumps(facts | bandwidth))
+        print(json.dumps(facts))
         return 0
     print(f"package   {package_line()}")
     print(f"cpu       {cpu['model']}, {cpu['cores']} cores, {' '.join(cpu['flags']) or cpu['architecture']}")
     print("kernels   " + ", ".join(f"{k}={v}" for k, v in native.items()))
     print("packages  " + ", ".join(f"{k} {v}" for k, v in versions.items()))
-    for rate in bandwidth.values():
-        print(f"memory    {rate / 1e9:.1f} GB/s read")
+    if args.bandwidth:
+        print(f"memory    {facts['read_bandwidth'] / 1e9:.1f} GB/s read")
     return 0

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import yaml
 
@@ -72,10 +73,10 @@ def _device(
     link: float | None = None, dispatch: float = 0.0, overlap: float = 1.0,
 ) -> Device:  # fmt: skip
     """A sheet in bytes, multiply-adds (two operations each) and seconds."""
-    rates = {kind: rate * TERA / 2 for kind, rate in tera.items()}
+    rates: dict[str, Any] = {kind: rate * TERA / 2 for kind, rate in tera.items()}
     return Device(
-        name, title, bandwidth * GIGA, rates["f32"], rates.get("f16"), rates.get("int8"), memory * GIGA,
-        None if link is None else link * GIGA, dispatch * MICRO, overlap, " ".join(source.split()),
+        name, title, bandwidth * GIGA, **rates, memory=memory * GIGA, link=None if link is None else link * GIGA,
+        dispatch=dispatch * MICRO, overlap=overlap, source=" ".join(source.split()),
     )  # fmt: skip
 
 
