@@ -23,7 +23,7 @@ from specsparse.errors import UserError
 from specsparse.runtime.method import Method
 from specsparse.runtime.metrics import Times
 from specsparse.speculative import loop as speculation
-from specsparse.speculative.base import Draft, TextDrafter, Verdict
+from specsparse.speculative.base import Draft, Verdict
 from specsparse.support.options import shown
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def loop_for(model: Model, method: Method, *, loop: str = "jit", watch: Watch | 
     if watch is not None and not callable(watch):
         raise UserError(f"watch={shown(watch)} must be a function of a round")
     whole = model.devices.one_program
-    by_text = isinstance(method.drafter, TextDrafter)
+    by_text = method.drafter is not None and method.drafter.reads_text
     if loop == "jit" and watch is None and whole and not by_text:
         return JIT
     if method.drafter is not None:

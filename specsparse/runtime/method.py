@@ -211,8 +211,8 @@ def _drafter(spec: MethodSpec) -> tuple[AnyDrafter | None, Policy | None]:
         if isinstance(policy, Choice):
             policy = _policy(policy, drafter.max_nodes if drafter.tree else None)
         drafter = drafter if policy is None else drafter.with_policy(policy)
-    if isinstance(drafter, Drafter):
-        return drafter, _fitting(policy, drafter)
+    if (built := drafter.built) is not None:
+        return built, _fitting(policy, built)
     drawn_at = None if spec.verifier is None else draw_temperature(spec.verifier.name, spec.temperature)
     return drafter if drawn_at is None else drafter.drawing_at(drawn_at), None
 

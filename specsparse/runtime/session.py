@@ -33,7 +33,7 @@ from specsparse.runtime.loops import Note, RoundLog, Watch, loop_for, round_of
 from specsparse.runtime.method import Method
 from specsparse.runtime.metrics import Counters, Times
 from specsparse.speculative import token_sources
-from specsparse.speculative.base import Drafted, TextDrafter
+from specsparse.speculative.base import Drafted
 from specsparse.speculative.policies.base import PolicyReport
 from specsparse.speculative.token_sources import TokenSource
 from specsparse.support.options import shown
@@ -288,16 +288,16 @@ class Session:
         return state
 
     def read_text(self, state: DecodeState, own: Pytree) -> Pytree:
-        """The text drafter's view of the committed text, or None for other drafters."""
-        if not isinstance(self.method.drafter, TextDrafter):
+        """The drafter's view of the committed text, or None if it reads no text."""
+        drafter = round_of(self).drafter
+        if not drafter.reads_text:
             return None
-        text = self.method.drafter.read_text(own, np.asarray(state.tokens), np.asarray(state.length))
+        text = drafter.read_text(own, np.asarray(state.tokens), np.asarray(state.length))
         return self.model.everywhere(jax.tree.map(jnp.asarray, text))
 
     def write_text(self, state: DecodeState, drafted: Drafted) -> Drafted:
-        """A draft of a `TextDrafter` in the target's tokens."""
-        assert isinstance(self.method.drafter, TextDrafter)
-        drafted = self.method.drafter.write_text(drafted, np.asarray(state.tokens), np.asarray(state.length))
+        """A draft of a drafter that reads text, in the target's tokens."""
+        drafted = round_of(self).drafter.write_text(drafted, np.asarray(state.tokens), np.asarray(state.length))
         return drafted._replace(draft=self.model.everywhere(jax.tree.map(jnp.asarray, drafted.draft)))
 
     def advance(self, max_rounds: int = ALL_ROUNDS) -> None:

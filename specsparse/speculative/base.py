@@ -149,7 +149,7 @@ class DraftContext(NamedTuple):
         params: the target's weights (self-drafts), or None.
         cache: the target's cache, or None. A self-draft may write to slots at and beyond the cache's length; the
             verification overwrites them.
-        text: what a `TextDrafter` read of the committed text, else None.
+        text: what `Drafter.read_text` made of the committed text, else None.
         policies: the draft-length policy of each of the drafter's sources; empty without a policy.
         vocabulary: its size is `vocab`; None outside a round.
     """
@@ -259,6 +259,11 @@ class AnyDrafter(abc.ABC):
         return False
 
     @property
+    def built(self) -> "Drafter | None":
+        """Itself if it runs as it is, or None if only `build` makes the drafter."""
+        return None
+
+    @property
     @abc.abstractmethod
     def kind(self) -> DraftKind:
         """How the tokens are drawn."""
@@ -318,9 +323,17 @@ class Drafter(AnyDrafter):
 
     Attributes:
         has_sources: whether it drafts by other drafters and gives each its budget itself (`ctx.from_source`).
+        reads_text: whether it drafts in tokens of its own, for a text that the host reads and writes (`read_text`,
+            `write_text`): `runtime.loops` runs its rounds.
     """
 
     has_sources: ClassVar[bool] = False
+    reads_text: ClassVar[bool] = False
+
+    @property
+    def built(self) -> Self:
+        """Itself."""
+        return self
 
     @property
     def asks_stop(self) -> bool:
@@ -369,6 +382,15 @@ class Drafter(AnyDrafter):
         """State after the verdict; `ctx` already holds the emitted tokens. By default as it was."""
         return state
 
+    def read_text(self, state: Pytree, tokens_BC: "np.ndarray", length_B: "np.ndarray") -> Pytree:
+        """`ctx.text`, in numpy, for the committed ids int32[B, C] of the target; `state` is None before `init`. On the
+        host, and only if `reads_text`."""
+        return None
+
+    def write_text(self, drafted: Drafted, tokens_BC: "np.ndarray", length_B: "np.ndarray") -> Drafted:
+        """The same draft in the target's tokens, behind these committed ids. On the host, and only if `reads_text`."""
+        return drafted
+
     def failure(self, tokens: "np.ndarray") -> str | None:
         """Why a draft behind the text int32[n] was `failed`, in one line; None if it was not."""
         return None
@@ -387,22 +409,6 @@ class Drafter(AnyDrafter):
     def build(self, target: "Model", load: "Load") -> LoadedDrafter:
         """Itself."""
         return LoadedDrafter(self)
-
-
-class TextDrafter(Drafter):
-    """A drafter that reads and writes text, which the host makes of tokens: `runtime.loops` runs its rounds.
-
-    `init`, `draft` and `commit` are pure and jit-able as any drafter's, on a context whose `text` is what `read_text`
-    found. What `draft` proposes is in tokens of its own, and `write_text` makes the target's of it.
-    """
-
-    @abc.abstractmethod
-    def read_text(self, state: Pytree, tokens_BC: "np.ndarray", length_B: "np.ndarray") -> Pytree:
-        """`ctx.text`, in numpy, for the committed ids of the target; `state` is None before `init`. On the host."""
-
-    @abc.abstractmethod
-    def write_text(self, drafted: Drafted, tokens_BC: "np.ndarray", length_B: "np.ndarray") -> Drafted:
-        """The same draft in the target's tokens, behind these committed ids. On the host."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -115,7 +115,7 @@ class Round:
         return own, PolicyState(sources, jnp.zeros((batch,), jnp.int32)) if sources else None
 
     def draft(self, params, job: Job, state: DecodeState, *, text: Pytree = None) -> Drafted:
-        """The drafter's proposal; `text` is what a `TextDrafter` read."""
+        """The drafter's proposal; `text` is what `Drafter.read_text` made."""
         room = self.context(params, job, state)._replace(text=text)
         if self.policies:
             room = room._replace(policies=tuple(map(ActivePolicy, self.policies, state.policy.sources)))

@@ -63,8 +63,8 @@ def check_drafter(drafter: AnyDrafter, *, weights: Any = None) -> "Checked":
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
-            if isinstance(drafter, Drafter):
-                case = DrafterCase(drafter, weights)
+            if (built := drafter.built) is not None:
+                case = DrafterCase(built, weights)
             else:
                 case = DrafterCase(*on_spec(Path(folder), drafter, vocab=VOCAB, capacity=CAPACITY))
             notes = [(check, check(case)) for check in DRAFTER_CHECKS]

@@ -10,7 +10,7 @@ import itertools
 import re
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import ClassVar, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ import numpy as np
 from specsparse.engine.cache import KVCache
 from specsparse.engine.pytree import AnyArray
 from specsparse.engine.text.tokenizer import Tokenizer
-from specsparse.speculative.base import DraftContext, Drafted, DraftKind, TextDrafter
+from specsparse.speculative.base import DraftContext, Drafted, Drafter, DraftKind
 from specsparse.speculative.drafters.model_drafter import ModelDrafter
 from specsparse.speculative.drafters.sources import DraftWeights
 from specsparse.speculative.vocab import Intersection
@@ -151,7 +151,7 @@ class StringState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StringDrafter(TextDrafter):
+class StringDrafter(Drafter):
     """Chains of the target's tokens, made of the text that a draft model writes. They are one-hot drafts.
 
     Attributes:
@@ -166,7 +166,8 @@ class StringDrafter(TextDrafter):
 
     kind = DraftKind.ONE_HOT
     asks_stop = True
-    has_sources: ClassVar[bool] = True  # the budget is in tokens of the target, the policy's in those of the writer
+    reads_text = True
+    has_sources = True  # the budget is in tokens of the target, the policy's in those of the writer
     max_nodes = property(attrgetter("writer.max_nodes"))
 
     def with_room(self, nodes: int) -> Self:
