@@ -30,6 +30,7 @@ KV_DTYPES = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16, "q8_0
 _CAPACITY_STEP = 256
 """Caches come in few sizes, so that few programs are compiled."""
 Program = TypeVar("Program")
+"""A compiled function, or one that is timed."""
 
 
 @dataclass(eq=False)

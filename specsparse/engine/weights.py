@@ -22,9 +22,6 @@ from specsparse.kernels.packing.dequant import pack_float
 from specsparse.kernels.packing.pack import pack
 from specsparse.kernels.qtensor import Layout
 
-ABSENT: Any = None
-"""In the place of a weight that a program does not read."""
-
 
 class DenseFFN(NamedTuple):
     """The dense matrices of a layer's FFN; without a gate the activation is of `up`."""

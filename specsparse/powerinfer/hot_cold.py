@@ -41,8 +41,8 @@ from specsparse.engine.llama import (
     places,
     side_by_side,
 )
-from specsparse.engine.pytree import Pytree
-from specsparse.engine.weights import ABSENT, Layer, PackFFN, Params
+from specsparse.engine.pytree import ABSENT, Pytree
+from specsparse.engine.weights import Layer, PackFFN, Params
 from specsparse.errors import UserError
 from specsparse.kernels import Kernels, NeuronRows, QTensor, SparseStats, pack_neurons
 from specsparse.kernels.native import cpu

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from specsparse.engine import generate
 from specsparse.engine.generate import DecodeState, Finish, LoopCounters
 from specsparse.engine.model import Model
-from specsparse.engine.pytree import Pytree
+from specsparse.engine.pytree import ABSENT, Pytree
 from specsparse.errors import UserError
 from specsparse.runtime.method import Method
 from specsparse.runtime.metrics import Times
@@ -179,10 +179,6 @@ def round_of(session: "Session") -> speculation.Round:
     )
 
 
-_APART: dict[str, Any] = {"cache": None, "drafter": None}
-"""What a stage replaces travels apart from the rest of the state, so that it alone is donated."""
-
-
 def _speculative_round(
     session: "Session", *, compile_forward: Callable[..., "Pruned | Unpruned"], watch: Watch | None
 ) -> None:
@@ -205,7 +201,8 @@ def _speculative_round(
         out, spent[stage] = program.timed(weights, *args)
         return out
 
-    rest = session.state._replace(**_APART)
+    # What a stage replaces travels apart from the rest of the state, so that it alone is donated.
+    rest = session.state._replace(cache=ABSENT, drafter=None)
 
     def draft_stage(w, job, rest, cache, own, text):
         return stages.draft(w, job, rest._replace(cache=cache, drafter=own), text=text)
@@ -233,7 +230,7 @@ def _speculative_round(
     total = session.clock() - begun
     _log_round(session, Times(**spent, host=total - sum(spent.values()), total=total))
     if watch is not None:
-        after = session.state._replace(**_APART)
+        after = session.state._replace(cache=ABSENT, drafter=None)
         caches = cache_before, np.asarray(session.state.cache.length)
         number = int(np.max(np.asarray(rest.counters.rounds)))
         watch(RoundView(session, number, rest, after, *caches, drafted.draft, out.logits, verdict, out.stats))

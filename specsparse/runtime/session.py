@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from specsparse.engine.cache import KVCache
 from specsparse.engine.devices import compiled
 from specsparse.engine.fixed_width import check_rows
 from specsparse.engine.generate import DecodeState, Finish, Job
-from specsparse.engine.model import Model
+from specsparse.engine.model import Model, Program
 from specsparse.engine.noise import seed_at, seed_words
 from specsparse.engine.prefill import Chunk, chunk_rows, prefill
 from specsparse.engine.pytree import Pytree
@@ -39,8 +38,6 @@ from specsparse.speculative.token_sources import TokenSource
 from specsparse.support.options import shown
 
 ALL_ROUNDS = 2**30
-Program = TypeVar("Program")
-"""A compiled function, or one that is timed."""
 PromptLike = str | np.ndarray | Seq[int] | Seq[Mapping[str, str]]
 """A text, token ids, or a chat: a list of {"role", "content"}."""
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine.noise import seed_words
+from specsparse.engine.pytree import ABSENT
 from specsparse.errors import UserError
 from specsparse.speculative.base import (
     MAX_NODES,
@@ -114,9 +115,8 @@ def check_policy(policy: Policy) -> None:
     for _ in range(4):
         tested = rng.integers(0, 5, batch)
         accepted_B = jnp.array(np.maximum(tested - rng.integers(0, 2, batch), 0), jnp.int32)
-        tested_B = jnp.array(tested, jnp.int32)
-        unread: Any = None  # counts are all that a policy reads
-        verdict = Verdict(unread, accepted_B + 1, unread, accepted_B, tested_B, unread, unread, unread)
+        tested_B = jnp.array(tested, jnp.int32)  # counts are all that a policy reads
+        verdict = Verdict(ABSENT, accepted_B + 1, ABSENT, accepted_B, tested_B, ABSENT, ABSENT, ABSENT)
         count_B = jnp.array(np.where(tested > 0, 4, 0), jnp.int32)
         before = jax.tree.map(lambda x: (x.shape, x.dtype), state)
         *said, state = compiled(state, ctx, verdict, count_B)

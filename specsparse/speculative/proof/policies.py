@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from specsparse.engine.pytree import ABSENT
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, DraftKind, Verdict
 from specsparse.speculative.policies.base import Policy, draft_view
@@ -60,10 +61,9 @@ class PolicyCase(Case):
 
     def _state(self, N: int) -> Any:
         state, drafted = self.policy.init(N), jnp.full((N,), self.template.size, jnp.int32)
-        unread: Any = None
         for whole in self.history:
             accepted, tested = (drafted, drafted) if whole else (drafted * 0, drafted * 0 + 1)
-            said = Verdict(unread, accepted + 1, unread, accepted, tested, unread, unread, unread)
+            said = Verdict(ABSENT, accepted + 1, ABSENT, accepted, tested, ABSENT, ABSENT, ABSENT)
             state = self.policy.update(state, said, drafted)
         return state
 

@@ -27,7 +27,8 @@ from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.engine.llama import make_layers
 from specsparse.engine.model import Model
-from specsparse.engine.weights import ABSENT, Layer, Params, pack_matrix
+from specsparse.engine.pytree import ABSENT
+from specsparse.engine.weights import Layer, Params, pack_matrix
 from specsparse.errors import UserError, refuse
 from specsparse.kernels import QTensor
 from specsparse.speculative.base import DraftContext
