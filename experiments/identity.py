@@ -115,6 +115,7 @@ METHODS: dict[str, Callable[[ModelConfig], AnyDrafter]] = {
     "ngram_simple": _lookup("ngram_simple", size_n=2, size_m=8),
     "ngram_map": _lookup("ngram_map", size_n=2, size_m=4),
     "suffix": _lookup("suffix"),
+    "recycle": _lookup("recycle"),
     "scripted": _scripted_chain,
     "scripted tree": _scripted_tree,
     "layer_skip": lambda config: get_drafter("layer_skip", policy=RowLengths(GAMMA)),
@@ -202,7 +203,7 @@ class IdentityBench:
         """The drafter with its verifier; `scripted` is told `wanted`, int32[ROWS, TEXT], the plain texts."""
         drafter = METHODS[unit.method](self.model.config)
         verifier = ("tree_" if drafter.tree else "") + ("greedy" if self.greedy(unit, drafter) else "match")
-        policy = RowLengths(GAMMA) if isinstance(drafter, Drafter) and not drafter.tree else None
+        policy = None if drafter.built is None or drafter.tree else RowLengths(GAMMA)
         method = resolve(MethodSpec(drafter, verifier, policy, sampling=SAMPLINGS[unit.sampling][0]), self.model)
         if not unit.method.startswith("scripted"):
             return method

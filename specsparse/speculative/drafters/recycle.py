@@ -5,7 +5,6 @@ has 80 nodes; on a processor a verified row costs time, so this one has a few, t
 """
 
 import functools
-from collections import defaultdict
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Annotated, NamedTuple
@@ -84,16 +83,14 @@ class Recycle(Drafter):
         """The nodes of the template that have a known token; consumes no noise."""
         t, batch = self.template, ctx.length.shape[0]
         row_B1, root_B = jnp.arange(batch)[:, None], _last(ctx)
-        levels: dict[int, list[int]] = defaultdict(list)
-        for node, depth in enumerate(t.depths):
-            levels[depth].append(node)
+        parent_K, depth_K, rank_K = map(np.array, (t.parents, t.depths, t.ranks))
         # Column 0 is the root, column 1 + i node i: a node is found behind its parent.
         tokens_Bn = jnp.full((batch, t.size + 1), PAD, jnp.int32).at[:, 0].set(root_B)
-        for nodes in levels.values():
-            above_Bm = tokens_Bn[:, np.array([t.parents[node] + 1 for node in nodes])]
-            rank_m = np.array([t.ranks[node] for node in nodes])
-            found_Bm = state.successors[row_B1, jnp.maximum(above_Bm, 0), rank_m]
-            tokens_Bn = tokens_Bn.at[:, np.array(nodes) + 1].set(jnp.where(above_Bm >= 0, found_Bm, PAD))
+        for depth in range(1, t.max_depth + 1):
+            node_m = np.flatnonzero(depth_K == depth)
+            above_Bm = tokens_Bn[:, parent_K[node_m] + 1]
+            found_Bm = state.successors[row_B1, jnp.maximum(above_Bm, 0), rank_K[node_m]]
+            tokens_Bn = tokens_Bn.at[:, node_m + 1].set(jnp.where(above_Bm >= 0, found_Bm, PAD))
         tokens_BK = tokens_Bn[:, 1:]
         # Those that exist move to the front; a node's parent exists if it does.
         exists_BK = tokens_BK >= 0

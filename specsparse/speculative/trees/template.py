@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -73,11 +74,11 @@ class TreeTemplate:
         paths: list[tuple[int, ...]] = []
         waiting: list[tuple[float, tuple[int, ...]]] = [(-chances[0], (0,))]
         while len(paths) < size:
-            cost, path = heapq.heappop(waiting)
+            _, path = heapq.heappop(waiting)
             paths.append(path)
-            heapq.heappush(waiting, (cost * chances[0], (*path, 0)))
-            if (rank := path[-1] + 1) < len(chances):
-                heapq.heappush(waiting, (cost / chances[rank - 1] * chances[rank], (*path[:-1], rank)))
+            for more in (*path, 0), (*path[:-1], path[-1] + 1):  # its first child, its next sibling
+                if more[-1] < len(chances):
+                    heapq.heappush(waiting, (-math.prod(chances[rank] for rank in more), more))
         index = {path: node for node, path in enumerate(paths)}
         return cls(tuple(index.get(path[:-1], ROOT) for path in paths))
 
