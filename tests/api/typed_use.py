@@ -21,6 +21,8 @@ def texts(model: Model) -> None:
 
 def parts(model: Model, stream: Stream, report: CertificateReport) -> None:
     assert_type(specsparse.load("smollm2-135m"), Model)
+    assert_type(model.tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}]), str)
+    assert_type(model.tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=True), list[int])
     assert_type(specsparse.stream(model, "The sky"), Stream)
     assert_type(list(stream), list[str])
     assert_type(stream.generation, Generation | None)

@@ -151,9 +151,9 @@ class Tokenizer:
         messages: "Messages",
         add_generation_prompt: bool = ...,
         *,
-        tokenize: bool,
+        tokenize: Literal[True],
         chat_template_kwargs: Mapping[str, object] | None = ...,
-    ) -> str | list[int]: ...
+    ) -> list[int]: ...
     def apply_chat_template(
         self,
         messages: "Messages",

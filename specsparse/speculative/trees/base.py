@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +93,12 @@ class TreeShape(abc.ABC):
     forward a level.
 
     Static facts are class attributes, fields or properties.
+
+    Attributes:
+        independent: whether it is made of distributions that do not depend on what was drafted before.
     """
+
+    independent: ClassVar[bool] = False
 
     @property
     def kind(self) -> DraftKind:
@@ -114,11 +119,6 @@ class TreeShape(abc.ABC):
     def branches(self) -> bool:
         """Whether a node may have more than one child."""
         return True
-
-    @property
-    def independent(self) -> bool:
-        """Whether it is made of distributions that do not depend on what was drafted before."""
-        return False
 
     @property
     def max_rows(self) -> int:
