@@ -17,7 +17,7 @@ from specsparse.engine import cache as kv
 from specsparse.engine.cache import KVCache
 from specsparse.engine.llama import ForwardFn, Want
 from specsparse.engine.noise import NoiseStream, token_uniforms
-from specsparse.engine.pytree import Pytree
+from specsparse.engine.pytree import AnyArray, Pytree
 from specsparse.engine.sampling.params import SamplingArrays, SamplingConfig
 from specsparse.engine.sampling.pipeline import History, Logprobs, logprobs, observe_many, sample
 from specsparse.engine.sampling.probs import SamplingKernels
@@ -44,10 +44,10 @@ class Job(NamedTuple):
     """
 
     sampling: SamplingArrays
-    stop_ids: jax.Array
-    limit: jax.Array
-    seed: jax.Array
-    sample: jax.Array
+    stop_ids: AnyArray
+    limit: AnyArray
+    seed: AnyArray
+    sample: AnyArray
 
 
 _TOTALS = ("rounds", "drafts", "drafted", "tested", "accepted", "emitted")

@@ -186,15 +186,14 @@ class Session:
         every = [s.params for s in sequences]
         stop_ids = [sorted({*p.stop_token_ids, *(() if p.ignore_eos else eos_ids)}) for p in every]
         width = max(1, *map(len, stop_ids))
-        put = jax.device_put  # `jnp.asarray` would compile a program for each shape
         job = Job(
-            sampling=put(sampling_arrays),
-            stop_ids=put(np.array([ids + [-1] * (width - len(ids)) for ids in stop_ids], np.int32)),
-            limit=put(limits),
-            seed=put(np.stack([seed_words(s.seed) for s in sequences])),
-            sample=put(np.array([s.sample for s in sequences], np.int32)),
+            sampling=sampling_arrays,
+            stop_ids=np.array([ids + [-1] * (width - len(ids)) for ids in stop_ids], np.int32),
+            limit=limits,
+            seed=np.stack([seed_words(s.seed) for s in sequences]),
+            sample=np.array([s.sample for s in sequences], np.int32),
         )
-        self.job: Job = model.everywhere(job)
+        self.job: Job = model.everywhere(jax.device_put(job))  # `jnp.asarray` would compile a program for each shape
         self.state: DecodeState = model.everywhere(self._prefill(np.array(lengths, np.int32), limits))
 
     def clock(self) -> float:
