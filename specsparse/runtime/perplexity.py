@@ -123,25 +123,20 @@ def score(
     capacity = model.capacity_for(size)
     if size > model.config.context_length:
         raise UserError(f"windows of {size} tokens, and the context holds {model.config.context_length}")
-    params, nll, kl, same = model.params_for(capacity), [], [], []
+    params, count, at = model.params_for(capacity), text.scored, 0
+    compared = () if base is None else (np.empty(count), np.empty(count, bool))
+    scores = np.empty(count), *compared
     for i, window in enumerate(text.tokens):
         for rows, out in _rows(model, params, window, text.first, model.new_cache(1, capacity)):
-            at = sum(map(len, nll))
             here = slice(at, at + len(rows))
+            at = here.stop
             found = _judge(out, jnp.asarray(window[rows + 1]), None if base is None else jnp.asarray(base[here]))
-            nll.append(np.asarray(found[0], np.float64))
-            if base is not None:
-                kl.append(np.asarray(found[1], np.float64))
-                same.append(np.asarray(found[2]))
+            for values, new in zip(scores, found):  # without a base it finds one thing
+                values[here] = new
             if keep is not None:
                 keep[here] = np.asarray(jax.nn.log_softmax(out, -1))
-        progress(i + 1, _together(nll, kl, same))
-    return _together(nll, kl, same)
-
-
-def _together(nll: list[np.ndarray], kl: list[np.ndarray], same: list[np.ndarray]) -> Scores:
-    """The scores of several windows; without a base there are no `kl` and `same`."""
-    return Scores(np.concatenate(nll), np.concatenate(kl) if kl else None, np.concatenate(same) if same else None)
+        progress(i + 1, Scores(*(values[:at] for values in scores)))
+    return Scores(*scores)
 
 
 def _rows(model: Model, params: Pytree, window: np.ndarray, first: int, cache: kv.KVCache):
