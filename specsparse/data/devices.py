@@ -20,30 +20,19 @@ GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
 
 @dataclass(frozen=True)
 class Device:
-    """Peaks of a device. All above 0, but for `dispatch`.
+    """Peaks of a device. All above 0, but for `dispatch`."""
 
-    Attributes:
-        name, title: as in configs, and what it is.
-        bandwidth: bytes read from memory per second.
-        int8, f16, f32: multiply-adds per second, dense; None if the device gains nothing over the next wider type.
-        memory: bytes it holds; None: unknown.
-        link: bytes per second one way to the host's memory; None: it is the host's own.
-        dispatch: seconds that a kernel takes beside its work.
-        overlap: share of the shorter of reading and arithmetic that hides behind the longer.
-        source: of the figures; `measured` if they are this machine's own, not a sheet's.
-    """
-
-    name: str
-    title: str
-    bandwidth: float
-    f32: float
-    f16: float | None = None
-    int8: float | None = None
-    memory: float | None = None
-    link: float | None = None
-    dispatch: float = 0.0
-    overlap: float = 1.0
-    source: str = ""
+    name: str  # as in configs
+    title: str  # what it is
+    bandwidth: float  # bytes read from memory per second
+    f32: float  # multiply-adds per second, dense
+    f16: float | None = None  # None if the device gains nothing over the next wider type
+    int8: float | None = None  # the same
+    memory: float | None = None  # bytes it holds; None: unknown
+    link: float | None = None  # bytes per second one way to the host's memory; None: it is the host's own
+    dispatch: float = 0.0  # seconds that a kernel takes beside its work
+    overlap: float = 1.0  # share of the shorter of reading and arithmetic that hides behind the longer
+    source: str = ""  # of the figures; `measured` if they are this machine's own, not a sheet's
     measured: bool = False
 
     def peak(self, kind: str) -> float:

@@ -81,22 +81,15 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class DataSpec:
-    """The prompts.
-
-    Attributes:
-        path: of the files of a source that has no place of its own.
-        chat: wraps each prompt in the model's template as a user's turn.
-        turns: of conversations.
-        split: of a .txt file into prompts: at blank lines, or each line one.
-    """
+    """The prompts."""
 
     source: str = "builtin"
-    path: str | None = None
+    path: str | None = None  # of the files of a source that has no place of its own
     tasks: tuple[str, ...] | None = None
     limit_per_task: Count | None = None
-    chat: bool = True
-    turns: Literal["first", "both"] = "first"
-    split: Literal["blank", "lines"] = "blank"
+    chat: bool = True  # wraps each prompt in the model's template as a user's turn
+    turns: Literal["first", "both"] = "first"  # of conversations
+    split: Literal["blank", "lines"] = "blank"  # of a .txt file into prompts: at blank lines, or each line one
 
     def prompts(self, *, turns: str = "first") -> list[Prompt]:
         """Those of the first turns, or of both. UserError: a file that cannot be read, or an unknown task."""
@@ -117,22 +110,15 @@ class DataSpec:
 
 @dataclass(frozen=True)
 class FfnSpec:
-    """The neurons of the FFNs that are computed.
+    """The neurons of the FFNs that are computed."""
 
-    Attributes:
-        name: "dense", "powerinfer", "oracle", "predicted" (by the `predictor` group), or None: as the file asks.
-        threshold: of the predictors in the file; None: the file's own.
-        faithful_f16: PowerInfer's roundings.
-        weights: file of trained predictors, for predictor=mlp.
-        tokens: of the text that a predictor is fitted to.
-        union_cap: share of the neurons that a verification pass may read; None: no cap. For kind=spec_sparse.
-    """
-
+    # "dense", "powerinfer", "oracle", "predicted" (by the `predictor` group), or None: as the file asks
     name: Literal["dense", "powerinfer", "oracle", "predicted"] | None = None
-    threshold: float | None = None
-    faithful_f16: bool = False
-    weights: str | None = None
-    tokens: Count = 1024
+    threshold: float | None = None  # of the predictors in the file; None: the file's own
+    faithful_f16: bool = False  # PowerInfer's roundings
+    weights: str | None = None  # file of trained predictors, for predictor=mlp
+    tokens: Count = 1024  # of the text that a predictor is fitted to
+    # share of the neurons that a verification pass may read; None: no cap. For kind=spec_sparse
     union_cap: Share | None = None
 
     def overrides(self) -> dict[str, Any]:
@@ -200,54 +186,36 @@ class MethodSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingSettings(ModelSettings, MethodSettings):
-    """Of a run that decodes prompts plainly and with methods.
+    """Of a run that decodes prompts plainly and with methods."""
 
-    Attributes:
-        repeats: of the timed passes; "auto": see `specsparse.measure.speedups`.
-        warmup: an untimed pass first.
-        stream: show its text.
-        common_noise: all prompts draw from `seed` itself; else each has noise of its own, keyed by its id.
-        loop: "jit", or "host" to decode with the host loop beside the loop in one program.
-        time_split: tokens to decode round by round per task, for the time split; 0: none.
-        trace: show the first pass round by round.
-        record_laws: tokens of each distribution of p and q to keep for `replay`; 0: none.
-    """
-
-    repeats: Count | Literal["auto"] = 1
-    warmup: bool = True
-    stream: bool = True
-    common_noise: bool = False
-    loop: Literal["jit", "host"] = "jit"
-    time_split: Size = 0
-    trace: bool = False
-    record_laws: Size = 0
+    repeats: Count | Literal["auto"] = 1  # of the timed passes; "auto": see `specsparse.measure.speedups`
+    warmup: bool = True  # an untimed pass first
+    stream: bool = True  # show its text
+    common_noise: bool = False  # all prompts draw from `seed` itself; else each has noise of its own, keyed by its id
+    loop: Literal["jit", "host"] = "jit"  # "jit", or "host" to decode with the host loop beside the loop in one program
+    time_split: Size = 0  # tokens to decode round by round per task, for the time split; 0: none
+    trace: bool = False  # show the first pass round by round
+    record_laws: Size = 0  # tokens of each distribution of p and q to keep for `replay`; 0: none
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(DecodingSettings):
-    """One run, validated but for what its kind alone reads.
+    """One run, validated but for what its kind alone reads."""
 
-    Attributes:
-        kind: a name of `experiments.kind.KINDS` or `module:Class`.
-        tracker: takes the numbers beside JSON lines, which are always written.
-        debug: mistakes with their traceback.
-        reuse: whether a sweep takes over cells that have finished before.
-        download: whether models of the catalogue that are not on this machine are downloaded; "ask": see
-            `models.catalogue.obtain`.
-        stand_in: name of the embedded pair that runs if the models cannot be had, see `experiments.stand_in`.
-        own: the keys that are not everybody's; the kind's class of settings reads them.
-        composed: the whole config as plain containers, for the record.
-        words: those of the command line, of which a model's or a drafter's name forbids the stand-in.
-    """
-
-    tracker: Choice
-    kind: str = "speed"
-    debug: bool = False
-    reuse: bool = True
+    tracker: Choice  # takes the numbers beside JSON lines, which are always written
+    kind: str = "speed"  # a name of `experiments.kind.KINDS` or `module:Class`
+    debug: bool = False  # mistakes with their traceback
+    reuse: bool = True  # whether a sweep takes over cells that have finished before
+    # whether models of the catalogue that are not on this machine are downloaded; "ask": see
+    # `models.catalogue.obtain`
     download: Annotated[Download, Read(_download, "yes, no or ask")] = "ask"
+    # name of the embedded pair that runs if the models cannot be had, see `experiments.stand_in`
     stand_in: Annotated[str | None, Read(_stand_in, "false or the name of a stand-in")] = None
+    # the keys that are not everybody's; the kind's class of settings reads them
     own: Annotated[dict[str, Any], Rest()] = field(default_factory=dict)
+    # the whole config as plain containers, for the record
     composed: Annotated[dict[str, Any], Internal()] = field(default_factory=dict, repr=False)
+    # those of the command line, of which a model's or a drafter's name forbids the stand-in
     words: Annotated[tuple[str, ...], Internal()] = ()
 
 

@@ -163,17 +163,11 @@ def check_ray(launcher: Mapping[str, Any] | None) -> None:
 
 
 class Sweep(NamedTuple):
-    """A sweep from its first cell to its table.
+    """A sweep from its first cell to its table."""
 
-    Attributes:
-        directory: a folder of each cell is in it.
-        launcher: the path of its class.
-        cells: what each sets, by its number; none for a sweeper that chooses as it goes, as Optuna's.
-    """
-
-    directory: Path
-    launcher: str
-    cells: Sequence[str]
+    directory: Path  # a folder of each cell is in it
+    launcher: str  # the path of its class
+    cells: Sequence[str]  # what each sets, by its number; none for a sweeper that chooses as it goes, as Optuna's
 
     @classmethod
     def begin(cls, config: Any) -> "Sweep":

@@ -33,37 +33,24 @@ _ROUNDING = 1e-2
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """R rounds of drafts of up to K nodes, W ids a row; -1 fills a row of fewer.
+    """R rounds of drafts of up to K nodes, W ids a row; -1 fills a row of fewer."""
 
-    Attributes:
-        about: verifier, kind of draw, tree, temperature and the like of the run.
-        prompt: int32[R], index in `about["prompts"]`.
-        position: int32[R], length of the text before the round.
-        count, accepted, tested: int32[R], as in the draft and the verdict.
-        tokens, parents: int32[R, K].
-        targets: int32[R, K+1], the target's own draw at each row.
-        coins: float32[R, K], the run's acceptance coins.
-        ids: int32[R, K+1, W].
-        p: float32[R, K+1, W]; p_rest: float32[R, K+1].
-        q: float32[R, K, W], the distribution of node i at its parent row's ids; q_rest: float32[R, K]. None for one-hot
-            drafts.
-    """
-
-    about: Json
-    prompt: np.ndarray
-    position: np.ndarray
-    count: np.ndarray
-    accepted: np.ndarray
-    tested: np.ndarray
-    tokens: np.ndarray
-    parents: np.ndarray
-    targets: np.ndarray
-    coins: np.ndarray
-    ids: np.ndarray
-    p: np.ndarray
-    p_rest: np.ndarray
+    about: Json  # verifier, kind of draw, tree, temperature and the like of the run
+    prompt: np.ndarray  # int32[R], index in `about["prompts"]`
+    position: np.ndarray  # int32[R], length of the text before the round
+    count: np.ndarray  # int32[R], of the draft
+    accepted: np.ndarray  # int32[R], of the verdict
+    tested: np.ndarray  # int32[R], of the verdict
+    tokens: np.ndarray  # int32[R, K]
+    parents: np.ndarray  # int32[R, K]
+    targets: np.ndarray  # int32[R, K+1], the target's own draw at each row
+    coins: np.ndarray  # float32[R, K], the run's acceptance coins
+    ids: np.ndarray  # int32[R, K+1, W]
+    p: np.ndarray  # float32[R, K+1, W]
+    p_rest: np.ndarray  # float32[R, K+1]
+    # float32[R, K, W], the distribution of node i at its parent row's ids; None for one-hot drafts
     q: np.ndarray | None = None
-    q_rest: np.ndarray | None = None
+    q_rest: np.ndarray | None = None  # float32[R, K]
 
     def __len__(self) -> int:
         return len(self.count)

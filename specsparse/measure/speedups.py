@@ -20,31 +20,22 @@ from specsparse.support.files import Json
 
 
 class Speedup(NamedTuple):
-    """Plain time over the method's time, with 95 % intervals or None; `runtime.metrics.DEFINITIONS` has the terms.
+    """Plain time over the method's time, with 95 % intervals or None; `runtime.metrics.DEFINITIONS` has the terms."""
 
-    Attributes:
-        ratio_of_totals: the speed-up that everything ranks by.
-        low, high: its interval over prompts, others of the same kind; None for fewer than three.
-        prompts, pairs: how many; a pair is one repeat of one prompt.
-        mean_of_ratios: over pairs; it has no interval here.
-        geometric_mean, geometric_low, geometric_high: of the prompts' speed-ups, and the interval over prompts.
-        timing_low, timing_high: `ratio_of_totals` of these very prompts: timing noise between repeats alone; None
-            if a prompt has one repeat only.
-        skewed: whether the interval over prompts may not be believed (`Interval.skewed`).
-    """
-
-    ratio_of_totals: float
-    low: float | None
+    ratio_of_totals: float  # the speed-up that everything ranks by
+    low: float | None  # its interval over prompts, others of the same kind; None for fewer than three
     high: float | None
     prompts: int
-    pairs: int
-    mean_of_ratios: float
-    geometric_mean: float
-    geometric_low: float | None
+    pairs: int  # a pair is one repeat of one prompt
+    mean_of_ratios: float  # over pairs; it has no interval here
+    geometric_mean: float  # of the prompts' speed-ups
+    geometric_low: float | None  # its interval over prompts
     geometric_high: float | None
+    # interval of `ratio_of_totals` for these very prompts: timing noise between repeats alone; None if a prompt has
+    # one repeat only
     timing_low: float | None
     timing_high: float | None
-    skewed: bool = False
+    skewed: bool = False  # whether the interval over prompts may not be believed (`Interval.skewed`)
 
     @property
     def interval(self) -> Interval:

@@ -67,18 +67,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class TrialPlan:
-    """The tests to time; 0 or () leaves one out.
+    """The tests to time; 0 or () leaves one out."""
 
-    Attributes:
-        pp, tg: prompt tokens, and tokens to decode.
-        ns: lengths of the verify test, ascending; 1 first.
-        repeats: timings of each test on each side.
-    """
-
-    pp: int = 512
-    tg: int = 128
-    ns: tuple[int, ...] = ()
-    repeats: int = 5
+    pp: int = 512  # prompt tokens
+    tg: int = 128  # tokens to decode
+    ns: tuple[int, ...] = ()  # lengths of the verify test, ascending; 1 first
+    repeats: int = 5  # timings of each test on each side
 
     def tests(self) -> tuple[Trial, ...]:
         """Every test, in the order of the first repeat."""

@@ -47,29 +47,20 @@ _SHIPPED = Path(__file__).resolve().parents[1] / "data" / "models"
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a model that need not be here, as its config.json and the name of its GGUF file say it.
+    """The shape of a model that need not be here, as its config.json and the name of its GGUF file say it."""
 
-    Attributes:
-        architecture: a name of `engine.architectures.ARCHITECTURES`.
-        layers, width, heads, ff, vocab, context: L, D, H, F, V of docs/notation.md, and positions.
-        kv_heads, head_dim: G and d; None: as many as heads, and width / heads.
-        tied: the output matrix is the embedding.
-        window: tokens that a layer with a window sees.
-        weights: types of the file.
-    """
-
-    architecture: str
-    layers: Count
-    width: Count
-    heads: Count
-    ff: Count
-    vocab: Count
-    context: Count
-    kv_heads: Count | None = None
-    head_dim: Count | None = None
-    tied: bool = False
-    window: Size = 0
-    weights: Mixed = "Q4_K_M"
+    architecture: str  # a name of `engine.architectures.ARCHITECTURES`
+    layers: Count  # L of docs/notation.md
+    width: Count  # D
+    heads: Count  # H
+    ff: Count  # F
+    vocab: Count  # V
+    context: Count  # positions
+    kv_heads: Count | None = None  # G; None: as many as heads
+    head_dim: Count | None = None  # d; None: width / heads
+    tied: bool = False  # the output matrix is the embedding
+    window: Size = 0  # tokens that a layer with a window sees
+    weights: Mixed = "Q4_K_M"  # types of the file
 
     def typed(self, shapes: Iterator[tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         """(name, GGUF type, shape) of tensors given by name and shape (numpy order).
@@ -100,56 +91,36 @@ class Shape:
 
 @dataclass(frozen=True)
 class Entry:
-    """A model by name; exactly one of `package`, `base` and `repo` says where it is from.
+    """A model by name; exactly one of `package`, `base` and `repo` says where it is from."""
 
-    Attributes:
-        name: of the file, without its ending.
-        what: the model, in a few words.
-        good_for: what one would take it for.
-        role: "target" writes the text, "draft" drafts for one, "head" is a drafter made for one target.
-        drafts: names of entries that draft for it, the usual one first.
-        aliases: other names.
-        package: import name of the Python package that carries it; found without importing it.
-        install: the one command that brings the package.
-        base: name of the entry that `delta` is a difference from.
-        repo: "owner/name" on the Hub.
-        file: inside the package or the repository; a pattern with * is matched against the repository's list. None,
-            with `repo`: the checkpoint as a folder.
-        also: further names that the file goes by on a disk.
-        delta: file of the difference, see `models.convert.edit`.
-        convert: type of the GGUF that is made of the checkpoint; None: the file is one already.
-        revision: branch, tag or commit of the repository; None: its main branch.
-        size: bytes of the file that loads; None: unknown until downloaded.
-        sha256: of the repository's file.
-        licence: as the repository calls it.
-        source: where revision, size, sha256 and licence were read.
-        gated: the repository asks for consent to its terms and for a token.
-        shape: what the file would say of the model, for those who plan without it (`python -m specsparse advise`).
-        stand_ins: by name, the groups of a run's config that the model brings with it if it stands in for models that
-            cannot be had (`experiments.stand_in`).
-    """
-
-    name: Annotated[str, Internal()]
-    what: str
-    good_for: str
+    name: Annotated[str, Internal()]  # of the file, without its ending
+    what: str  # the model, in a few words
+    good_for: str  # what one would take it for
+    # "target" writes the text, "draft" drafts for one, "head" is a drafter made for one target
     role: Literal["target", "draft", "head"] = "target"
-    drafts: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
-    package: str | None = None
-    install: str | None = None
-    base: str | None = None
-    repo: str | None = None
+    drafts: tuple[str, ...] = ()  # names of entries that draft for it, the usual one first
+    aliases: tuple[str, ...] = ()  # other names
+    package: str | None = None  # import name of the Python package that carries it; found without importing it
+    install: str | None = None  # the one command that brings the package
+    base: str | None = None  # name of the entry that `delta` is a difference from
+    repo: str | None = None  # "owner/name" on the Hub
+    # inside the package or the repository; a pattern with * is matched against the repository's list. None, with
+    # `repo`: the checkpoint as a folder
     file: str | None = None
-    also: tuple[str, ...] = ()
-    delta: str | None = None
+    also: tuple[str, ...] = ()  # further names that the file goes by on a disk
+    delta: str | None = None  # file of the difference, see `models.convert.edit`
+    # type of the GGUF that is made of the checkpoint; None: the file is one already
     convert: Literal["f16", "bf16", "q8_0", "q4_0", "q4_1"] | None = None
-    revision: str | None = None
-    size: int | None = None
-    sha256: str | None = None
-    licence: str | None = None
-    source: str | None = None
-    gated: bool = False
+    revision: str | None = None  # branch, tag or commit of the repository; None: its main branch
+    size: int | None = None  # bytes of the file that loads; None: unknown until downloaded
+    sha256: str | None = None  # of the repository's file
+    licence: str | None = None  # as the repository calls it
+    source: str | None = None  # where revision, size, sha256 and licence were read
+    gated: bool = False  # the repository asks for consent to its terms and for a token
+    # what the file would say of the model, for those who plan without it (`python -m specsparse advise`)
     shape: Shape | None = None
+    # by name, the groups of a run's config that the model brings with it if it stands in for models that cannot be
+    # had (`experiments.stand_in`)
     stand_ins: Annotated[Json, Read(dict, "groups of a config by name")] = field(default_factory=dict, hash=False)
 
     @property
@@ -328,21 +299,14 @@ def _in_package(package: str, file: str) -> Path | None:
 
 
 class DownloadPlan(NamedTuple):
-    """A model to download.
-
-    Attributes:
-        entry, files: of the catalogue, and in its repository.
-        bytes, missing: of the files, and of them not here yet.
-        loaded: bytes of the file that loads; of one that is to be made, at most.
-        text: one line for people.
-    """
+    """A model to download."""
 
     entry: Entry
-    files: tuple[RepoFile, ...]
-    bytes: int
-    missing: int
-    loaded: int
-    text: str
+    files: tuple[RepoFile, ...]  # in its repository
+    bytes: int  # of the files
+    missing: int  # bytes that are not here yet
+    loaded: int  # bytes of the file that loads; of one that is to be made, at most
+    text: str  # one line for people
 
 
 def path_of(spec: str | os.PathLike[str], download: Download = "ask") -> Path:

@@ -29,20 +29,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Difference:
-    """Two runs beside each other.
-
-    Attributes:
-        settings: (key, of A, of B) that differ, of the configs and of commit, machine, kernels and packages.
-        lines: measures over all common prompts, then the speed-up of each task.
-        texts: (prompts that both decoded, those whose tokens differ) plainly and with the method.
-        common: prompts that both decoded.
-    """
+    """Two runs beside each other."""
 
     names: tuple[str, str]
+    # (key, of A, of B) that differ, of the configs and of commit, machine, kernels and packages
     settings: tuple[tuple[str, str, str], ...]
-    lines: tuple[Line, ...]
+    lines: tuple[Line, ...]  # measures over all common prompts, then the speed-up of each task
+    # (prompts that both decoded, those whose tokens differ) plainly and with the method
     texts: dict[str, tuple[int, tuple[str, ...]]]
-    common: int
+    common: int  # prompts that both decoded
     warnings: tuple[str, ...]
 
 

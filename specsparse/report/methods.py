@@ -57,18 +57,12 @@ SHARES = frozenset({"draft acceptance rate"})
 
 @dataclass(frozen=True)
 class ReportedMethod:
-    """One method of one run.
-
-    Attributes:
-        side: its name in the rows.
-        parts: drafter and verifier, or the one name of a side of a comparison.
-        names: words that tell it from the others, by key of the config.
-    """
+    """One method of one run."""
 
     run: Run
-    side: str
-    parts: tuple[str, ...]
-    names: dict[str, str]
+    side: str  # its name in the rows
+    parts: tuple[str, ...]  # drafter and verifier, or the one name of a side of a comparison
+    names: dict[str, str]  # words that tell it from the others, by key of the config
     samples: tuple[Sample, ...]
 
     @property

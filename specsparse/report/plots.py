@@ -86,21 +86,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure that the records have numbers for.
+    """A figure that the records have numbers for."""
 
-    Attributes:
-        name: stem of its files.
-        caption: how to read it, with the definition of what is plotted.
-        rows: its numbers, all with the same columns.
-        size: inches.
-    """
-
-    name: str
+    name: str  # stem of its files
     title: str
-    caption: str
-    rows: tuple[Row, ...]
+    caption: str  # how to read it, with the definition of what is plotted
+    rows: tuple[Row, ...]  # its numbers, all with the same columns
     draw: Draw
-    size: tuple[float, float] = (8.0, 4.0)
+    size: tuple[float, float] = (8.0, 4.0)  # inches
 
     def columns(self) -> list[str]:
         return columns(self.rows)

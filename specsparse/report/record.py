@@ -29,16 +29,11 @@ DEFINITIONS = {**metrics.DEFINITIONS, **conditions.DEFINITIONS}
 
 @dataclass(frozen=True)
 class StandIn:
-    """An embedded pair that ran since the models of an experiment could not be had.
+    """An embedded pair that ran since the models of an experiment could not be had."""
 
-    Attributes:
-        asked, used: the parts that differ, by group of the config: a name, or a name and the options that were set.
-        why: the models could not be had.
-    """
-
-    asked: Json
-    used: Json
-    why: str
+    asked: Json  # the parts that differ, by group of the config: a name, or a name and the options that were set
+    used: Json  # the same of what stood in
+    why: str  # the models could not be had
 
     @property
     def parts(self) -> str:
@@ -155,30 +150,19 @@ class Group:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The result of a run that times passes.
-
-    Attributes:
-        method: drafter, verifier, policy, gamma, and what the verifier promises.
-        groups: a `Group` per task, and "all".
-        identity: None for plain decoding alone.
-        first_text_s: seconds from the start of the run to the first text; None if none was streamed.
-        read_bandwidth: bytes per second that this machine read while the passes were timed.
-        bytes_per_pass: bytes of the model file that one target pass reads.
-        findings: what else was measured, by name, as plain values.
-        notes: the same in a sentence each, for the terminal.
-    """
+    """The result of a run that times passes."""
 
     name: str
-    method: Json
-    groups: dict[str, Group]
-    identity: Identity | None
+    method: Json  # drafter, verifier, policy, gamma, and what the verifier promises
+    groups: dict[str, Group]  # a `Group` per task, and "all"
+    identity: Identity | None  # None for plain decoding alone
     load_s: float
-    first_text_s: float | None
+    first_text_s: float | None  # seconds from the start of the run to the first text; None if none was streamed
     compile_s: float
-    read_bandwidth: float | None
-    bytes_per_pass: int
-    findings: Json = dataclasses.field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    read_bandwidth: float | None  # bytes per second that this machine read while the passes were timed
+    bytes_per_pass: int  # bytes of the model file that one target pass reads
+    findings: Json = dataclasses.field(default_factory=dict)  # what else was measured, by name, as plain values
+    notes: tuple[str, ...] = ()  # the same in a sentence each, for the terminal
     conditions: Conditions = UNKNOWN
     repeats: Repeats | None = None
 

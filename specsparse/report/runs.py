@@ -23,17 +23,12 @@ _PASS = frozenset({"prompt_id", "task", "side", "repeat", "counters", "decode_s"
 
 @dataclass(frozen=True)
 class Run:
-    """One finished run.
-
-    Attributes:
-        rows: the lines of its prompts.jsonl.
-        also: other directories that hold the same measurement, taken over by sweeps.
-    """
+    """One finished run."""
 
     directory: Path
     record: Json
-    rows: tuple[Json, ...] = ()
-    also: tuple[Path, ...] = ()
+    rows: tuple[Json, ...] = ()  # the lines of its prompts.jsonl
+    also: tuple[Path, ...] = ()  # other directories that hold the same measurement, taken over by sweeps
 
     @property
     def name(self) -> str:

@@ -17,18 +17,13 @@ VLLM, HF, LLAMA = "vLLM", "Hugging Face", "llama.cpp"
 
 
 class Word(NamedTuple):
-    """A neighbour's word.
+    """A neighbour's word."""
 
-    Attributes:
-        whose: the projects that use it.
-        here: its name here: `sampling.FIELD` of `SamplingParams`, `load.OPTION` of `specsparse.load`, `drafter.OPTION`,
-            an argument of `generate`, or "" if there is no such thing.
-        line: the next step, for a word that is no other name of a value.
-    """
-
-    whose: tuple[str, ...]
+    whose: tuple[str, ...]  # the projects that use it
+    # its name here: `sampling.FIELD` of `SamplingParams`, `load.OPTION` of `specsparse.load`, `drafter.OPTION`, an
+    # argument of `generate`, or "" if there is no such thing
     here: str = ""
-    line: str = ""
+    line: str = ""  # the next step, for a word that is no other name of a value
 
 
 _GUIDED = "the answer is free text here; allowed_token_ids limits its tokens, in Python also logits_processors"

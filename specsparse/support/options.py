@@ -105,20 +105,13 @@ class OptionError(UserError):
 
 
 class Option(NamedTuple):
-    """One option of a class.
+    """One option of a class."""
 
-    Attributes:
-        name: of its field.
-        hint, marks: its type, and what is annotated.
-        default: `dataclasses.MISSING` if a value is needed.
-        about: its line in the class's docstring, or "".
-    """
-
-    name: str
-    hint: Any
-    marks: tuple[object, ...]
-    default: Any
-    about: str
+    name: str  # of its field
+    hint: Any  # its type
+    marks: tuple[object, ...]  # what is annotated
+    default: Any  # `dataclasses.MISSING` if a value is needed
+    about: str  # its line in the class's docstring, or ""
 
     @property
     def aliases(self) -> tuple[str, ...]:

@@ -271,23 +271,16 @@ def lines(found: Comparison) -> list[str]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The speed-up that the cost model predicts of a method, and the measured one.
+    """The speed-up that the cost model predicts of a method, and the measured one."""
 
-    Attributes:
-        predicted, low, high: by the table, with its interval over texts and times.
-        measured: by the clock.
-        v, c, c0: of the mean round: its forward, a drafted token and the rest, in plain steps.
-        rows: mean tokens of a draft, of a tree its nodes; a tree's drafting is all in c0.
-    """
-
-    predicted: float
-    low: float
+    predicted: float  # by the table
+    low: float  # its interval over texts and times
     high: float
-    measured: float
-    v: float
-    c: float
-    c0: float
-    rows: float
+    measured: float  # by the clock
+    v: float  # forward of the mean round, in plain steps
+    c: float  # a drafted token, in plain steps
+    c0: float  # the rest of the round, in plain steps
+    rows: float  # mean tokens of a draft, of a tree its nodes; a tree's drafting is all in c0
 
     @property
     def over_measured(self) -> float:

@@ -94,15 +94,11 @@ class PlacementSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementSettings(ModelSettings):
-    """Beside the group, options by PowerInfer's names.
-
-    Attributes:
-        vram_budget, n_gpu_layers: GiB of the accelerator, and whole layers on it; None is what there is and what fits.
-    """
+    """Beside the group, options by PowerInfer's names."""
 
     placement: PlacementSpec = PlacementSpec()
-    vram_budget: Annotated[float, Range(0)] | None = None
-    n_gpu_layers: Size | None = None
+    vram_budget: Annotated[float, Range(0)] | None = None  # GiB of the accelerator; None is what there is
+    n_gpu_layers: Size | None = None  # whole layers on it; None is what fits
     reset_gpu_index: bool = False
     disable_gpu_index: bool = False
 

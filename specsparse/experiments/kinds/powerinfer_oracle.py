@@ -48,20 +48,13 @@ class Compared:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How our numbers agree with PowerInfer's.
-
-    Attributes:
-        greedy: (tokens that are equal, tokens compared), or None if PowerInfer wrote none.
-        threads: thread counts that were tried; one without native kernels.
-        identical: whether the logits had the same bits with each.
-        faithful: whether PowerInfer's roundings were on; without them nothing but the bits is promised.
-    """
+    """How our numbers agree with PowerInfer's."""
 
     logits: tuple[Compared, ...]
-    greedy: tuple[int, int] | None
-    threads: tuple[int, ...]
-    identical: bool
-    faithful: bool
+    greedy: tuple[int, int] | None  # (tokens that are equal, tokens compared), or None if PowerInfer wrote none
+    threads: tuple[int, ...]  # thread counts that were tried; one without native kernels
+    identical: bool  # whether the logits had the same bits with each
+    faithful: bool  # whether PowerInfer's roundings were on; without them nothing but the bits is promised
 
     @property
     def as_promised(self) -> bool:

@@ -53,19 +53,14 @@ BASE_IS_QUANTISED = "the model is quantised already: the types are made of its r
 
 @dataclass(frozen=True)
 class PerplexitySpec:
-    """The text and its windows; see `specsparse.runtime.perplexity.windows`.
+    """The text and its windows; see `specsparse.runtime.perplexity.windows`."""
 
-    Attributes:
-        text: a file; None is the prompts of the data group, one after the other.
-        chunks: at most so many windows; None for all.
-        base: the distribution that the KL is from: "f32" is the same weights in float32, with all neurons if `ffn` says
-            which are computed; a model; None for no KL.
-    """
-
-    text: str | None = None
+    text: str | None = None  # a file; None is the prompts of the data group, one after the other
     context: Annotated[int, Range(4)] = 512
     stride: Size = 0
-    chunks: Count | None = None
+    chunks: Count | None = None  # at most so many windows; None for all
+    # the distribution that the KL is from: "f32" is the same weights in float32, with all neurons if `ffn` says which
+    # are computed; a model; None for no KL
     base: str | None = F32
 
 
@@ -169,18 +164,12 @@ def base_probs(cfg: PerplexitySettings, ctx: RunContext, text: Windows) -> Gener
 
 @dataclass(frozen=True)
 class QuantTableSpec:
-    """The rows and their timings; the text is that of `perplexity`.
+    """The rows and their timings; the text is that of `perplexity`."""
 
-    Attributes:
-        types: to quantise the model to.
-        files: further GGUF files of the same model.
-        pp, tg: tokens of prompt and of decoding to time; 0: not timed.
-    """
-
-    types: tuple[str, ...] = ("F16", "Q8_0", "Q4_1", "Q4_0")
-    files: tuple[str, ...] = ()
-    pp: Size = 512
-    tg: Size = 64
+    types: tuple[str, ...] = ("F16", "Q8_0", "Q4_1", "Q4_0")  # to quantise the model to
+    files: tuple[str, ...] = ()  # further GGUF files of the same model
+    pp: Size = 512  # tokens of a prompt to time; 0: not timed
+    tg: Size = 64  # tokens of decoding to time; 0: not timed
     timings: Count = 3
 
 

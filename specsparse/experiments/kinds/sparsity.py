@@ -56,25 +56,19 @@ _TITLES = (
 
 @dataclass(frozen=True)
 class SparsitySpec:
-    """The points, and how they are judged and timed.
+    """The points, and how they are judged and timed."""
 
-    Attributes:
-        vary: option of the predictor, or "threshold" with ffn=powerinfer, that takes each of `values`; without values
-            the config itself is the only point.
-        predictors: instead of values: these predictors beside each other, each with the options of its config file.
-        recall: of those that can be set to one (svd, signbit), in place of their threshold.
-        window, judged: tokens of a piece of text, and pieces that quality is judged on.
-        tokens, repeats: to decode for the speed, with each point in turn; 0: quality only.
-    """
-
+    # option of the predictor, or "threshold" with ffn=powerinfer, that takes each of `values`; without values the
+    # config itself is the only point
     vary: str = "share"
     values: tuple[float, ...] = ()
+    # instead of values: these predictors beside each other, each with the options of its config file
     predictors: tuple[str, ...] = ()
-    recall: float | None = None
-    window: Annotated[int, Range(4)] = 128
-    judged: Count = 6
-    tokens: Size = 64
-    repeats: Count = 3
+    recall: float | None = None  # of those that can be set to one (svd, signbit), in place of their threshold
+    window: Annotated[int, Range(4)] = 128  # tokens of a piece of text
+    judged: Count = 6  # pieces that quality is judged on
+    tokens: Size = 64  # to decode for the speed; 0: quality only
+    repeats: Count = 3  # of that, with each point in turn; 0: quality only
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,23 +56,18 @@ class SpecSparseSettings(DecodingSettings):
 
 @dataclass(frozen=True)
 class SparseCell:
-    """One way to decode, all prompts together; the speed-up is over plain dense decoding.
-
-    Attributes:
-        read: share of the FFNs' neurons that a pass reads.
-        differing: tokens that are not those of plain decoding with the same FFN, or of plain dense decoding if the
-            sparse model has the dense one's bits.
-        draws_z: as in `metrics.DEFINITIONS`.
-    """
+    """One way to decode, all prompts together; the speed-up is over plain dense decoding."""
 
     name: str
     counters: Counters
     seconds_per_token: float
     speedup: Speedup
     by_bytes: float
-    read: float
+    read: float  # share of the FFNs' neurons that a pass reads
+    # tokens that are not those of plain decoding with the same FFN, or of plain dense decoding if the sparse model
+    # has the dense one's bits
     differing: int
-    draws_z: float | None = None
+    draws_z: float | None = None  # as in `metrics.DEFINITIONS`
 
     @property
     def tokens_per_pass(self) -> float:
@@ -81,25 +76,17 @@ class SparseCell:
 
 @dataclass(frozen=True)
 class Joined:
-    """All cells, and what their passes read.
+    """All cells, and what their passes read."""
 
-    Attributes:
-        cells: the four cells, and the capped one if `ffn.union_cap` asks for it.
-        text: unions of consecutive tokens of a text, by size of the pass, and of drafts in a batch.
-        seen: unions of the passes that the sparse cell made, by size.
-        quality: of the sparse model against the dense one, by cell.
-        promised: whether the verifier promises plain decoding's tokens.
-        exact: whether the sparse model has the dense one's bits; then its cells are compared with plain dense decoding.
-        labels: the promise in words of each cell in `quality`.
-    """
-
-    cells: dict[str, SparseCell]
+    cells: dict[str, SparseCell]  # the four cells, and the capped one if `ffn.union_cap` asks for it
+    # unions of consecutive tokens of a text, by size of the pass, and of drafts in a batch
     text: tuple[UnionPoint, ...]
-    seen: tuple[UnionPoint, ...]
-    quality: dict[str, ModelQuality]
-    promised: bool
+    seen: tuple[UnionPoint, ...]  # unions of the passes that the sparse cell made, by size
+    quality: dict[str, ModelQuality]  # of the sparse model against the dense one, by cell
+    promised: bool  # whether the verifier promises plain decoding's tokens
+    # whether the sparse model has the dense one's bits; then its cells are compared with plain dense decoding
     exact: bool
-    labels: dict[str, str]
+    labels: dict[str, str]  # the promise in words of each cell in `quality`
     conditions: Conditions = UNKNOWN
     repeats: Repeats | None = None
 

@@ -49,23 +49,15 @@ KEPT = Path(__file__).parents[2] / "data" / "acceptance.yaml"
 
 @dataclass(frozen=True)
 class Accepted:
-    """How a chain's drafts are accepted.
+    """How a chain's drafts are accepted."""
 
-    Attributes:
-        alpha: chance that a drafted token is accepted once those before it were.
-        reach: chance that a draft is accepted up to its 1st, 2nd .. token; () if only alpha is known.
-        share: of the rounds, those that draft.
-        length: mean tokens of a draft, if drafts are shorter than they may be.
-        weight: tokens that were counted; 1 without a count.
-        ranks: chance of each child of a node, by rank, to be the accepted one; () if not counted.
-    """
-
-    alpha: Rate
+    alpha: Rate  # chance that a drafted token is accepted once those before it were
+    # chance that a draft is accepted up to its 1st, 2nd .. token; () if only alpha is known
     reach: tuple[Rate, ...] = ()
-    share: Rate = 1.0
-    length: Positive | None = None
-    weight: Positive = 1.0
-    ranks: tuple[Rate, ...] = ()
+    share: Rate = 1.0  # of the rounds, those that draft
+    length: Positive | None = None  # mean tokens of a draft, if drafts are shorter than they may be
+    weight: Positive = 1.0  # tokens that were counted; 1 without a count
+    ranks: tuple[Rate, ...] = ()  # chance of each child of a node, by rank, to be the accepted one; () if not counted
 
     @classmethod
     def from_counters(cls, c: Counters) -> "Accepted | None":
@@ -186,19 +178,14 @@ def kept_rates() -> Mapping[tuple[str, str], AcceptedRates]:
 
 @dataclass(frozen=True)
 class SeedAcceptance:
-    """Acceptance over many seeds, one sequence each.
-
-    Attributes:
-        rates: tokens_per_target_pass, mean_acceptance_length and realised_alpha (`runtime.metrics.DEFINITIONS`) with
-            95 % intervals over seeds; None if no seed drafted, or no round ran because the prompt fills the context.
-        counters: of each seed.
-        programs: decode loops compiled by the call, 0 or 1.
-    """
+    """Acceptance over many seeds, one sequence each."""
 
     seeds: tuple[int, ...]
+    # tokens_per_target_pass, mean_acceptance_length and realised_alpha (`runtime.metrics.DEFINITIONS`) with 95 %
+    # intervals over seeds; None if no seed drafted, or no round ran because the prompt fills the context
     rates: Mapping[str, Interval | None]
-    counters: tuple[Counters, ...]
-    programs: int
+    counters: tuple[Counters, ...]  # of each seed
+    programs: int  # decode loops compiled by the call, 0 or 1
 
     def to_dict(self) -> Json:
         return {**asdict(self), "rates": {name: of and of.cells() for name, of in self.rates.items()}}

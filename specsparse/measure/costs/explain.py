@@ -64,34 +64,23 @@ class Factor:
 
 @dataclass(frozen=True)
 class SpeedupTerms:
-    """The terms of a run. Invariant: predicted times all factors is measured.
+    """The terms of a run. Invariant: predicted times all factors is measured."""
 
-    Attributes:
-        alpha: realised, accepted / tested.
-        gamma, levels: tokens a draft has room for; levels of a tree, or None for chains.
-        share: of the rounds that drafted; the others are plain steps that emit one token.
-        expected_tokens: of a round that drafts, from alpha and gamma, or levels.
-        v, draft, overhead: its time in plain steps: v(gamma+1), drafting, the rest of a round.
-        predicted: as `advise` does, (share expected_tokens + 1 - share) / (share (v + draft + overhead) + 1 - share).
-        measured: plain over speculative seconds per token.
-        best_gamma, best_predicted: the gamma that suits this alpha, and its predicted speed-up; None for trees.
-        factors: from predicted to measured.
-        stages: seconds a round of each stage, measured and predicted, if the run timed stages.
-    """
-
-    alpha: float
-    gamma: int
-    levels: int | None
-    share: float
-    expected_tokens: float
-    v: float
-    draft: float
-    overhead: float
+    alpha: float  # realised, accepted / tested
+    gamma: int  # tokens a draft has room for
+    levels: int | None  # of a tree, or None for chains
+    share: float  # of the rounds that drafted; the others are plain steps that emit one token
+    expected_tokens: float  # of a round that drafts, from alpha and gamma, or levels
+    v: float  # v(gamma+1): the forward of a round that drafts, in plain steps
+    draft: float  # drafting in it, in plain steps
+    overhead: float  # the rest of it, in plain steps
+    # as `advise` does, (share expected_tokens + 1 - share) / (share (v + draft + overhead) + 1 - share)
     predicted: float
-    measured: float
-    best_gamma: int | None
-    best_predicted: float | None
-    factors: tuple[Factor, ...]
+    measured: float  # plain over speculative seconds per token
+    best_gamma: int | None  # the gamma that suits this alpha; None for trees
+    best_predicted: float | None  # its predicted speed-up
+    factors: tuple[Factor, ...]  # from predicted to measured
+    # seconds a round of each stage, measured and predicted, if the run timed stages
     stages: dict[str, dict[str, float]]
 
     def lines(self) -> Iterator[str]:

@@ -33,27 +33,17 @@ TREE = " tree"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A drafter for one target.
+    """A drafter for one target."""
 
-    Attributes:
-        name: in tables; of a draft model the model's.
-        token: what drafting a token reads and computes; None: next to nothing.
-        kernels: that an accelerator starts for it.
-        nbytes: of weights beside the target's.
-        kv_per_token: bytes of a cache of its own.
-        assumed: its weights are made up, as those of a head that nobody named.
-        tree: it drafts trees; their levels cost what the chain's tokens do.
-    """
-
-    name: str
+    name: str  # in tables; of a draft model the model's
     drafter: str
     options: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
-    token: Traffic | None = None
-    kernels: int = 0
-    nbytes: float = 0.0
-    kv_per_token: float = 0.0
-    assumed: bool = False
-    tree: bool = False
+    token: Traffic | None = None  # what drafting a token reads and computes; None: next to nothing
+    kernels: int = 0  # that an accelerator starts for it
+    nbytes: float = 0.0  # of weights beside the target's
+    kv_per_token: float = 0.0  # bytes of a cache of its own
+    assumed: bool = False  # its weights are made up, as those of a head that nobody named
+    tree: bool = False  # it drafts trees; their levels cost what the chain's tokens do
 
     @property
     def chain(self) -> str:
@@ -125,18 +115,13 @@ DOUBTS = (2.0, -2.0)
 
 @dataclass(frozen=True)
 class Clock:
-    """Times of one target at one length of its cache and one batch size. Every sequence of a batch has n rows.
+    """Times of one target at one length of its cache and one batch size. Every sequence of a batch has n rows."""
 
-    Attributes:
-        step_s: seconds of a plain step.
-        v: n -> a forward of n rows a sequence in plain steps.
-        overhead: gamma -> c0 in plain steps: verdict, commit and counters of a round of gamma tokens.
-        draft: (candidate, nodes) -> seconds to draft a token, or a level of a tree with so many nodes.
-    """
-
-    step_s: float
-    v: Callable[[float], float]
+    step_s: float  # seconds of a plain step
+    v: Callable[[float], float]  # n -> a forward of n rows a sequence in plain steps
+    # gamma -> c0 in plain steps: verdict, commit and counters of a round of gamma tokens
     overhead: Callable[[int], float]
+    # (candidate, nodes) -> seconds to draft a token, or a level of a tree with so many nodes
     draft: Callable[..., DraftCost]
 
     @classmethod
@@ -349,20 +334,13 @@ LENGTHS = (*range(1, 9), 10, 12, 16)
 
 @dataclass(frozen=True)
 class ForecastPoint:
-    """One method at one draft length, or with one tree.
+    """One method at one draft length, or with one tree."""
 
-    Attributes:
-        gamma: tokens that a draft may have, or nodes of the tree; `levels` of the tree, None for chains.
-        tokens, round_steps: emitted a round, and its time in plain steps.
-        speedup, low, high: over plain decoding, and its interval: over kinds of text if several were counted, and over
-            what the times may be.
-    """
-
-    gamma: int
-    tokens: float
-    round_steps: float
-    speedup: float
-    low: float
+    gamma: int  # tokens that a draft may have, or nodes of the tree; `levels` of the tree, None for chains
+    tokens: float  # emitted a round
+    round_steps: float  # time of a round in plain steps
+    speedup: float  # over plain decoding
+    low: float  # its interval: over kinds of text if several were counted, and over what the times may be
     high: float
     levels: int | None = None
 
@@ -374,22 +352,15 @@ class ForecastPoint:
 
 @dataclass(frozen=True)
 class Forecast:
-    """One method at one acceptance.
-
-    Attributes:
-        c, c0: a drafted token, and a round of drafts of one token besides, in plain steps.
-        points: by draft length.
-        break_even: least acceptance at which some length pays, or None.
-        v: of the target, by rows, from v(1).
-    """
+    """One method at one acceptance."""
 
     candidate: Candidate
     acceptance: AcceptedRates
-    c: float
-    c0: float
-    points: tuple[ForecastPoint, ...]
-    break_even: float | None
-    v: tuple[float, ...]
+    c: float  # a drafted token, in plain steps
+    c0: float  # a round of drafts of one token besides, in plain steps
+    points: tuple[ForecastPoint, ...]  # by draft length
+    break_even: float | None  # least acceptance at which some length pays, or None
+    v: tuple[float, ...]  # of the target, by rows, from v(1)
 
     @property
     def best(self) -> ForecastPoint:

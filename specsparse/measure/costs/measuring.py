@@ -120,24 +120,15 @@ def fit_draft(points: list[tuple[float, float]]) -> DraftCost:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to measure.
+    """How much to measure."""
 
-    Attributes:
-        ns: rows of the forwards, from 1.
-        near, far: tokens in the cache.
-        repeats: of each timing, interleaved.
-        decode: tokens of a plain timing, rounds of a speculative one.
-        forwards: passes of one timing of a forward.
-        gammas: room for draft tokens of the loops whose rounds are timed, two of them.
-    """
-
-    ns: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-    near: int = 128
-    far: int = 1024
-    repeats: int = 15
-    decode: int = 16
-    forwards: int = 4
-    gammas: tuple[int, int] = (2, 7)
+    ns: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # rows of the forwards, from 1
+    near: int = 128  # tokens in the cache
+    far: int = 1024  # tokens in the cache
+    repeats: int = 15  # of each timing, interleaved
+    decode: int = 16  # tokens of a plain timing, rounds of a speculative one
+    forwards: int = 4  # passes of one timing of a forward
+    gammas: tuple[int, int] = (2, 7)  # room for draft tokens of the loops whose rounds are timed, two of them
 
     @property
     def room(self) -> int:

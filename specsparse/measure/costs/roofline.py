@@ -58,19 +58,12 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes and multiply-adds of a model's forward pass.
+    """Bytes and multiply-adds of a model's forward pass."""
 
-    Attributes:
-        matrices: all that is read; an untied embedding is not (one row of it counts as nothing).
-        kv_bytes_per_token: keys and values of one position, all layers.
-        attention_macs: multiply-adds of one row with one position, all layers.
-        windows: of the layers; positions outside are neither read nor multiplied.
-    """
-
-    matrices: tuple[Matrix, ...]
-    kv_bytes_per_token: float
-    attention_macs: float
-    windows: LayerWindows = WHOLE
+    matrices: tuple[Matrix, ...]  # all that is read; an untied embedding is not (one row of it counts as nothing)
+    kv_bytes_per_token: float  # keys and values of one position, all layers
+    attention_macs: float  # multiply-adds of one row with one position, all layers
+    windows: LayerWindows = WHOLE  # of the layers; positions outside are neither read nor multiplied
 
     @classmethod
     def from_gguf(cls, f: GGUFFile, config: ModelConfig, *, kv_dtype: str = "f16") -> "Traffic":
@@ -133,19 +126,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """A model's shape and tensors; no weights.
-
-    Attributes:
-        tensors: (name, GGUF type, bytes) of each.
-        source: where that is from, in words.
-        path: the file, if it is on this machine; `file` is an open header.
-    """
+    """A model's shape and tensors; no weights."""
 
     name: str
     config: ModelConfig
-    tensors: tuple[tuple[str, str, float], ...]
-    source: str
-    path: Path | None = None
+    tensors: tuple[tuple[str, str, float], ...]  # (name, GGUF type, bytes) of each
+    source: str  # where that is from, in words
+    path: Path | None = None  # the file, if it is on this machine; `file` is an open header
     file: GGUFFile | None = None
 
     @classmethod

@@ -19,25 +19,16 @@ from specsparse.support.files import Json
 
 @dataclass(frozen=True)
 class HfClass:
-    """A class of transformers: its meaning of config.json and of the tensors, if its architecture leaves it open.
+    """A class of transformers: its meaning of config.json and of the tensors, if its architecture leaves it open."""
 
-    Attributes:
-        architecture: its name in GGUF files.
-        model_type: `model_type` of a config.json without `architectures`.
-        tied: whether the output matrix is the embedding, if config.json does not say it.
-        rope_base: theta, if it does not say it.
-        activation_key: of config.json.
-        windowed: whether `sliding_window` of config.json counts without `use_sliding_window`; Llama's class ignores it.
-        norms_from_one: norms are stored less one.
-    """
-
-    architecture: str
-    model_type: str
-    tied: bool = False
-    rope_base: float = 10000.0
-    activation_key: str = "hidden_act"
+    architecture: str  # its name in GGUF files
+    model_type: str  # `model_type` of a config.json without `architectures`
+    tied: bool = False  # whether the output matrix is the embedding, if config.json does not say it
+    rope_base: float = 10000.0  # theta, if it does not say it
+    activation_key: str = "hidden_act"  # of config.json
+    # whether `sliding_window` of config.json counts without `use_sliding_window`; Llama's class ignores it
     windowed: bool = False
-    norms_from_one: bool = False
+    norms_from_one: bool = False  # norms are stored less one
 
     @property
     def family(self) -> Architecture:
@@ -59,19 +50,12 @@ CLASSES: Mapping[str, HfClass] = {
 
 
 class TextPart(NamedTuple):
-    """The text model in a checkpoint of a model that sees images too.
+    """The text model in a checkpoint of a model that sees images too."""
 
-    Attributes:
-        hf_class: its name in `CLASSES`.
-        model_type: of a config.json without `architectures`.
-        defaults: transformers' own values, which `text_config` may leave out.
-        left_out: the beginnings of the names of other parts' tensors.
-    """
-
-    hf_class: str
-    model_type: str
-    defaults: Mapping[str, object]
-    left_out: tuple[str, ...]
+    hf_class: str  # its name in `CLASSES`
+    model_type: str  # of a config.json without `architectures`
+    defaults: Mapping[str, object]  # transformers' own values, which `text_config` may leave out
+    left_out: tuple[str, ...]  # the beginnings of the names of other parts' tensors
 
 
 TEXT_PARTS: Mapping[str, TextPart] = {
@@ -131,15 +115,10 @@ _MISSING: Any = object()
 
 @dataclass(frozen=True)
 class HfConfig:
-    """config.json, or a table of it, as this converter reads it.
+    """config.json, or a table of it, as this converter reads it."""
 
-    Attributes:
-        where: the file, for messages.
-        values: its table.
-    """
-
-    where: Path
-    values: Json
+    where: Path  # the file, for messages
+    values: Json  # its table
 
     def get(
         self, key: str, kind: type, default: Any = _MISSING, *, low: float = -math.inf, most: float = math.inf
@@ -254,23 +233,16 @@ class HfConfig:
 
 @dataclass(frozen=True)
 class HfRope:
-    """A rotary embedding as transformers computes it.
+    """A rotary embedding as transformers computes it."""
 
-    Attributes:
-        table: rope_parameters or rope_scaling.
-        architecture: of the GGUF file. llama.cpp reads frequency factors in "llama" files only, and in no file of
-            these architectures the bounds of YaRN's ramp (src/llama-model.cpp of July 2026).
-        base: theta.
-        dim: elements of a head.
-        context: max_position_embeddings.
-        pretrained: original_max_position_embeddings outside the table, which comes first; None without one.
-    """
-
-    table: HfConfig
+    table: HfConfig  # rope_parameters or rope_scaling
+    # of the GGUF file. llama.cpp reads frequency factors in "llama" files only, and in no file of these architectures
+    # the bounds of YaRN's ramp (src/llama-model.cpp of July 2026)
     architecture: str
-    base: float
-    dim: int
-    context: int
+    base: float  # theta
+    dim: int  # elements of a head
+    context: int  # max_position_embeddings
+    # original_max_position_embeddings outside the table, which comes first; None without one
     pretrained: int | None = None
 
     def number(self, key: str, default: Any = _MISSING, *, low: float = 1e-6) -> float:
@@ -291,17 +263,12 @@ class HfRope:
 
 
 class GgufRope(NamedTuple):
-    """A rotary embedding in a GGUF file.
+    """A rotary embedding in a GGUF file."""
 
-    Attributes:
-        keys: without the architecture before them.
-        factors: `rope_freqs.weight`, the divisors of the pairs' angles, float32[dim / 2], or None.
-        note: a line on what another program does not read of it; None if all read the same.
-    """
-
-    keys: Json
+    keys: Json  # without the architecture before them
+    # `rope_freqs.weight`, the divisors of the pairs' angles, float32[dim / 2], or None
     factors: np.ndarray | None = None
-    note: str | None = None
+    note: str | None = None  # a line on what another program does not read of it; None if all read the same
 
 
 def gguf_rope(rope: HfRope) -> GgufRope:
