@@ -326,6 +326,35 @@ class Ours:
         out.block_until_ready()
         return (time.perf_counter() - start) / self.forwards
 
+    def attention(self, n: int) -> float:
+        """The mean of `forwards` passes of the layers' attention alone, of n rows; not on a mesh."""
+        config, attend, count = self.model.config, self.model.kernels.attend, jnp.asarray([n], jnp.int32)
+        shapes = [(n, heads * config.head_dim) for heads in (config.n_heads, config.n_kv_heads, config.n_kv_heads)]
+
+        def passes(params, rows, forwards, cache):
+            def body(_, cache):
+                found = []
+                for i, (k, v) in enumerate(zip(cache.k, cache.v, strict=True)):
+                    kind = config.kind(i)
+                    found.append(attend(
+                        *rows, k, v, cos=params.cos, sin=params.sin, length=cache.length, n_valid=count,
+                        pairing=config.rope.pairing, window=kind.window, table=kind.table,
+                    ))  # fmt: skip
+                return cache._replace(k=tuple(k for _, k, _ in found), v=tuple(v for _, _, v in found))
+
+            return jax.lax.fori_loop(jnp.int32(0), forwards, body, cache)
+
+        self._rewind()
+        rows = [jnp.zeros(shape, jnp.float32) for shape in shapes]
+        args = (self._params, rows, jnp.int32(self.forwards), self._cache)
+        program = self._program(f"attention of {n} rows", passes, *args)
+
+        def run() -> None:
+            self._cache = program(*args)
+            self._cache.length.block_until_ready()
+
+        return seconds(run) / self.forwards
+
 
 def requantised(path: Path, name: str, out: Console) -> Path:
     """The file of the same model in another type of weights, made once and kept in the user's cache."""

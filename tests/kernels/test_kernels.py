@@ -558,6 +558,41 @@ def test_attention_has_the_same_bits_for_every_isa_and_thread(isa, threads):
                     same_bits(got, wanted, f"{dtype} {pairing} {length} {n_valid}")
 
 
+LONG = 1104
+"""Positions of a cache whose tiles are cut: see kCutSlots of dense/attention.cc."""
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [jnp.float16, q8_cache.DTYPE])
+def test_tiles_that_threads_share_have_the_bits_of_whole_ones_and_of_one_row(dtype, isa):
+    """A tree, a chain and a window after 0 to 1,080 positions; 9 queries of a head a row, up to 72 of a cut one."""
+    heads, groups, d, n = 18, 2, 32, 8
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.normal(size=(2 * n, count * d)).astype(np.float32) for count in (heads, groups, groups))
+    values = q8_cache.encode(jnp.asarray(rng.normal(size=(2, groups, LONG, d)), jnp.float32), dtype)
+    keys = values.reshape(2, groups, LONG // 16, 16, -1).swapaxes(3, 4)
+    angle = np.zeros((1, LONG, d // 2), np.float32)
+
+    @partial(jax.jit, static_argnames="window")
+    def call(q, k, v, keys, values, length, n_valid, parents, window):
+        given = {"length": length, "n_valid": n_valid, "parents": parents, "pairing": "neox", "window": window}
+        return BACKENDS["native"].attend(q, k, v, keys, values, cos=np.cos(angle), sin=angle, **given)
+
+    for name, window in (("tree", 0), ("chain", 0), ("chain", 700)):
+        for length in ((1080, 1033), (600, 0)):
+            numbers = [jnp.asarray(a, jnp.int32) for a in (length, (n, n), PARENTS[name])]
+            use("portable", 1)
+            whole = call(q, k, v, keys, values, *numbers, window=window)
+            for threads in (2, 7):
+                use(isa, threads)
+                same_bits(call(q, k, v, keys, values, *numbers, window=window), whole, f"{name} {length} {threads}")
+            if name == "chain":
+                one = [jnp.asarray(a, jnp.int32) for a in (length, (1, 1), np.full((2, 1), -1))]
+                first = np.array([0, n])
+                got = call(q[first], k[first], v[first], keys, values, *one, window=window)[0]
+                same_bits(np.asarray(got), np.asarray(whole[0])[first], f"one row {length}")
+
+
 @pytest.mark.parametrize("backend", [*ISAS, "reference", "xla"])
 def test_a_q8_0_cache_is_a_float32_cache_of_its_values(backend):
     """Rows are not turned here, so that what is appended is known; bits by the native kernels, on every one alike."""

@@ -114,7 +114,15 @@ class SequenceBench(ModelBench):
             with terminal.counting(out, "timing", plan.repeats * tests * len(sides)) as step:
                 results = trials.run(plan, sides, step)
             facts = [peer.facts() for peer in peers]
+            alone: dict[int, list[float]] = {}  # seconds of attention by the number of rows
+            if self.depth and not self.mesh and model.kernels.name == "native":
+                for n in plan.ns:
+                    ours.attention(n)
+                    alone[n] = [ours.attention(n) for _ in range(plan.repeats)]
         found = _report(plan, results, model, ours, peers=facts, threads=threads, memory=memory)
+        found["attention"] = {
+            str(n): _attention(n, each, model, self.depth, results.machine) for n, each in alone.items()
+        }
         return {**found, "notes": [*notes, *_notes(found, model)]}
 
     def parts(self, report: Json) -> Iterator[Table | Text | str]:
@@ -147,6 +155,18 @@ def work_of(model: Model, method: str, n: int, depth: int, forwards: int = 1) ->
         moved_bytes=model.footprint.packed * forwards + cache,
         macs=layers * n + c.vocab_size * c.d_model * logits + attention,
     )
+
+
+def _attention(n: int, each: Sequence[float], model: Model, depth: int, machine: trials.MachinePeaks) -> Json:
+    """The layers' attention of n rows alone: the cache is all that it must read."""
+    c, windows = model.config, LayerWindows.from_config(model.config)
+    s, read = statistics.median(each), kv_bytes(c, windows.read(n, depth), model.kv_dtype)
+    macs = 2 * c.n_layers * c.n_heads * c.head_dim * windows.attended(n, depth)
+    return {
+        **timings(each, n), "bytes_per_second": read / s, "macs_per_second": macs / s,
+        "share_of_read_bandwidth": read / s / statistics.median(machine.read),
+        "share_of_f32_peak": macs / s / statistics.median(machine.f32),
+    }  # fmt: skip
 
 
 def _report(
@@ -248,6 +268,8 @@ def _results_table(report: Json) -> Table:
 def _verify_table(report: Json) -> Table:
     sides, ratios = report["v"], report["ratios"]
     columns = [c for side in sides for c in (f"{side}, ms", "v(n)", "±")]
+    attention = report["attention"]
+    columns += ["attention, ms", "of read", "of f32"] if attention else []
     table = tables.new("n", *columns, *(f"over {name}" for name in ratios), close=True)
     by_key = {(row["test"], row["engine"]): row for row in report["results"]}
     for n in sides[OURS]:
@@ -255,6 +277,9 @@ def _verify_table(report: Json) -> Table:
         for side, found in sides.items():
             v = found[n]
             cells += [f"{by_key[f'v{n}', side]['ms_per_token'] * int(n):.2f}", f"{v['median']:.2f}", f"{v['sd']:.2f}"]
+        if alone := attention.get(n):
+            shares = (alone["share_of_read_bandwidth"], alone["share_of_f32_peak"])
+            cells += [f"{alone['ms_per_token'] * int(n):.2f}", *(f"{share:.0%}" for share in shares)]
         table.add_row(n, *cells, *(f"{by[f'v{n}']['median']:.2f}x" for by in ratios.values()))
     return table
 

@@ -57,6 +57,10 @@ def test_end_to_end(tiny, tmp_path, capsys):
         assert row["share_of_read_bandwidth"] > 0
     assert found["v"]["specsparse"]["1"]["median"] == 1.0
     assert set(found["v"]["specsparse"]) == {"1", "2", "3"}
+    assert list(found["attention"]) == ["1", "2", "3"] and "of f32" in out
+    alone = {int(n): row["bytes_per_second"] * row["seconds"][0] for n, row in found["attention"].items()}
+    moved = [read / (5 + n) for n, read in alone.items()]
+    assert moved == pytest.approx(moved[:1] * 3)  # a position's keys and values, read once for all rows
     assert found["peers"] == [] and found["ratios"] == {}
     assert found["machine"]["read_bytes_per_second"]["median"] > 1e8
     assert {c["program"] for c in found["compiled"]} >= {"decode loop", "verify of 2 rows"}

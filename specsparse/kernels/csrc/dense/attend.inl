@@ -1,7 +1,7 @@
 // Attention and the cache, written once over the vectors of the simd_*.h that was included before.
 //
 // A score is a chain over the head's dimensions and an output a chain over positions, whatever queries share a tile, so the
-// order in which blocks of positions are visited changes no bit.
+// order in which blocks of positions are visited, and the parts that threads make of them, change no bit.
 #pragma once
 
 #include <cmath>
@@ -15,9 +15,10 @@ namespace specsparse {
 inline namespace SPECSPARSE_ISA {
 namespace {
 
-constexpr int kDirect = 4;      // queries that read the cache itself; more share a widened copy of a chunk of it
-constexpr int kChunk = kAttendChunk;  // positions of such a copy
-constexpr int kScaled = 32;     // elements of a q8_0 block
+constexpr int kRest = 4;              // most queries beside groups of kGroup
+constexpr int kChunk = kAttendChunk;  // positions that all queries read before the next ones
+constexpr int kScaled = 32;           // elements of a q8_0 block
+constexpr int kAheadBytes = 4096;     // of keys that are fetched: the processor's own fetching ends with a page
 
 // Not std::max: a copy of it compiled for one instruction set could be linked into the code of another.
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -30,6 +31,15 @@ SPECSPARSE_INLINE F load_kv(const void* base, int64_t index) {
   if constexpr (TYPE == KvType::kQ8) return load_i8(static_cast<const int8_t*>(base) + index);
   const void* p = static_cast<const uint16_t*>(base) + index;
   return TYPE == KvType::kF16 ? load_f16(p) : load_bf16(p);
+}
+
+template <KvType TYPE>
+constexpr int kBytes = TYPE == KvType::kF32 ? 4 : TYPE == KvType::kQ8 ? 1 : 2;  // of a value
+
+// Asks for what lies at element `index`, which may be beyond the cache. Not of float32, since that may be a copy in the caches.
+template <KvType TYPE>
+SPECSPARSE_INLINE void fetch(const void* base, int64_t index) {
+  if constexpr (TYPE != KvType::kF32) __builtin_prefetch(static_cast<const char*>(base) + index * kBytes<TYPE>);
 }
 
 // Scales of sixteen positions: their low bytes, then their high bytes.
@@ -48,6 +58,7 @@ constexpr SPECSPARSE_INLINE int64_t stored(int64_t d) {
 // f(i, vector) for the d vectors of sixteen positions of each of BLOCKS key blocks from `block` on.
 template <KvType TYPE, int BLOCKS, class G>
 SPECSPARSE_INLINE void each_key(const void* keys, int64_t block, int64_t d, G&& f) {
+  constexpr int64_t kAhead = kAheadBytes / kBytes<TYPE>;
   const int64_t rows = stored<TYPE>(d);
   if constexpr (TYPE == KvType::kQ8) {
     for (int64_t i0 = 0; i0 < d; i0 += kScaled) {
@@ -56,11 +67,19 @@ SPECSPARSE_INLINE void each_key(const void* keys, int64_t block, int64_t d, G&& 
         scale[b] = load_split_f16(static_cast<const uint8_t*>(keys) + ((block + b) * rows + d + i0 / (kScaled / 2)) * 16);
       });
       for (int64_t i = i0; i < i0 + kScaled; ++i)
-        each<BLOCKS>([&](auto b) SPECSPARSE_EACH { f(i, b, mul(scale[b], load_kv<TYPE>(keys, ((block + b) * rows + i) * 16))); });
+        each<BLOCKS>([&](auto b) SPECSPARSE_EACH {
+          const int64_t at = ((block + b) * rows + i) * 16;
+          fetch<TYPE>(keys, at + kAhead);
+          f(i, b, mul(scale[b], load_kv<TYPE>(keys, at)));
+        });
     }
   } else {
     for (int64_t i = 0; i < d; ++i)
-      each<BLOCKS>([&](auto b) SPECSPARSE_EACH { f(i, b, load_kv<TYPE>(keys, ((block + b) * rows + i) * 16)); });
+      each<BLOCKS>([&](auto b) SPECSPARSE_EACH {
+        const int64_t at = ((block + b) * rows + i) * 16;
+        fetch<TYPE>(keys, at + kAhead);
+        f(i, b, load_kv<TYPE>(keys, at));
+      });
   }
 }
 
@@ -109,6 +128,9 @@ __attribute__((flatten)) void weigh_columns(const void* values, int64_t slot, in
   each<COLS>([&](auto c) SPECSPARSE_EACH { each<NQ>([&](auto j) SPECSPARSE_EACH { acc[c][j] = load(out[j] + column + 16 * c); }); });
   for (int64_t i = 0; i < count; ++i) {
     F v[COLS];
+    each<(COLS + 1) / 2>([&](auto c) SPECSPARSE_EACH {
+      fetch<TYPE>(values, (slot + i + kChunk) * stored<TYPE>(d) + column + 32 * c);
+    });
     if constexpr (TYPE == KvType::kQ8 && COLS % 2 == 0) {
       const int8_t* row = static_cast<const int8_t*>(values) + (slot + i) * stored<TYPE>(d);
       each<COLS / 2>([&](auto c) SPECSPARSE_EACH {
@@ -127,15 +149,15 @@ __attribute__((flatten)) void weigh_columns(const void* values, int64_t slot, in
 }
 
 template <KvType TYPE, int NQ>
-void weigh_range(const void* values, int64_t slot, int64_t count, int64_t d, const float* p, int64_t stride, float* const* out) {
+void weigh_range(const void* values, int64_t slot, int64_t count, int64_t d, const float* p, int64_t stride, float* const* out,
+                 int64_t column, int64_t end) {
   constexpr int kCols = kValueSums / NQ >= 4 ? 4 : kValueSums / NQ >= 2 ? 2 : 1;
-  int64_t column = 0;
   if (kCols > 1)
-    for (; column + 16 * kCols <= d; column += 16 * kCols) weigh_columns<TYPE, NQ, kCols>(values, slot, count, d, p, stride, out, column);
-  for (; column < d; column += 16) weigh_columns<TYPE, NQ, 1>(values, slot, count, d, p, stride, out, column);
+    for (; column + 16 * kCols <= end; column += 16 * kCols) weigh_columns<TYPE, NQ, kCols>(values, slot, count, d, p, stride, out, column);
+  for (; column < end; column += 16) weigh_columns<TYPE, NQ, 1>(values, slot, count, d, p, stride, out, column);
 }
 
-// f(number of queries as a constant) for 1 to kDirect queries.
+// f(number of queries as a constant) for 1 to kRest queries.
 template <class G>
 SPECSPARSE_INLINE void with_queries(int count, G&& f) {
   switch (count) {
@@ -146,14 +168,13 @@ SPECSPARSE_INLINE void with_queries(int count, G&& f) {
   }
 }
 
-// f(first query, their number as a constant) over all queries of a tile that read float32.
+// f(first query, their number as a constant) over all queries of a tile.
 template <class G>
 SPECSPARSE_INLINE void each_group(int queries, G&& f) {
   int j = 0;
-  if constexpr (kGroup > kDirect)
-    for (; j + kGroup <= queries; j += kGroup) f(j, std::integral_constant<int, kGroup>{});
-  for (; j < queries; j += kDirect)
-    with_queries(queries - j < kDirect ? queries - j : kDirect, [&](auto n) SPECSPARSE_EACH { f(j, n); });
+  for (; j + kGroup <= queries; j += kGroup) f(j, std::integral_constant<int, kGroup>{});
+  for (; j < queries; j += kRest)
+    with_queries(queries - j < kRest ? queries - j : kRest, [&](auto n) SPECSPARSE_EACH { f(j, n); });
 }
 
 // Widened copies of a chunk, in the order of a float32 cache.
@@ -164,14 +185,38 @@ __attribute__((flatten)) void widen_keys(const void* keys, int64_t block, int64_
 }
 
 template <KvType TYPE>
-__attribute__((flatten)) void widen_values(const void* values, int64_t slot, int64_t stop, int64_t d, float* to) {
+__attribute__((flatten)) void widen_values(const void* values, int64_t slot, int64_t stop, int64_t d, int64_t first, int64_t end,
+                                           float* to) {
   for (; slot < stop; ++slot, to += d)
-    for (int64_t column = 0; column < d; column += 16) store(to + column, value_at<TYPE>(values, slot, d, column));
+    for (int64_t column = first; column < end; column += 16) {
+      fetch<TYPE>(values, (slot + kChunk) * stored<TYPE>(d) + column);
+      store(to + column, value_at<TYPE>(values, slot, d, column));
+    }
 }
 
-// Scores to weights, not yet divided by their sum, whose inverse is returned. What lies beyond a path's end or before its
-// window becomes 0.
-inline float softmax(const AttendTile& t, int j, float* s) {
+// More than one group of queries share a widened copy, unless widening again costs less.
+template <KvType TYPE>
+bool copies(const AttendTile& t) {
+  return (TYPE == KvType::kQ8 || (kSlowHalves && TYPE != KvType::kF32)) && t.queries > kGroup;
+}
+
+template <KvType TYPE>
+void score_typed(const AttendTile& t, int64_t block, int64_t stop) {
+  for (; block < stop; block += kChunk / 16) {
+    const int64_t to = smaller(stop, block + kChunk / 16);
+    const bool copy = copies<TYPE>(t);
+    if (copy) widen_keys<TYPE>(t.k, block, to, t.d, t.copy);
+    each_group(t.queries, [&](int j, auto n) SPECSPARSE_EACH {
+      float* const scores = t.scores + j * t.stride + block * 16;
+      if (copy) return score_range<KvType::kF32, n>(t.copy, 0, to - block, t.d, t.q + j, scores, t.stride);
+      score_range<TYPE, n>(t.k, block, to, t.d, t.q + j, scores, t.stride);
+    });
+  }
+}
+
+// Weights are not divided by their sum yet. What lies beyond a path's end or before its window becomes 0.
+void soften(const AttendTile& t, int j) {
+  float* const s = t.scores + j * t.stride;
   // A path is ascending, so its scores move down without overwriting one that is still to be read.
   const int64_t first = t.first[j], start = first / 16 * 16;
   for (int64_t i = larger(first - t.shared, 0); i < t.tails[j]; ++i) s[t.shared + i] = s[t.tail[j][i]];
@@ -183,69 +228,52 @@ inline float softmax(const AttendTile& t, int j, float* s) {
   const F most = set1(reduce_max(top));
   F sum = zero();
   for (int64_t i = start; i < padded; i += 16) {
-    const F e = exp16(sub(load(s + i), most));
+    const F e = exp_below_88(sub(load(s + i), most));
     sum = add(sum, e);
     store(s + i, e);
   }
-  return 1.0f / reduce_add(sum);
+  s[t.stride - 1] = 1.0f / reduce_add(sum);
 }
 
 template <KvType TYPE>
-void attend_typed(const AttendTile& t, float* scores) {
-  int64_t last = t.shared, block = t.first[0] / 16, common = 0;
+void weigh_typed(const AttendTile& t, int64_t column, int64_t end) {
   for (int j = 0; j < t.queries; ++j) {
-    if (t.tails[j] && t.tail[j][t.tails[j] - 1] + 1 > last) last = t.tail[j][t.tails[j] - 1] + 1;
-    block = smaller(block, t.first[j] / 16);
-    common = larger(common, smaller(t.first[j], t.shared));  // from here on every query sees what is shared
+    for (int64_t c = column; c < end; c += 16) store(t.out[j] + c, zero());
+    weigh_range<TYPE, 1>(t.v, t.first[j], t.common - t.first[j], t.d, t.scores + j * t.stride + t.first[j], t.stride, t.out + j, column, end);
   }
-  const int64_t blocks = (last + 15) / 16, stride = blocks * 16 + 16;
-  const bool direct = t.queries <= kDirect;
-  float* const copy = scores + t.queries * stride;
-
-  if (direct) {
-    with_queries(t.queries, [&](auto n) SPECSPARSE_EACH { score_range<TYPE, n>(t.k, block, blocks, t.d, t.q, scores + block * 16, stride); });
-  } else {
-    for (; block < blocks; block += kChunk / 16) {
-      const int64_t stop = smaller(blocks, block + kChunk / 16);
-      widen_keys<TYPE>(t.k, block, stop, t.d, copy);
-      each_group(t.queries, [&](int j, auto n) SPECSPARSE_EACH {
-        score_range<KvType::kF32, n>(copy, 0, stop - block, t.d, t.q + j, scores + j * stride + block * 16, stride);
-      });
-    }
-  }
-
-  float inverse[kMostQueries];
-  for (int j = 0; j < t.queries; ++j) inverse[j] = softmax(t, j, scores + j * stride);
-
-  for (int j = 0; j < t.queries; ++j) {
-    for (int64_t column = 0; column < t.d; column += 16) store(t.out[j] + column, zero());
-    weigh_range<TYPE, 1>(t.v, t.first[j], common - t.first[j], t.d, scores + j * stride + t.first[j], stride, t.out + j);
-  }
-  if (direct) {
-    with_queries(t.queries, [&](auto n) SPECSPARSE_EACH { weigh_range<TYPE, n>(t.v, common, t.shared - common, t.d, scores + common, stride, t.out); });
-  } else {
-    for (int64_t slot = common; slot < t.shared; slot += kChunk) {
-      const int64_t stop = smaller(t.shared, slot + kChunk);
-      widen_values<TYPE>(t.v, slot, stop, t.d, copy);
-      each_group(t.queries, [&](int j, auto n) SPECSPARSE_EACH {
-        weigh_range<KvType::kF32, n>(copy, 0, stop - slot, t.d, scores + j * stride + slot, stride, t.out + j);
-      });
-    }
+  for (int64_t slot = t.common; slot < t.shared; slot += kChunk) {
+    const int64_t stop = smaller(t.shared, slot + kChunk), count = stop - slot;
+    const bool copy = copies<TYPE>(t);
+    if (copy) widen_values<TYPE>(t.v, slot, stop, t.d, column, end, t.copy);
+    each_group(t.queries, [&](int j, auto n) SPECSPARSE_EACH {
+      const float* const p = t.scores + j * t.stride + slot;
+      if (copy) return weigh_range<KvType::kF32, n>(t.copy, 0, count, t.d, p, t.stride, t.out + j, column, end);
+      weigh_range<TYPE, n>(t.v, slot, count, t.d, p, t.stride, t.out + j, column, end);
+    });
   }
   for (int j = 0; j < t.queries; ++j) {
+    const float* const p = t.scores + j * t.stride;
     for (int64_t i = larger(t.first[j] - t.shared, 0); i < t.tails[j]; ++i)
-      weigh_range<TYPE, 1>(t.v, t.tail[j][i], 1, t.d, scores + j * stride + t.shared + i, stride, t.out + j);
-    for (int64_t column = 0; column < t.d; column += 16)
-      store(t.out[j] + column, mul(load(t.out[j] + column), set1(inverse[j])));
+      weigh_range<TYPE, 1>(t.v, t.tail[j][i], 1, t.d, p + t.shared + i, t.stride, t.out + j, column, end);
+    for (int64_t c = column; c < end; c += 16) store(t.out[j] + c, mul(load(t.out[j] + c), set1(p[t.stride - 1])));
   }
 }
 
-void attend(const AttendTile& t, float* scratch) {
+void score(const AttendTile& t, int64_t block, int64_t stop) {
   switch (t.type) {
-    case KvType::kF32: return attend_typed<KvType::kF32>(t, scratch);
-    case KvType::kF16: return attend_typed<KvType::kF16>(t, scratch);
-    case KvType::kBf16: return attend_typed<KvType::kBf16>(t, scratch);
-    case KvType::kQ8: return attend_typed<KvType::kQ8>(t, scratch);
+    case KvType::kF32: return score_typed<KvType::kF32>(t, block, stop);
+    case KvType::kF16: return score_typed<KvType::kF16>(t, block, stop);
+    case KvType::kBf16: return score_typed<KvType::kBf16>(t, block, stop);
+    case KvType::kQ8: return score_typed<KvType::kQ8>(t, block, stop);
+  }
+}
+
+void weigh(const AttendTile& t, int64_t column, int64_t end) {
+  switch (t.type) {
+    case KvType::kF32: return weigh_typed<KvType::kF32>(t, column, end);
+    case KvType::kF16: return weigh_typed<KvType::kF16>(t, column, end);
+    case KvType::kBf16: return weigh_typed<KvType::kBf16>(t, column, end);
+    case KvType::kQ8: return weigh_typed<KvType::kQ8>(t, column, end);
   }
 }
 

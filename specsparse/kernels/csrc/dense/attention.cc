@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "pool/pool.h"
 
@@ -9,6 +10,12 @@ namespace specsparse {
 namespace {
 
 constexpr int64_t kRowsPerItem = 4;  // of rotate
+constexpr int64_t kWholeQueries = 24;  // of a tile that one thread computes
+// Tiles are cut from so many slots on, where two more steps cost less than what several threads read twice, and up to so many scores.
+constexpr int64_t kCutSlots = 512, kCutScores = 32 << 20;
+
+// Floats of the scores of a query that sees at most `slots`: rows of a power of two would share their lines of the first cache.
+int64_t score_stride(int64_t slots) { return (slots + 15) / 16 * 16 + 16; }
 
 void rotate_head(float* x, const float* cos, const float* sin, int64_t pairs, bool neox) {
   for (int64_t i = 0; i < pairs; ++i) {
@@ -46,29 +53,49 @@ void AttendPlan::make(const AttendShape& s) {
   rows_.clear(), tiles_.clear();
   seen_.assign(s.batch, {});
   counts_.assign(s.batch, 0);
+  chains_.resize(s.batch);
   int64_t vectors = 0;
   for (int64_t b = 0; b < s.batch; ++b) {
     const int64_t start = std::max<int64_t>(s.length[b], 0);
     counts_[b] = std::clamp<int64_t>(s.n_valid[b], 0, std::min(s.n, std::max<int64_t>(s.capacity - start, 0)));
     if (s.parents) seen_[b] = tails(s.parents + b * s.n, s.n, counts_[b], start);
+    chains_[b].resize(counts_[b]);
+    std::iota(chains_[b].begin(), chains_[b].end(), static_cast<int32_t>(start));
     for (int64_t i = 0; i < counts_[b]; ++i) rows_.push_back(static_cast<int32_t>(b * s.n + i));
     vectors += counts_[b] * s.heads;
   }
-  // A tile is (row, head) pairs of one key/value head, which read its keys and values once; fewer where there would be too
-  // few items.
-  int64_t size = vectors > 2 * threads() ? 2 : 1;
-  for (const int64_t larger : {4, 12, int{kMostQueries}})
-    if (vectors / larger >= 4 * threads()) size = larger;
-  const int64_t per_kv = s.heads / s.kv_heads;
+  // A tile is (row, head) pairs of one key/value head, which read its keys and values once. Of few tiles over long sequences
+  // several threads share each one; of short ones tiles are smaller where there would be too few.
+  const int64_t per_kv = s.heads / s.kv_heads, wanted = 4 * threads();
+  int64_t scores = 0, slots = 0;
+  for (int64_t b = 0; b < s.batch; ++b) {
+    scores += counts_[b] * s.heads * score_stride(s.length[b] + s.n);
+    if (counts_[b]) slots = std::max<int64_t>(slots, s.length[b]);
+  }
+  cut_ = threads() > 1 && slots >= kCutSlots && vectors < wanted * kWholeQueries && scores <= kCutScores;
+  int64_t size = cut_ ? kMostQueries : vectors > 2 * threads() ? 2 : 1;
+  for (const int64_t larger : {int64_t{4}, int64_t{12}, kWholeQueries})
+    if (!cut_ && vectors / larger >= wanted) size = larger;
+  scores = 0;
   for (int64_t b = 0; b < s.batch; ++b)
     for (int64_t g = 0; g < s.kv_heads; ++g)
-      for (int64_t p = 0; p < counts_[b] * per_kv; p += size)
-        tiles_.push_back({b, g, p, std::min(size, counts_[b] * per_kv - p)});
+      for (int64_t p = 0, all = counts_[b] * per_kv; p < all; p += size) {
+        tiles_.push_back({b, g, p, std::min(size, all - p), scores});
+        scores += tiles_.back().count * score_stride(s.length[b] + s.n);
+      }
   std::reverse(tiles_.begin(), tiles_.end());  // the longest rows first
+  std::fill_n(parts_, kAttendSteps, cut_);
+  parts_[kScore] = 1;
+  if (!cut_) return;
+  const int64_t count = std::max<int64_t>(tiles_.size(), 1);
+  parts_[kScore] = (wanted + count - 1) / count, parts_[kSoften] = kMostQueries;
+  while (parts_[kWeigh] * count < 2 * threads() && s.d % (32 * parts_[kWeigh]) == 0) parts_[kWeigh] *= 2;
+  if (static_cast<int64_t>(scores_.size()) < scores) scores_.resize(scores);
 }
 
-int64_t AttendPlan::rotate_items() const {
-  return (static_cast<int64_t>(rows_.size()) + kRowsPerItem - 1) / kRowsPerItem;
+int64_t AttendPlan::items(int step) const {
+  if (step == kRotate) return (static_cast<int64_t>(rows_.size()) + kRowsPerItem - 1) / kRowsPerItem;
+  return static_cast<int64_t>(tiles_.size()) * parts_[step];
 }
 
 void Attention::rotate(int64_t item) const {
@@ -101,36 +128,61 @@ void Attention::rotate(int64_t item) const {
   }
 }
 
-void Attention::tile(int64_t item) const {
+AttendTile Attention::describe(const AttendPlan::Tile& tile) const {
   const AttendShape& s = plan->shape_;
-  const AttendPlan::Tile& tile = plan->tiles_[item];
   const int64_t per_kv = s.heads / s.kv_heads, width = s.heads * s.d;
   const int64_t start = s.length[tile.b], head = (tile.b * s.kv_heads + tile.g) * s.head_bytes();
   int64_t before = 0;  // rows of the plan in the sequences before this one
   for (int64_t b = 0; b < tile.b; ++b) before += plan->counts_[b];
-  AttendTile t{};
+  AttendTile t;
   t.k = static_cast<const char*>(keys) + head, t.v = static_cast<const char*>(values) + head;
   t.type = s.type, t.d = s.d, t.queries = static_cast<int>(tile.count);
   const auto& seen = plan->seen_[tile.b];
   const bool tree = !seen.empty();
-  t.shared = tree ? start : start + tile.first / per_kv + 1;  // a chain: what the tile's first row sees
-  int32_t chain[kMostQueries];
-  if (!tree)
-    for (int64_t i = tile.first / per_kv + 1, c = 0; i <= (tile.first + tile.count - 1) / per_kv; ++i, ++c)
-      chain[c] = static_cast<int32_t>(start + i);
-  for (int64_t j = 0; j < tile.count; ++j) {
+  const int64_t row = tile.first / per_kv;
+  t.shared = tree ? start : start + row + 1;  // a chain: what the tile's first row sees
+  t.common = 0;
+  int64_t last = t.shared, first = t.shared;
+  for (int j = 0; j < t.queries; ++j) {
     const int64_t i = (tile.first + j) / per_kv, h = tile.g * per_kv + (tile.first + j) % per_kv;
     const int64_t from = index(before + i) * width + h * s.d;
     t.q[j] = rotated + from;
     t.out[j] = out + from;
-    t.tail[j] = tree ? seen[i].data() : chain;
-    t.tails[j] = tree ? static_cast<int64_t>(seen[i].size()) : i - tile.first / per_kv;
+    t.tail[j] = tree ? seen[i].data() : plan->chains_[tile.b].data() + row + 1;
+    t.tails[j] = tree ? static_cast<int64_t>(seen[i].size()) : i - row;
     t.first[j] = kind.window ? std::max<int64_t>(t.shared + t.tails[j] - kind.window, 0) : 0;
+    if (t.tails[j]) last = std::max<int64_t>(last, t.tail[j][t.tails[j] - 1] + 1);
+    first = std::min(first, t.first[j]);
+    t.common = std::max(t.common, std::min(t.first[j], t.shared));
   }
-  thread_local std::vector<float> scores;
-  const int64_t needed = tile.count * (start + s.n + 48) + kAttendChunk * s.d;
-  if (static_cast<int64_t>(scores.size()) < needed) scores.resize(needed);
-  ops().attend(t, scores.data());
+  t.block = first / 16, t.stop = (last + 15) / 16;
+  t.stride = score_stride(start + s.n);
+  return t;
+}
+
+void Attention::run(int step, int64_t item) const {
+  if (step == kRotate) return rotate(item);
+  const Ops& op = ops();
+  const int64_t parts = plan->parts_[step], part = item % parts;
+  const AttendPlan::Tile& tile = plan->tiles_[item / parts];
+  if (step == kSoften && part >= tile.count) return;
+  AttendTile t = describe(tile);
+  thread_local std::vector<float> own;
+  const int64_t copy = kAttendChunk * t.d, needed = copy + (plan->cut_ ? 0 : t.queries * t.stride);
+  if (static_cast<int64_t>(own.size()) < needed) own.resize(needed);
+  t.copy = own.data();
+  t.scores = plan->cut_ ? plan->scores_.data() + tile.scores : own.data() + copy;
+  if (!plan->cut_) {
+    op.score(t, t.block, t.stop);
+    for (int j = 0; j < t.queries; ++j) op.soften(t, j);
+    return op.weigh(t, 0, t.d);
+  }
+  const int64_t blocks = t.stop - t.block, columns = t.d / parts;
+  switch (step) {
+    case kScore: return op.score(t, t.block + blocks * part / parts, t.block + blocks * (part + 1) / parts);
+    case kSoften: return op.soften(t, static_cast<int>(part));
+    case kWeigh: return op.weigh(t, part * columns, (part + 1) * columns);
+  }
 }
 
 }  // namespace specsparse

@@ -24,6 +24,9 @@ struct AttendShape {
   int64_t head_bytes() const { return capacity * (type == KvType::kQ8 ? d + d / 16 : d * (type == KvType::kF32 ? 4 : 2)); }
 };
 
+// Attention's steps: queries and keys are rotated and the cache appended to, then every tile's scores, weights and outputs.
+enum AttendStep { kRotate, kScore, kSoften, kWeigh, kAttendSteps };
+
 // Which rows there are, what each sees and how the work is cut. Reused from call to call.
 class AttendPlan {
  public:
@@ -31,19 +34,23 @@ class AttendPlan {
 
   // The rows that count, as b * n + i.
   const std::vector<int32_t>& rows() const { return rows_; }
-  int64_t rotate_items() const;
-  int64_t tiles() const { return static_cast<int64_t>(tiles_.size()); }
+  int64_t items(int step) const;
 
  private:
   friend class Attention;
   struct Tile {
     int64_t b, g, first, count;  // `count` (row, head) pairs of one key/value head
+    int64_t scores;              // where those of a cut tile begin
   };
   AttendShape shape_;
   std::vector<int32_t> rows_;
   std::vector<int64_t> counts_;
   std::vector<std::vector<std::vector<int32_t>>> seen_;  // of trees: for each sequence and row the new slots it sees
+  std::vector<std::vector<int32_t>> chains_;             // the new slots of each sequence
   std::vector<Tile> tiles_;
+  int64_t parts_[kAttendSteps];  // of a tile in each step; where tiles are not cut they are whole in kScore
+  bool cut_;
+  std::vector<float> scores_;
 };
 
 // How one layer's attention differs from another's.
@@ -57,7 +64,7 @@ struct AttendKind {
 
 // One layer's attention. Row r of the plan reads row `at[r]` of q, k and v and writes that row of `out`.
 struct Attention {
-  const AttendPlan* plan;
+  AttendPlan* plan;
   const float *q, *k, *v;  // [., heads * d], [., kv_heads * d] twice
   float* rotated;          // as q
   float* out;              // as q
@@ -65,12 +72,13 @@ struct Attention {
   const int32_t* at;       // null: row r of the plan is row r
   AttendKind kind = {};
 
-  // Rotates queries and keys and appends keys and values to the cache; before any tile.
-  void rotate(int64_t item) const;
-  void tile(int64_t item) const;
+  // All items of a step before any of the next.
+  void run(int step, int64_t item) const;
 
  private:
   int64_t index(int64_t r) const { return at ? at[r] : r; }
+  void rotate(int64_t item) const;
+  AttendTile describe(const AttendPlan::Tile& tile) const;
 };
 
 }  // namespace specsparse

@@ -7,12 +7,8 @@ namespace specsparse {
 inline namespace SPECSPARSE_ISA {
 namespace {
 
-// exp on [-87.3, 88.7] to 1 ulp or so: 2^n * p(r), Cody-Waite reduction, degree-6 polynomial. 0 below -87.
-inline F exp16(F x) {
-  const F low = set1(-87.0f), high = set1(88.0f);
-  const F flushed = x;
-  x = where_less(high, x, high, x);
-  x = where_less(x, low, low, x);
+// exp of x <= 88 to 1 ulp or so: 2^n * p(r), Cody-Waite reduction, degree-6 polynomial. 0 below -87, whatever came out.
+inline F exp_below_88(F x) {
   const I n = to_int(mul(x, set1(1.44269504f)));
   const F nf = to_float(n);
   F r = fma(nf, set1(-0.693359375f), x);
@@ -24,7 +20,12 @@ inline F exp16(F x) {
   p = fma(p, r, set1(1.6666665459e-1f));
   p = fma(p, r, set1(5.0000001201e-1f));
   p = add(fma(p, mul(r, r), r), set1(1.0f));
-  return where_less(flushed, low, zero(), mul(p, exp2_int(n)));
+  return where_less(x, set1(-87.0f), zero(), mul(p, exp2_int(n)));
+}
+
+inline F exp16(F x) {
+  const F high = set1(88.0f);
+  return exp_below_88(where_less(high, x, high, x));
 }
 
 // One block of 32: scale = max|x| / 127, codes rounded to nearest even.

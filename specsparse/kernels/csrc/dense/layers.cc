@@ -11,7 +11,7 @@
 namespace specsparse {
 namespace {
 
-enum { kPrepareAttention, kProjectQkv, kRotate, kAttend, kPrepareOutput, kProjectOutput, kAddAttention, kFfn };
+enum { kPrepareAttention, kProjectQkv, kAttend, kPrepareOutput = kAttend + kAttendSteps, kProjectOutput, kAddAttention, kFfn };
 enum { kPrepareFfn = kFfn, kGateUp, kCount, kPrepareDown, kProjectDown, kAddFfn, kStages };
 constexpr int kPredictedStages = kFfn + PredictedFfn::kSteps;
 
@@ -52,11 +52,10 @@ class Forward final : public Phases {
   int64_t items(int phase) const override {
     const Layer& l = stages_[phase / stages_per_layer_];
     const int stage = phase % stages_per_layer_;
+    if (attends(stage)) return work_.plan.items(stage - kAttend);
     switch (stage) {
       case kPrepareAttention: return l.prepare_attention.items();
       case kProjectQkv: return l.qkv.items();
-      case kRotate: return work_.plan.rotate_items();
-      case kAttend: return work_.plan.tiles();
       case kProjectOutput: return l.output.items();
       case kPrepareOutput: return l.prepare_output.items();
       case kAddAttention: return l.add_attention.norm ? l.add_attention.items() : 0;
@@ -75,13 +74,12 @@ class Forward final : public Phases {
   void run(int phase, int64_t item) override {
     Layer& l = stages_[phase / stages_per_layer_];
     const int stage = phase % stages_per_layer_;
+    if (attends(stage)) return l.attention.run(stage - kAttend, item);
     switch (stage) {
       case kPrepareAttention:
         keep(phase / stages_per_layer_, l.prepare_attention.step, item);
         return l.prepare_attention.run(item);
       case kProjectQkv: return l.qkv.run(item);
-      case kRotate: return l.attention.rotate(item);
-      case kAttend: return l.attention.tile(item);
       case kPrepareOutput: return l.prepare_output.run(item);
       case kProjectOutput: return l.output.run(item);
       case kAddAttention: return l.add_attention.run(item);
@@ -103,7 +101,7 @@ class Forward final : public Phases {
     const size_t layer = phase / stages_per_layer_;
     const Layer& l = stages_[layer];
     const int stage = phase % stages_per_layer_;
-    if (stage == kProjectQkv || stage == kAttend) return l.output.prefetch(kAhead, self, threads);
+    if (stage == kProjectQkv || (attends(stage) && stage > kAttend + kRotate)) return l.output.prefetch(kAhead, self, threads);
     const int last = l.predicted ? int{kFfn} + l.predicted->last() : int{kProjectDown};
     if (stage == last && layer + 1 < stages_.size()) return stages_[layer + 1].qkv.prefetch(kAhead, self, threads);
     if (l.predicted) return stage == kProjectOutput ? l.predicted->prefetch(kAhead, self, threads) : void();
@@ -116,6 +114,8 @@ class Forward final : public Phases {
  private:
   static constexpr int64_t kAhead = 16 << 10;
   static constexpr int64_t kCounted = 256;  // neurons of an item
+
+  static bool attends(int stage) { return stage >= kAttend && stage < kPrepareOutput; }
 
   // The rows of an item of the first phase, before anything is added to them.
   void keep(int64_t layer, int64_t step, int64_t item) const {

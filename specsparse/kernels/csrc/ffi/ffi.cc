@@ -186,7 +186,14 @@ ffi::Error attend(ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<
   if (static_cast<int64_t>(plan.rows().size()) < rows) std::fill_n(out->typed_data(), rows * width, 0.0f);
   const Attention layer{&plan, q.typed_data(), k.typed_data(), v.typed_data(), rotated.data(), out->typed_data(),
                         updated(cache_k, new_k), updated(cache_v, new_v), plan.rows().data(), kind};
-  parallel(plan.rotate_items(), [&](int64_t item) { layer.rotate(item); }, plan.tiles(), [&](int64_t item) { layer.tile(item); });
+  struct Job final : Phases {
+    const Attention& layer;
+    explicit Job(const Attention& layer) : layer(layer) {}
+    int count() const override { return kAttendSteps; }
+    int64_t items(int phase) const override { return layer.plan->items(phase); }
+    void run(int phase, int64_t item) override { layer.run(phase, item); }
+  } job(layer);
+  run_phases(job);
   return ffi::Error::Success();
 }
 

@@ -13,8 +13,9 @@
 namespace specsparse {
 inline namespace SPECSPARSE_ISA {
 
-// Sums of attention that the registers hold, and queries that share what was widened for them.
-constexpr int kScoreSums = 4, kValueSums = 4, kGroup = 4;
+// Sums of attention that the registers hold, and queries of a group.
+constexpr int kScoreSums = 4, kValueSums = 4, kGroup = 6;
+constexpr bool kSlowHalves = false;
 constexpr int kMaxFloatTokens = 6;  // two registers of sums each, of 16
 using RowsAtOnce = std::integer_sequence<int, 1, 2, 3, 4>;  // both slices of four rows are eight sums
 
@@ -78,8 +79,11 @@ inline F load_bf16(const void* p) {
           _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(c + 16)), 16))};
 }
 inline F load_i8(const void* p) {
-  const __m128i v = load128(p);
-  return to_float({_mm256_cvtepi8_epi32(v), _mm256_cvtepi8_epi32(_mm_srli_si128(v, 8))});
+  // Two loads of eight bytes: the upper half of one load would need a shuffle more.
+  const auto eight = [p](int at) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const char*>(p) + at)));
+  };
+  return to_float({eight(0), eight(8)});
 }
 inline F load_u8(const void* p) {
   const __m128i v = load128(p);

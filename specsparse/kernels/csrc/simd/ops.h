@@ -46,8 +46,7 @@ struct Activations {
   __attribute__((always_inline)) QBlock* at(int64_t row, int64_t block) const { return q + (row / tile * blocks + block) * tile + row % tile; }
 };
 
-constexpr int kMostQueries = 24;   // of a tile of attention
-constexpr int kAttendChunk = 128;  // positions that are widened at a time for a tile of many queries
+constexpr int kMostQueries = 64;  // of a tile of attention
 
 // Attention of query vectors that share one key/value head and one sequence.
 struct AttendTile {
@@ -64,7 +63,13 @@ struct AttendTile {
   int64_t tails[kMostQueries];
   // Of what query j sees, counted in position order, all before `first` lies outside its window.
   int64_t first[kMostQueries];
+  int64_t common;       // from here on every query sees what is shared
+  int64_t block, stop;  // blocks of sixteen slots that any query sees
+  float* scores;        // [queries, stride]: of every slot, then weights, and in the last place what divides them
+  int64_t stride;       // over 16 * stop
+  float* copy;          // [kAttendChunk, d]
 };
+constexpr int kAttendChunk = 64;  // slots that are widened at a time for a tile of many queries
 constexpr int kMostTile = 16;
 constexpr int kGroupsAtOnce = 3, kGroupTile = 8;
 
@@ -81,8 +86,10 @@ struct Ops {
   void (*dot)(const Matrix& w, int64_t g, const Activations& x, int64_t row, int tokens, float* y);
   // gate <- act(gate) * up, `count` a multiple of 16.
   void (*glu)(float* gate, const float* up, int64_t count, Act act);
-  // scratch: floats for queries * (slots rounded up to 16 + 16) + kAttendChunk * d.
-  void (*attend)(const AttendTile& tile, float* scratch);
+  // The steps of attention: scores of blocks block .. stop - 1, those of query j to weights, and columns of the outputs.
+  void (*score)(const AttendTile& tile, int64_t block, int64_t stop);
+  void (*soften)(const AttendTile& tile, int j);
+  void (*weigh)(const AttendTile& tile, int64_t column, int64_t end);
   void (*store_kv)(const float* k, const float* v, int64_t d, int64_t slot, KvType type, void* cache_k, void* cache_v);
   // out[i] = exp((x[i] - top) / temperature), `count` a multiple of 16.
   void (*exp_shifted)(const float* x, int64_t count, float top, float temperature, float* out);

@@ -13,8 +13,9 @@
 namespace specsparse {
 inline namespace SPECSPARSE_ISA {
 
-// Sums of attention that the registers hold, and queries that share what was widened for them.
+// Sums of attention that the registers hold, and queries of a group.
 constexpr int kScoreSums = 16, kValueSums = 16, kGroup = 8;
+constexpr bool kSlowHalves = false;
 constexpr int kMaxFloatTokens = 8;
 using RowsAtOnce = std::integer_sequence<int, 1>;  // of a product of one group; of several see dense/groups_avx512.cc
 

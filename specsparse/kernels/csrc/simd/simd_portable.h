@@ -21,8 +21,9 @@ inline namespace SPECSPARSE_ISA {
 #define SPECSPARSE_FMA SPECSPARSE_SHARED  // each lane is a call of the library
 #endif
 
-// Sums of attention that the registers hold, and queries that share what was widened for them.
+// Sums of attention that the registers hold, and queries of a group.
 constexpr int kScoreSums = 1, kValueSums = 1, kGroup = 4;
+constexpr bool kSlowHalves = true;  // to widen
 constexpr int kMaxFloatTokens = 4;
 using RowsAtOnce = std::integer_sequence<int, 1, 4>;  // of a product of integers
 
