@@ -231,7 +231,7 @@ def table(summary: Mapping[str, Any]) -> Table:
     """A row a point under a row of the dense model."""
     out, points = tables.new(summary["vary"], *_TITLES, left=(), close=True), summary["points"]
     rate = tables.cell(points[0]["dense_tokens_per_second"], ".1f")
-    perplexity, whole = tables.cell(points[0]["quality"]["model"]["perplexity_dense"], ".2f"), "100.0%"
+    perplexity, whole = tables.cell(points[0]["quality"]["model"]["perplexity_dense"], ".4g"), "100.0%"
     out.add_row("dense", whole, whole, whole, "0.000", "0.0000", perplexity, whole, "1.00", rate, "1.00", "")
     for value, *cells in _rows(summary):
         out.add_row(value, *cells)
@@ -266,7 +266,7 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[list[str]]:
         yield [
             "" if value is None else word(value),
             cell(mean["kept"], ".1%"), cell(recall, ".1%"), cell(mean["energy"], ".1%"), cell(mean["error"], ".3f"),
-            cell(model["kl"], ".4f"), cell(model["perplexity"], ".2f"), cell(model["same_top"], ".1%"),
+            cell(model["kl"], ".4f"), cell(model["perplexity"], ".4g"), cell(model["same_top"], ".1%"),
             cell(point["by_bytes"], ".2f"), cell(point["tokens_per_second"], ".1f"),
             cell(faster.get("ratio_of_totals"), ".2f"), intervals.shown(*timing_ends(faster)) if faster else "-",
         ]  # fmt: skip
