@@ -9,6 +9,7 @@ from functools import partial
 import jax
 
 from specsparse.errors import UserError
+from specsparse.kernels.experts import Experts
 from specsparse.kernels.gpu import ops
 from specsparse.kernels.gpu.fragments import Fragments
 from specsparse.kernels.gpu.weights import Kept, Matrix, PlainMatrix, described, kept_as, on_card, take_rows
@@ -30,10 +31,10 @@ from specsparse.kernels.neurons import (
 )
 from specsparse.kernels.packing import dequant
 from specsparse.kernels.qtensor import Layout, QTensor
-from specsparse.kernels.reference import dense, sparse
+from specsparse.kernels.reference import dense, experts, sparse
 
 __all__ = [
-    "BACKENDS", "TILE_ROWS", "ChosenFfn", "Fragments", "Kept", "Kernels", "Layout", "Matrix", "NeuronChoice",
+    "BACKENDS", "TILE_ROWS", "ChosenFfn", "Experts", "Fragments", "Kept", "Kernels", "Layout", "Matrix", "NeuronChoice",
     "NeuronRows", "PlainMatrix", "QTensor", "SignRows", "SkipWeights", "SparseStats", "automatic_width",
     "depends_on_rows", "described", "get", "kept_as", "on_card", "pack_neurons", "pack_signs", "platform", "promise",
     "regroup_neurons", "set_threads", "skippable", "status", "stripes", "take_rows", "unpack_neurons",
@@ -53,6 +54,7 @@ class Kernels:
         argmax: the lowest index of the largest value of each row.
         sparse_ffn: an FFN in which each row computes only its own neurons; see `reference.sparse`.
         signbit_keep: neurons predicted from sign bits.
+        experts: the sum of each row's experts; see `reference.experts`, which computes it for all backends.
         layers: all layers of a dense model in one call, equal to their composition from `linear` and `attend` bit for
             bit. It skips the zeros of a ReLU model if it is given `SkipWeights`, computes `sparse_ffn` if it is given
             `ChosenFfn`, and keeps the rows that enter chosen layers. None if the backend has no such call.
@@ -70,6 +72,7 @@ class Kernels:
     signbit_keep: Callable
     layers: Callable | None = None
     normalise: Callable = dense.normalise
+    experts: Callable = experts.experts
     exact: bool = True
     kept: Kept | None = None
 

@@ -220,11 +220,12 @@ def embed(w, ids):
 def attend(
     q, k, v, cache_k, cache_v, *,
     cos, sin, length, n_valid, parents=None, pairing="norm", q_norm=None, k_norm=None, eps=0.0, window=0, table=0,
+    sinks=None,
 ):  # fmt: skip
-    if head_size(cache_v) % 16:  # not built in C++
+    if head_size(cache_v) % 16 or sinks is not None:  # not built in C++
         return dense.attend(
             q, k, v, cache_k, cache_v, cos=cos, sin=sin, length=length, n_valid=n_valid, parents=parents,
-            pairing=pairing, q_norm=q_norm, k_norm=k_norm, eps=eps, window=window, table=table,
+            pairing=pairing, q_norm=q_norm, k_norm=k_norm, eps=eps, window=window, table=table, sinks=sinks,
         )  # fmt: skip
     return call(
         "attend",

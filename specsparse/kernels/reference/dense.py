@@ -29,7 +29,7 @@ def alone(function, *rows):
     with a sum outside, unrounded."""
     if rows[0].shape[0] > 1:
         return rowwise(function, *rows)
-    return rowwise(function, *(jnp.concatenate([x, x]) for x in rows))[:1]
+    return jax.tree.map(lambda y: y[:1], rowwise(function, *(jnp.concatenate([x, x]) for x in rows)))
 
 
 def at_once(function, *rows):
@@ -242,19 +242,21 @@ def gather_path(keys, values, path, seen):
     return keys[:, order], values[:, order], live
 
 
-def _attend_row(q_HD, keys_GCd, values_GCd, path_C):
+def _attend_row(q_HD, keys_GCd, values_GCd, path_C, sinks_H=None):
     """One query row over the slots of its path; the reduction runs in position order."""
     keys, values, live = gather_path(keys_GCd, values_GCd, path_C, jnp.sum(path_C))
     groups, d = keys.shape[0], keys.shape[-1]
     q = q_HD.reshape(groups, -1, d) * (jnp.float32(1) / jnp.sqrt(jnp.float32(d)))
     scores = jnp.einsum("ghd,gcd->ghc", q, keys, precision=HIGHEST)
     scores = jnp.where(live[None, None], scores, -jnp.inf)
-    p = jax.nn.softmax(scores, axis=-1)
+    if sinks_H is not None:  # one more score, whose weight is dropped
+        scores = jnp.concatenate([scores, sinks_H.reshape(groups, -1, 1)], axis=-1)
+    p = jax.nn.softmax(scores, axis=-1)[..., : live.shape[0]]
     values = jnp.where(live[None, :, None], values, jnp.float32(0))
     return jnp.einsum("ghc,gcd->ghd", p, values, precision=HIGHEST).reshape(-1)
 
 
-def attend(q, k, v, cache_k, cache_v, *, window=0, attend_row=_attend_row, **options):
+def attend(q, k, v, cache_k, cache_v, *, window=0, sinks=None, attend_row=_attend_row, **options):
     """Rotates queries and keys, appends keys and values to the cache, and attends.
 
     Args:
@@ -269,6 +271,7 @@ def attend(q, k, v, cache_k, cache_v, *, window=0, attend_row=_attend_row, **opt
             belongs to them.
         window: positions that a row sees, its own among them; 0: all before it.
         table: which of the T tables rotates queries and keys.
+        sinks: f32[H], a logit of each head that takes part in its softmax and has no value, or None.
         attend_row: (q f32[H, d], keys f32[G, C, d], values, path bool[C]) -> f32[H * d], attention of one row.
 
     Returns:
@@ -288,13 +291,17 @@ def attend(q, k, v, cache_k, cache_v, *, window=0, attend_row=_attend_row, **opt
     keys = decode(step.cache_k.swapaxes(3, 4).reshape(batch, groups, capacity, -1))
     values = decode(step.cache_v)
 
+    more = () if sinks is None else (sinks,)
+
     def sequence(q, keys, values, paths):
-        return rowwise(lambda q1, path: attend_row(q1, keys, values, path), q, paths)
+        return rowwise(lambda q1, path: attend_row(q1, keys, values, path, *more), q, paths)
 
     return _end_step(step, rowwise(sequence, step.q, keys, values, paths).reshape(batch, n, -1))
 
 
-def attend_batched(q, k, v, cache_k, cache_v, *, parents=None, window=0, finite=False, core=None, **options):
+def attend_batched(
+    q, k, v, cache_k, cache_v, *, parents=None, window=0, sinks=None, finite=False, core=None, **options,
+):  # fmt: skip
     """`attend` of all rows together: one product with the cache, and for trees another with a row's newest positions.
 
     A row at position p of a tree of n rows sees the committed positions up to p - n in the cache, and the last n along
@@ -316,7 +323,7 @@ def attend_batched(q, k, v, cache_k, cache_v, *, parents=None, window=0, finite=
     at = first[..., None] + jnp.arange(n, dtype=jnp.int32)[None, None]
     low = positions - window if window else jnp.full_like(positions, -1)
     slot = None if parents is None else jnp.clip(_slots(step, at), 0, capacity - 1)
-    if core is not None and slot is not None:
+    if core is not None and slot is not None and sinks is None:
         near = jnp.where((at >= 0) & (at > low[..., None]), slot, -1)
         out = core(step, q_BnGhd, first, low, near)
         if out is not None:
@@ -350,7 +357,12 @@ def attend_batched(q, k, v, cache_k, cache_v, *, parents=None, window=0, finite=
         both = jnp.maximum(top, top_2)
         a, b = jnp.exp(top - both), jnp.exp(top_2 - both)
         summed = a * summed + b * summed_2
-        total = a * total + b * total_2
+        top, total = both, a * total + b * total_2
+    if sinks is not None:
+        sink = sinks.reshape(1, groups, 1, -1, 1)
+        both = jnp.maximum(top, sink)
+        summed = jnp.exp(top - both) * summed
+        total = jnp.exp(top - both) * total + jnp.exp(sink - both)
     return _end_step(step, (summed / total).swapaxes(1, 2).reshape(batch, n, -1))
 
 
