@@ -6,13 +6,30 @@ models of the tests read it, and nobody asks for a family by its name. The names
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from specsparse.engine.gguf.reader import GGUFFile, show
 from specsparse.errors import UserError
 
 Pairing = Literal["norm", "neox"]
+Gating = Literal["softmax", "sigmoid", "chosen"]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How layers choose their experts.
+
+    Attributes:
+        gating: experts are chosen by the softmax of all logits, by the sigmoid of each, or by the logits themselves,
+            and then a softmax of the chosen ones gives the weights ("chosen"). None: a key of the file says which.
+        normalised: the weights are divided by their sum.
+        early: the router reads the residual stream that enters the layer, not the normalised input of the FFN.
+    """
+
+    gating: Gating | None = "softmax"
+    normalised: bool = True
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -24,13 +41,22 @@ class Architecture:
         biases: projections that must have a bias; any other may, unless `post_norms` follow it.
         activation: of the FFN in a dense file.
         sparse_activation: of the FFN in a PowerInfer file.
-        qk_norm: an RMS norm over each head of queries and keys, before RoPE.
+        routing: of models with experts; None: the FFN is dense.
+        qk_norm: an RMS norm of queries and keys before RoPE, over each "head" or over the "whole" row; "": none.
+        sinks: each head has a learned logit beside its scores that only takes weight from them.
+        ffn_norm: GGUF name of the norm before the FFN.
+        fused: matrices of a layer whose rows a file has in one tensor, by its name.
+        pre_norms: an RMS norm before attention and FFN.
         post_norms: an RMS norm over the outputs of attention and FFN, before they are added to the residual stream.
+        multipliers: a file may scale embeddings, scores, what layers add to the residual stream, and logits.
         scaled_embedding: embeddings are multiplied by sqrt(D).
         window: whether a file says how many tokens a layer sees ("never", "may", "must").
+        only_window: the one window that files may have, if llama.cpp takes no other; 0: any.
         full_every: with a window, every n-th layer sees all tokens; 0: no layer does.
+        from_first: "every n-th layer" are layers 0, n, 2 n, ... of this family.
         local_rope_base: theta of the layers with a window if a file does not say it; None: that of all layers.
-        unrotated_every: every n-th layer has no RoPE; 0: all have it.
+        unrotated_every: every n-th layer has no RoPE, with `full_every` only in a file with a window; 0: all have it.
+        rounds_yarn: YaRN's ramp begins and ends at whole pairs, as in llama.cpp.
         width_scaled_layers: number of layers of the one size whose queries are divided by sqrt(D / H), not sqrt(d).
     """
 
@@ -38,13 +64,22 @@ class Architecture:
     biases: tuple[str, ...] = ()
     activation: str = "silu"
     sparse_activation: str = "relu"
-    qk_norm: bool = False
+    routing: Routing | None = None
+    qk_norm: Literal["", "head", "whole"] = ""
+    sinks: bool = False
+    ffn_norm: str = "ffn_norm"
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
+    pre_norms: bool = True
     post_norms: bool = False
+    multipliers: bool = False
     scaled_embedding: bool = False
     window: Literal["never", "may", "must"] = "never"
+    only_window: int = 0
     full_every: int = 0
+    from_first: bool = False
     local_rope_base: float | None = None
     unrotated_every: int = 0
+    rounds_yarn: bool = True
     width_scaled_layers: int = 0
 
 
@@ -63,12 +98,19 @@ class LayerKind(NamedTuple):
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("norm", window="may"),  # Mistral's files are of this one
     "qwen2": Architecture("neox", ("attn_q", "attn_k", "attn_v")),
-    "qwen3": Architecture("neox", qk_norm=True),
+    "qwen3": Architecture("neox", qk_norm="head"),
+    "granite": Architecture("norm", multipliers=True),
+    "olmo2": Architecture("neox", qk_norm="whole", pre_norms=False, post_norms=True),
+    "phi3": Architecture(
+        "neox",
+        fused={"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")},
+        window="may",
+    ),
     "smollm3": Architecture("norm", unrotated_every=4),
     "gemma3": Architecture(
         "neox",
         activation="gelu_tanh",
-        qk_norm=True,
+        qk_norm="head",
         post_norms=True,
         scaled_embedding=True,
         window="must",
@@ -77,6 +119,32 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         width_scaled_layers=62,
     ),
     "bamboo": Architecture("norm", activation="drelu", sparse_activation="drelu"),
+    "qwen3moe": Architecture("neox", qk_norm="head", routing=Routing()),
+    "olmoe": Architecture("neox", qk_norm="whole", routing=Routing(normalised=False)),
+    "smallthinker": Architecture(
+        "neox",
+        activation="relu",
+        routing=Routing(None, early=True),
+        window="may",
+        only_window=4096,
+        full_every=4,
+        from_first=True,
+        unrotated_every=4,
+    ),
+    "gpt-oss": Architecture(
+        "neox",
+        biases=(
+            "attn_q", "attn_k", "attn_v", "attn_output",
+            "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps",
+        ),
+        activation="clamped_swiglu",
+        routing=Routing("chosen", normalised=False),
+        sinks=True,
+        ffn_norm="post_attention_norm",
+        window="must",
+        full_every=2,
+        rounds_yarn=False,
+    ),
 }
 """`general.architecture` -> how it differs."""
 

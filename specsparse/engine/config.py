@@ -11,7 +11,14 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from specsparse.engine.architectures import ARCHITECTURES, Architecture, LayerKind, supported_architecture
+from specsparse.engine.architectures import (
+    ARCHITECTURES,
+    Architecture,
+    Gating,
+    LayerKind,
+    Routing,
+    supported_architecture,
+)
 from specsparse.engine.gguf.reader import POWERINFER_MAGIC, GGUFFile, Kind, can_dequantise, show, supported_types
 from specsparse.engine.rope import SCALINGS, RopeConfig
 from specsparse.errors import UserError, refuse
@@ -24,13 +31,26 @@ ACTIVATION_KEY = "specsparse.activation"
 """Our own metadata key: the activation of a file, if its architecture does not tell it."""
 
 PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-"""The weight matrices of a layer, by their GGUF names."""
+"""The weight matrices of a dense layer, by their GGUF names."""
+ROUTER = "ffn_gate_inp"
+EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+"""The matrices of all experts of a layer, stacked."""
+
+_UNSUPPORTED_EXPERTS = {
+    "_shexp": "shared experts",
+    "exp_probs_b": "biases of the choice of experts",
+    "ffn_gate_up_exps": "gate and up of experts in one tensor",
+    "_exps.scale": "scales of experts",
+}
+"""Parts of names of tensors, and what they are."""
 
 _IGNORED = ("attn_rot_embd.weight", "rope_freqs.weight", "attn.rotary_emb.inv_freq")
 """Endings of tensors that old converters wrote and nothing reads (`rope_freqs.weight` without a layer is read)."""
 
 Act = str | tuple[str, float]
 """An activation as the kernels name it: "silu", "gelu_tanh", "relu", "relu2", ("fatrelu", t)."""
+GATINGS: tuple[Gating | None, ...] = (None, "softmax", "sigmoid", "chosen")
+"""By their numbers in GGUF files."""
 _ACTIVATIONS = ("silu", "gelu_tanh", "relu", "drelu", "relu2", "fatrelu(t)")
 
 
@@ -64,11 +84,12 @@ class ModelConfig:
 
     Attributes:
         architecture: a name of `engine.architectures.ARCHITECTURES`.
-        n_layers, d_model, n_heads, n_kv_heads, head_dim, d_ff, vocab_size: L, D, H, G, d, F, V of docs/notation.md.
+        n_layers, d_model, n_heads, n_kv_heads, head_dim, d_ff, vocab_size: L, D, H, G, d, F, V of docs/notation.md;
+            with experts, F is the width of one.
         context_length: positions the model may use.
         norm_eps: epsilon of every RMSNorm.
         tied_output: whether the output matrix is the embedding.
-        biases: projections (`PROJECTIONS`) with a bias, the same in every layer.
+        biases: projections (`projections`) with a bias, the same in every layer.
         activation: of the FFN, as `parse_activation` takes it.
         gated: whether the FFN has a gate; else the activation is of `ffn_up`.
         predictor_ranks: rank of each layer's predictor in a PowerInfer file, whose down matrix is stored transposed;
@@ -76,6 +97,9 @@ class ModelConfig:
         window: tokens that a layer with a window sees, the row itself among them; 0: all layers see all.
         full_every: with a window, every n-th layer sees all tokens; 0: no layer does.
         local_rope: the rotary embedding of the layers with a window; None: `rope`.
+        embedding_multiplier, logit_multiplier: factors of embeddings and logits.
+        n_experts, n_chosen: E and k, experts of a layer and of a row; 0: the FFN is dense.
+        gating: of the experts, as `Routing` has it.
     """
 
     architecture: str
@@ -97,6 +121,11 @@ class ModelConfig:
     window: int = 0
     full_every: int = 0
     local_rope: RopeConfig | None = None
+    embedding_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+    n_experts: int = 0
+    n_chosen: int = 0
+    gating: Gating = "softmax"
 
     @property
     def family(self) -> Architecture:
@@ -105,17 +134,21 @@ class ModelConfig:
     @property
     def ropes(self) -> tuple[RopeConfig | None, ...]:
         """The rotary embeddings that layers choose from; None leaves positions out."""
-        if self.family.unrotated_every:
+        if self._unrotated_every:
             return (self.rope, None)
         return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
+
+    @property
+    def _unrotated_every(self) -> int:
+        return self.family.unrotated_every if self.window or not self.family.full_every else 0
 
     def kind(self, layer: int) -> LayerKind:
 
         def nth(n: int) -> bool:
-            return n > 0 and (layer + 1) % n == 0
+            return n > 0 and (layer + (not self.family.from_first)) % n == 0
 
         windowed = self.window > 0 and not nth(self.full_every)
-        table = nth(self.family.unrotated_every) or (windowed and self.local_rope is not None)
+        table = nth(self._unrotated_every) or (windowed and self.local_rope is not None)
         return LayerKind(self.window if windowed else 0, int(table))
 
     @property
@@ -126,14 +159,15 @@ class ModelConfig:
 
     @property
     def embedding_scale(self) -> float:
-        return math.sqrt(self.d_model) if self.family.scaled_embedding else 1.0
+        return math.sqrt(self.d_model) if self.family.scaled_embedding else self.embedding_multiplier
 
     @property
     def layer_norms(self) -> dict[str, int]:
         """The norms of a layer by their GGUF names, and their widths."""
-        names = {"attn_norm": self.d_model, "ffn_norm": self.d_model}
+        names = {"attn_norm": self.d_model, self.family.ffn_norm: self.d_model} if self.family.pre_norms else {}
         if self.family.qk_norm:
-            names |= {"attn_q_norm": self.head_dim, "attn_k_norm": self.head_dim}
+            widths = (self.n_heads, self.n_kv_heads) if self.family.qk_norm == "whole" else (1, 1)
+            names |= {f"attn_{n}_norm": heads * self.head_dim for n, heads in zip("qk", widths)}
         if self.family.post_norms:
             names |= {"post_attention_norm": self.d_model, "post_ffw_norm": self.d_model}
         return names
@@ -143,22 +177,36 @@ class ModelConfig:
         """The same sizes and rotation with the layers of a plain Llama, as draft heads have them."""
         return replace(
             self, architecture="llama", biases=(), activation="silu", gated=True, predictor_ranks=(), window=0,
-            full_every=0, local_rope=None,
+            full_every=0, local_rope=None, embedding_multiplier=1.0, logit_multiplier=1.0, n_experts=0, n_chosen=0,
         )  # fmt: skip
 
     def check_sums(self, what: str) -> None:
-        """Raises UserError if the sum of the neurons is normalised: `what` adds them to the residual one by one."""
-        if self.family.post_norms:
-            raise UserError(f"{what} is not supported for {self.architecture} models: they normalise FFN outputs")
+        """Raises UserError if an FFN is not a sum of neurons: `what` adds them to the residual one by one."""
+        if self.family.post_norms or self.n_experts:
+            why = "their FFN is experts" if self.n_experts else "they normalise FFN outputs"
+            raise UserError(f"{what} is not supported for {self.architecture} models: {why}")
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """The matrices a layer of this model has, of `PROJECTIONS`; a PowerInfer file has `ffn_down_t` for the last."""
+        """The matrices of a layer: of `PROJECTIONS`, or attention's, `ROUTER` and `EXPERTS`; a PowerInfer file has
+        `ffn_down_t` for the last."""
+        if self.n_experts:
+            return (*PROJECTIONS[:4], ROUTER, *EXPERTS)
+        if self.family.fused:
+            return ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
         names = tuple(n for n in PROJECTIONS if self.gated or n != "ffn_gate")
         return (*names[:-1], "ffn_down_t") if self.predictor_ranks else names
 
-    def projection_shape(self, name: str) -> tuple[int, int]:
-        """Rows (outputs) and columns (inputs) of one of `PROJECTIONS`."""
+    def projection_shape(self, name: str) -> tuple[int, ...]:
+        """Rows (outputs) and columns (inputs) of one of `projections`, E before them for `EXPERTS`."""
+        if parts := self.family.fused.get(name):
+            return sum(self.part_shape(part)[0] for part in parts), self.d_model
+        if name in EXPERTS:
+            return (self.n_experts, *self.part_shape(name.removesuffix("_exps")))
+        return self.part_shape(name)
+
+    def part_shape(self, name: str) -> tuple[int, int]:
+        """The same of one matrix, whether it is fused with others in the file or not."""
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         return {
             "attn_q": (q, self.d_model),
@@ -169,7 +217,12 @@ class ModelConfig:
             "ffn_up": (self.d_ff, self.d_model),
             "ffn_down": (self.d_model, self.d_ff),
             "ffn_down_t": (self.d_ff, self.d_model),
+            ROUTER: (self.n_experts, self.d_model),
         }[name]
+
+    def share_read(self, name: str) -> float:
+        """The part of a tensor that one row reads: of the experts those that it chooses."""
+        return self.n_chosen / self.n_experts if self.n_experts and "_exps." in name else 1.0
 
     @property
     def n_parameters(self) -> int:
@@ -186,7 +239,9 @@ class ModelConfig:
                 shape = self.projection_shape(name)
                 yield f"blk.{layer}.{name}.weight", shape
                 if name in self.biases:
-                    yield f"blk.{layer}.{name}.bias", shape[:1]
+                    yield f"blk.{layer}.{name}.bias", shape[:-1]
+            if self.family.sinks:
+                yield f"blk.{layer}.attn_sinks.weight", (self.n_heads,)
             if self.predictor_ranks:
                 rank = self.predictor_ranks[layer]
                 yield f"blk.{layer}.fc1.weight", (rank, self.d_model)
@@ -244,11 +299,11 @@ class _Reader:
 
     def config(self) -> ModelConfig:
         f, family = self.f, self.family
-        if self.sparse and family.post_norms:
+        if self.sparse and (family.post_norms or family.routing):
             raise UserError(f"{f.path}: a PowerInfer file of architecture {self.arch} is not supported")
         # Features that change the result and are not built: better refused than ignored.
         for key, kind, only in (
-            ("expert_count", "int", 0),
+            ("attention.clamp_kqv", "float", 0),
             ("attention.causal", "bool", True),
             ("rope.scaling.yarn_ext_factor", "float", 1),
             ("rope.scaling.yarn_attn_factor", "float", 1),
@@ -268,11 +323,17 @@ class _Reader:
             value = self.size(key, head_dim)
             self.need(key, value, value == head_dim, f"the head dimension {head_dim} is needed")
         n_layers, context = self.size("block_count", most=1 << 14), self.size("context_length", most=MAX_CONTEXT)
+        built_in = bool(family.routing or family.fused)  # a gate of another name
         activation = f.get(ACTIVATION_KEY, "str", family.sparse_activation if self.sparse else family.activation)
-        parse_activation(activation, where=f"{f.path}: metadata key '{ACTIVATION_KEY}'")
+        if family.routing:
+            named = f"{f.path}: metadata key '{ACTIVATION_KEY}' is {activation!r:.60}; {self.arch} has"
+            refuse({f"{named} {family.activation}": activation != family.activation})
+        else:
+            parse_activation(activation, where=f"{f.path}: metadata key '{ACTIVATION_KEY}'")
         tokens, embedding = f.get("tokenizer.ggml.tokens", "strings", None), f.tensors.get("token_embd.weight")
         fc1 = [f.tensors.get(f"blk.{i}.fc1.weight") for i in range(n_layers if self.sparse else 0)]
-        rope, ranks = self.rope(head_dim, context), tuple(t.shape[0] if t else 0 for t in fc1)
+        rope, eps, scaled = self.multipliers(head_dim, self.rope(head_dim, context))
+        ranks = tuple(t.shape[0] if t else 0 for t in fc1)
         return ModelConfig(
             architecture=self.arch,
             n_layers=n_layers,
@@ -280,33 +341,86 @@ class _Reader:
             n_heads=n_heads,
             n_kv_heads=n_kv_heads,
             head_dim=head_dim,
-            d_ff=self.size("feed_forward_length"),
+            d_ff=self.expert_width() if family.routing else self.size("feed_forward_length"),
             vocab_size=len(tokens) if tokens else self.size("vocab_size", embedding.shape[0] if embedding else 1),
             context_length=context,
-            norm_eps=self.number("attention.layer_norm_rms_epsilon", most=1.0),
+            norm_eps=eps,
             rope=rope,
             tied_output="output.weight" not in f.tensors,
             biases=tuple(
                 name
-                for name in PROJECTIONS
+                for name in (*PROJECTIONS, ROUTER, *EXPERTS)
                 if name in family.biases or (f"blk.0.{name}.bias" in f.tensors and not family.post_norms)
             ),
             activation=activation,
-            gated="blk.0.ffn_gate.weight" in f.tensors or ACTIVATION_KEY not in f.metadata,
+            gated="blk.0.ffn_gate.weight" in f.tensors or ACTIVATION_KEY not in f.metadata or built_in,
             predictor_ranks=ranks,
             **self.windows(rope),
+            **scaled,
+            **self.experts(family.routing),
         )
+
+    def multipliers(self, head_dim: int, rope: RopeConfig) -> tuple[RopeConfig, float, dict[str, Any]]:
+        """The rotation, the epsilon of the norms, and `embedding_multiplier` and `logit_multiplier`.
+
+        Granite's factors become changes of what a Llama has anyway. Rotary tables scale queries and keys, each by the
+        root of the factor of scores. The residual stream is kept divided by the factor r of what layers add, which an
+        RMS norm does not see if its epsilon is divided by r^2.
+        """
+        eps = self.number("attention.layer_norm_rms_epsilon", most=1.0)
+        if not self.family.multipliers:
+            return rope, eps, {}
+        usual = head_dim**-0.5
+        scores = self.number("attention.scale", usual, most=1e3) / usual
+        added = self.number("residual_scale", 1.0, most=1e3)
+        scaled = {
+            "embedding_multiplier": self.number("embedding_scale", 1.0, most=1e6) / added,
+            "logit_multiplier": 1 / self.number("logit_scale", 1.0, most=1e6),
+        }
+        return replace(rope, attn_factor=rope.attn_factor * math.sqrt(scores)), eps / added**2, scaled
+
+    def expert_width(self) -> int:
+        """A file without the key has its experts' own width, or k times it, as `feed_forward_length`."""
+        gate = self.f.tensors.get("blk.0.ffn_gate_exps.weight")
+        key = "expert_feed_forward_length"
+        width = self.size(key, gate.shape[1] if gate and len(gate.shape) == 3 else None)
+        return self.need(key, width, width % 16 == 0, "a multiple of 16 is needed")
+
+    def experts(self, routing: Routing | None) -> dict[str, Any]:
+        """`n_experts`, `n_chosen` and `gating` of a config; empty if the FFN is dense."""
+        if routing is None:
+            count = self.get("expert_count", "int", 0)
+            self.need("expert_count", count, count == 0, "only 0 is supported")
+            return {}
+        for ending, what in _UNSUPPORTED_EXPERTS.items():
+            if name := next((name for name in self.f.tensors if ending in name), None):
+                raise UserError(f"{self.f.path}: {what} are not supported (tensor {show(name)})")
+        width = self.size("embedding_length")
+        self.need("embedding_length", width, width % 16 == 0, "a multiple of 16 is needed")
+        count, scale = self.size("expert_count"), self.get("expert_weights_scale", "float", 1.0)
+        self.need("expert_weights_scale", scale, scale in (0.0, 1.0), "only 1 is supported")
+        normalised = self.get("expert_weights_norm", "bool", routing.normalised)
+        self.need("expert_weights_norm", normalised, normalised == routing.normalised, f"{self.arch} has the other")
+        key, gating = "expert_gating_func", routing.gating
+        if gating is None or f"{self.arch}.{key}" in self.f.metadata:
+            number = self.get(key, "int", GATINGS.index(gating or "softmax"))
+            known = range(1, len(GATINGS)) if gating is None else [GATINGS.index(gating)]
+            self.need(key, number, number in known, f"supported are {', '.join(map(str, known))}")
+            gating = GATINGS[number]
+        return {"n_experts": count, "n_chosen": self.size("expert_used_count", most=count), "gating": gating}
 
     def windows(self, rope: RopeConfig) -> dict[str, Any]:
         """`window`, `full_every` and `local_rope` of a config; empty if no layer has a window."""
         family, key = self.family, "attention.sliding_window"
         if family.window == "never" or (family.window == "may" and not self.get(key, "int", 0)):
             return {}
-        window, key, period = self.size(key, most=MAX_CONTEXT), f"{key}_pattern", family.full_every
+        window = self.size(key, most=MAX_CONTEXT)
+        self.need(key, window, window == (family.only_window or window), f"only {family.only_window} is supported")
+        key, period = f"{key}_pattern", family.full_every
         pattern = self.f.metadata.get(f"{self.arch}.{key}")
         if isinstance(pattern, np.ndarray):  # of each layer, whether it has a window
             given = pattern.astype(bool).tolist()
-            wanted = [not period or (i + 1) % period != 0 for i in range(len(given))]
+            wanted = [not period or (i + (not family.from_first)) % period != 0 for i in range(len(given))]
             which = f"all layers but every {period}th" if period else "all layers"
             self.need(key, given, given == wanted, f"only a window on {which} is supported")
         elif pattern is not None or period:
@@ -334,6 +448,7 @@ class _Reader:
             beta_fast=self.number("rope.scaling.yarn_beta_fast", 32.0, most=1e6),
             beta_slow=self.number("rope.scaling.yarn_beta_slow", 1.0, most=1e6),
             freq_factors="rope_freqs.weight" in self.f.tensors,
+            rounds_yarn=self.family.rounds_yarn,
         )
 
 
@@ -347,6 +462,8 @@ class Overrides:
         rope_scaling: how the context is stretched.
         context_length: tokens.
         activation: of the FFN, such as "relu" for a dense ReluLLaMA, whose file does not say it.
+        yarn: whose ramp YaRN has: the model's own ("reference"), or llama.cpp's, which rounds where it begins and ends.
+            They differ in gpt-oss.
     """
 
     rope_base: Annotated[float | None, Range(1, 1e12, above=True)] = None
@@ -354,6 +471,7 @@ class Overrides:
     rope_scaling: Literal["none", "linear", "yarn"] | None = None
     context_length: Annotated[int | None, Range(1, MAX_CONTEXT)] = None
     activation: str | None = None
+    yarn: Literal["reference", "llama.cpp"] | None = None
 
 
 OVERRIDES = tuple(options_of(Overrides))
@@ -374,10 +492,14 @@ def _with_overrides(config: ModelConfig, overrides: Mapping[str, object]) -> Mod
     })  # fmt: skip
     factor = 1.0 if scaling == "none" else factor
     if given.activation is not None:
+        refuse({f"activation={given.activation} is for dense models; this one has experts": config.n_experts > 0})
         parse_activation(given.activation)
     return replace(
         config,
-        rope=replace(rope, base=given.rope_base or rope.base, scaling=scaling, factor=factor),
+        rope=replace(
+            rope, base=given.rope_base or rope.base, scaling=scaling, factor=factor,
+            rounds_yarn=rope.rounds_yarn or given.yarn == "llama.cpp",
+        ),
         context_length=given.context_length or config.context_length,
         activation=given.activation or config.activation,
     )

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from specsparse.engine.architectures import LayerKind
 from specsparse.engine.cache import KVCache
 from specsparse.engine.config import ModelConfig, parse_activation
+from specsparse.engine.experts import experts_ffn
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer, Params
 from specsparse.errors import UserError
@@ -147,10 +148,14 @@ def make_attention(config: ModelConfig, kernels: Kernels) -> Callable:
             biases=layer.bias("attn_q", "attn_k", "attn_v"),
             n_valid=n_valid_B,
         )
+        norms = {"q_norm": layer.attn_q_norm, "k_norm": layer.attn_k_norm}
+        if config.family.qk_norm == "whole":
+            q_RHd = kernels.normalise(q_RHd, norms.pop("q_norm"), eps=config.norm_eps)
+            k_RGd = kernels.normalise(k_RGd, norms.pop("k_norm"), eps=config.norm_eps)
         out_RHd, k, v = kernels.attend(
             q_RHd, k_RGd, v_RGd, k, v, cos=params.cos, sin=params.sin, length=length, n_valid=n_valid_B,
-            parents=parents_Bn, pairing=config.rope.pairing, q_norm=layer.attn_q_norm, k_norm=layer.attn_k_norm,
-            eps=config.norm_eps, window=kind.window, table=kind.table,
+            parents=parents_Bn, pairing=config.rope.pairing, eps=config.norm_eps, window=kind.window, table=kind.table,
+            sinks=layer.attn_sinks, **norms,
         )  # fmt: skip
         return end(layer, "attn_output", out_RHd, x_RD, n_valid_B, layer.post_attention_norm), k, v
 
@@ -200,8 +205,13 @@ def make_layers(config: ModelConfig, kernels: Kernels, ffn: Callable | None = No
     """
     plain = config.gated and config.activation in ("silu", "gelu_tanh", "relu", "relu2")
     chooser = ffn if isinstance(ffn, ChosenNeurons) else None
+    plain &= not config.n_experts and config.family.qk_norm != "whole"
     layers_call = kernels.layers if (chooser or (ffn is None and plain)) and config.head_dim % 16 == 0 else None
-    ffn = ffn or dense_ffn(config, kernels)
+    if config.n_experts:
+        of_layer = experts_ffn(config, kernels)
+    else:
+        given = ffn or dense_ffn(config, kernels)
+        of_layer = lambda layer, x_RD, n_valid_B, _: given(layer, x_RD, n_valid_B)  # noqa: E731
     attention = make_attention(config, kernels)
 
     def one_by_one(params: Params, x_RD, cache: KVCache, n_valid_B, parents_Bn, which, features=()):
@@ -213,7 +223,7 @@ def make_layers(config: ModelConfig, kernels: Kernels, ffn: Callable | None = No
                     layer, params, x_RD, keys[i], values[i], cache.length, n_valid_B, parents_Bn, config.kind(i)
                 )
             with jax.named_scope(f"layer{i}/ffn"):
-                x_RD, stat = ffn(layer, x_RD, n_valid_B)
+                x_RD, stat = of_layer(layer, x_RD, n_valid_B, kept[place])
                 stats.append(stat)
         stacked = jax.tree.map(lambda *each: jnp.stack(each), *stats) if stats else None
         kept[len(which)] = x_RD

@@ -28,6 +28,8 @@ class RopeConfig:
         attn_factor: multiplies cos and sin, beside YaRN's own magnitude.
         beta_fast, beta_slow: turns over the original context between which YaRN mixes.
         freq_factors: whether a `rope_freqs.weight` tensor divides the angle of each pair (Llama 3.1).
+        rounds_yarn: whether YaRN's ramp begins and ends at whole pairs, as in llama.cpp for every model. gpt-oss was
+            trained without (`truncate` of its config).
     """
 
     base: float
@@ -40,6 +42,7 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     freq_factors: bool = False
+    rounds_yarn: bool = True
 
 
 def angles(cfg: RopeConfig, factors: np.ndarray | None = None) -> tuple[np.ndarray, float]:
@@ -63,8 +66,10 @@ def angles(cfg: RopeConfig, factors: np.ndarray | None = None) -> tuple[np.ndarr
         """The (fractional) pair that makes so many turns over the original context."""
         return cfg.dim * np.log(cfg.original_context / (turns * 2 * np.pi)) / (2 * np.log(cfg.base))
 
-    low = max(0.0, np.floor(pair_of(cfg.beta_fast)))
-    high = min(cfg.dim - 1.0, np.ceil(pair_of(cfg.beta_slow)))
+    low, high = pair_of(cfg.beta_fast), pair_of(cfg.beta_slow)
+    if cfg.rounds_yarn:
+        low, high = np.floor(low), np.ceil(high)
+    low, high = max(0.0, low), min(cfg.dim - 1.0, high)
     ramp = np.clip((np.arange(half) - low) / max(0.001, high - low), 0.0, 1.0)
     return stretched * ramp + whole * (1.0 - ramp), cfg.attn_factor * (1.0 + 0.1 * np.log(cfg.factor))
 

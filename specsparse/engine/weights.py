@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from gguf import GGMLQuantizationType as GGML
 
-from specsparse.engine.config import PROJECTIONS, ModelConfig
+from specsparse.engine.config import EXPERTS, PROJECTIONS, ROUTER, ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
-from specsparse.kernels import Fragments, NeuronRows, PlainMatrix, QTensor, pack_neurons
+from specsparse.kernels import Experts, Fragments, NeuronRows, PlainMatrix, QTensor, pack_neurons
 from specsparse.kernels.packing.dequant import pack_float
 from specsparse.kernels.packing.pack import pack
 from specsparse.kernels.qtensor import Layout
@@ -35,17 +35,18 @@ class Layer(NamedTuple):
     """Weights of one layer. Matrices are [outputs, inputs], norms f32[D], biases f32[outputs] or None.
 
     Norms that not all architectures have may be None: those of each head of queries and keys, f32[d], and of the
-    outputs of attention and FFN, f32[D]. An injected sparse FFN reads `sparse`: neuron-major rows and predictor
+    outputs of attention and FFN, f32[D]. `router`, [E, D] in float32, and `experts` stand in place of the FFN's
+    matrices; `attn_sinks` are f32[H]. An injected sparse FFN reads `sparse`: neuron-major rows and predictor
     weights; the dense matrices that it replaces may then be None. `SkipWeights` there stand beside them, for the dense
     pass that skips zeros.
     """
 
-    attn_norm: jax.Array
+    attn_norm: jax.Array | None
     attn_q: QTensor
     attn_k: QTensor
     attn_v: QTensor
     attn_output: QTensor
-    ffn_norm: jax.Array
+    ffn_norm: jax.Array | None
     ffn_gate: QTensor | None
     ffn_up: QTensor | None
     ffn_down: QTensor | None
@@ -55,6 +56,9 @@ class Layer(NamedTuple):
     attn_k_norm: jax.Array | None = None
     post_attention_norm: jax.Array | None = None
     post_ffw_norm: jax.Array | None = None
+    attn_sinks: jax.Array | None = None
+    router: QTensor | None = None
+    experts: Experts | None = None
 
     def bias(self, *names: str) -> tuple[jax.Array | None, ...] | None:
         """Biases of the named projections, or None if the layer has no bias at all."""
@@ -64,7 +68,8 @@ class Layer(NamedTuple):
     def dense(self) -> DenseFFN:
         """The FFN's dense matrices; UserError if the layer keeps none."""
         if self.ffn_up is None or self.ffn_down is None:
-            raise UserError('the FFN of this model keeps no dense matrices: load it with ffn="dense"')
+            hint = ": its FFN is experts" if self.experts else ': load it with ffn="dense"'
+            raise UserError(f"the FFN of this model keeps no dense matrices{hint}")
         return DenseFFN(self.ffn_gate, self.ffn_up, self.ffn_down)
 
 
@@ -101,6 +106,10 @@ def pack_matrix(tensor: TensorInfo, *, floats: bool) -> QTensor:
 
 
 def _pack(tensor: TensorInfo, *, floats: bool) -> QTensor:
+    if len(tensor.shape) == 3:  # experts, each of whole groups of rows
+        count, rows, cols = tensor.shape
+        flat = _pack(replace(tensor, shape=(count * rows, cols)), floats=floats)
+        return QTensor(flat.data.reshape(count, -1, flat.data.shape[1]), flat.layout, (rows, cols))
     if floats:
         packed = pack_float(jnp.asarray(tensor.dequantize()), "f32")
         return replace(packed, layout=replace(packed.layout, source=tensor.type.name))
@@ -121,6 +130,22 @@ PackFFN = Callable[[dict[str, TensorInfo]], dict[str, Pytree]]
 """Tensors of a layer's FFN by short name ("ffn_up") -> fields of its `Layer`."""
 
 FFN_NAMES = ("ffn_gate", "ffn_up", "ffn_down", "ffn_down_t", "fc1", "fc2")
+
+
+def unfused(f: GGUFFile, config: ModelConfig) -> dict[str, TensorInfo]:
+    """The tensors that a model of `config` reads, in their order; rows of a fused one are a tensor for each part."""
+    out = {}
+    for name in (name for name, _ in config.tensor_shapes() if name != "rope_freqs.weight"):
+        block, _, rest = name.rpartition(".")[0].rpartition(".")
+        tensor, at = f.tensors[name], 0
+        parts = config.family.fused.get(rest, ()) if name.endswith(".weight") else ()
+        for part in parts:
+            shape = config.part_shape(part)
+            own = replace(tensor, name=f"{block}.{part}.weight", shape=shape, raw=tensor.raw[at : at + shape[0]])
+            out[own.name], at = own, at + shape[0]
+        if not parts:
+            out[name] = tensor
+    return out
 
 
 def load_params(
@@ -147,20 +172,23 @@ def load_params(
         UserError: a tensor holds values that are not finite.
     """
 
+    tensors = unfused(f, config)
+
     def load(name: str):
-        t = f.tensors[name]
-        if name.endswith(("norm.weight", ".bias")):
+        t = tensors[name]
+        if name.endswith(("norm.weight", "sinks.weight", ".bias")):
             scale = config.query_scale if name.endswith("attn_q_norm.weight") else 1.0
-            out = np.array(t.dequantize(), np.float32).reshape(-1) * np.float32(scale)
+            scale = config.logit_multiplier if name == "output_norm.weight" else scale
+            out = np.array(t.dequantize(), np.float32) * np.float32(scale)
         else:
-            out = _pack(t, floats=floats or t.type.name in float_types)
+            out = _pack(t, floats=floats or t.type.name in float_types or f".{ROUTER}." in name)
         _check_finite(f, name, out)
         if progress is not None:
             progress(t.nbytes)
         return out if place is None else place(name, out)
 
     def ffn(pack_ffn: PackFFN, i: int) -> dict[str, Pytree]:
-        own = {n: f.tensors[f"blk.{i}.{n}.weight"] for n in FFN_NAMES if f"blk.{i}.{n}.weight" in names}
+        own = {n: tensors[f"blk.{i}.{n}.weight"] for n in FFN_NAMES if f"blk.{i}.{n}.weight" in tensors}
         out = pack_ffn(own)
         for matrix in filter(_is_matrix, jax.tree.leaves(out, is_leaf=_is_matrix)):
             _check_finite(f, f"of the FFN of layer {i}", matrix)
@@ -168,8 +196,7 @@ def load_params(
             progress(sum(t.nbytes for t in own.values()))
         return out
 
-    names = [name for name, _ in config.tensor_shapes() if name != "rope_freqs.weight"]
-    ours = [n for n in names if pack_ffn is None or n.split(".")[-2] not in FFN_NAMES or n.endswith(".bias")]
+    ours = [n for n in tensors if pack_ffn is None or n.split(".")[-2] not in FFN_NAMES or n.endswith(".bias")]
     with ThreadPoolExecutor(2) as pool:  # numpy's copies release the lock
         loaded = dict(zip(ours, pool.map(load, ours), strict=True))
         packed = list(pool.map(partial(ffn, pack_ffn), range(config.n_layers))) if pack_ffn else [{}] * config.n_layers
@@ -181,8 +208,19 @@ def load_params(
     loaded |= jax.device_put({name: value for name, value in loaded.items() if on_host(value)})
 
     def layer(i: int) -> Layer:
-        fields: dict[str, Any] = {n: loaded.get(f"blk.{i}.{n}.weight") for n in (*config.layer_norms, *PROJECTIONS)}
-        fields["biases"] = {n: loaded[f"blk.{i}.{n}.bias"] for n in config.projections if f"blk.{i}.{n}.bias" in loaded}
+        def weight(name: str) -> Any:
+            return loaded.get(f"blk.{i}.{name}.weight")
+
+        fields: dict[str, Any] = {n: weight(n) for n in (*config.layer_norms, *PROJECTIONS, "attn_sinks")}
+        fields |= {"attn_norm": weight("attn_norm"), "ffn_norm": fields.pop(config.family.ffn_norm, None)}
+        given = {n: loaded.get(f"blk.{i}.{n}.bias") for n in config.projections}
+        biases: dict[str, Any] = {n: bias for n, bias in given.items() if bias is not None}
+        if config.n_experts:
+            of_experts = {f"{n.split('_')[1]}_bias": biases.pop(n) for n in EXPERTS if n in biases}
+            gate, up, down = map(weight, EXPERTS)
+            fields["experts"] = Experts(gate, up, down, config.activation, **of_experts)
+            fields["router"] = weight(ROUTER)
+        fields["biases"] = biases
         return Layer(**fields | packed[i])
 
     embedding = loaded["token_embd.weight"]
@@ -213,16 +251,21 @@ def rope_factors(f: GGUFFile, config: ModelConfig) -> np.ndarray | None:
     return f.tensors["rope_freqs.weight"].dequantize().reshape(-1) if config.rope.freq_factors else None
 
 
-def footprint(params: Params, f: GGUFFile) -> Footprint:
+def footprint(params: Params, f: GGUFFile, config: ModelConfig) -> Footprint:
     """Bytes that one decoding step reads: every matrix but an untied embedding, of which it reads one row.
 
-    All neurons of a sparse FFN count, unless they stand beside dense matrices.
+    All neurons of a sparse FFN count, unless they stand beside dense matrices, and of the experts those of one row.
     """
-    tied = params.output is params.embedding
+
+    def nbytes(tree: Pytree) -> int:
+        return sum(w.nbytes for w in jax.tree.leaves(tree, is_leaf=_is_matrix) if _is_matrix(w))
+
     read = [layer if layer.ffn_up is None else layer._replace(sparse=None) for layer in params.layers]
-    packed = sum(w.nbytes for w in jax.tree.leaves(read, is_leaf=_is_matrix) if _is_matrix(w)) + params.output.nbytes
-    skip = {"rope_freqs.weight"} | (set() if tied else {"token_embd.weight"})
-    return Footprint(packed=packed, file=sum(t.nbytes for n, t in f.tensors.items() if n not in skip))
+    asleep = 1 - config.share_read("_exps.")
+    packed = nbytes(read) - round(asleep * nbytes([layer.experts for layer in read])) + params.output.nbytes
+    skip = {"rope_freqs.weight"} | (set() if params.output is params.embedding else {"token_embd.weight"})
+    file = sum(t.nbytes * config.share_read(n) for n, t in f.tensors.items() if n not in skip)
+    return Footprint(packed, round(file))
 
 
 def types(params: Params) -> list[str]:
@@ -232,7 +275,8 @@ def types(params: Params) -> list[str]:
     for w in filter(_is_matrix, jax.tree.leaves(once, is_leaf=_is_matrix)):
         stored, source = w.layout.codes, w.layout.source
         as_floats = w.layout.is_float and source.lower() != stored
-        sizes[f"{source} as {stored}" if as_floats and source else source or stored] += math.prod(w.shape)
+        count = math.prod(w.shape) * (len(w.data) if isinstance(w, QTensor) and w.data.ndim == 3 else 1)
+        sizes[f"{source} as {stored}" if as_floats and source else source or stored] += count
     return [name for name, _ in sizes.most_common()]
 
 

@@ -64,6 +64,7 @@ class ModelSpec:
     rope_base: float | None = None
     rope_scale: float | None = None
     rope_scaling: Literal["none", "linear", "yarn"] | None = None
+    yarn: Literal["reference", "llama.cpp"] | None = None
     threads: Count | None = None
     backend: Literal["native", "reference", "xla", "packed", "bf16"] | None = None
     activation: str | None = None

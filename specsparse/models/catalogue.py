@@ -34,7 +34,7 @@ from specsparse.support.options import Count, Internal, Read, Size, read, shown
 
 Download = Literal["yes", "no", "ask"]
 """Whether models are downloaded; "ask": asked on a terminal, refused elsewhere."""
-Mixed = Literal["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K_M"]
+Mixed = Literal["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K_M", "MXFP4"]
 """llama.cpp's names for the types of all of a file's weights."""
 OWN = "SPECSPARSE_CATALOGUE"
 """Environment variable that names the folder of the user's own entries."""
@@ -53,35 +53,39 @@ class Shape:
     layers: Count  # L of docs/notation.md
     width: Count  # D
     heads: Count  # H
-    ff: Count  # F
+    ff: Count  # F; with experts, the width of one
     vocab: Count  # V
     context: Count  # positions
     kv_heads: Count | None = None  # G; None: as many as heads
     head_dim: Count | None = None  # d; None: width / heads
     tied: bool = False  # the output matrix is the embedding
     window: Size = 0  # tokens that a layer with a window sees
-    weights: Mixed = "Q4_K_M"  # types of the file
+    experts: Count | None = None  # E
+    chosen: Count | None = None  # k
+    weights: Mixed = "Q4_K_M"  # types of the file; "MXFP4": of its experts, all else is Q8_0
 
     def typed(self, shapes: Iterator[tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         """(name, GGUF type, shape) of tensors given by name and shape (numpy order).
 
-        The rules are those of llama.cpp's quantiser (src/llama-quant.cpp). Vectors are F32. The output matrix has six
-        bits beside four; in Q4_K_M so have the values and the down matrices of every third layer in the middle and of
-        all at both ends. Rows that are no multiple of 256 cannot be K-quantised.
+        The rules are those of llama.cpp's quantiser (src/llama-quant.cpp). Vectors, biases and routers are F32. The
+        output matrix has six bits beside four; in Q4_K_M so have the values and the down matrices of every third layer
+        in the middle and of all at both ends. Rows that are no multiple of 256 cannot be K-quantised.
         """
         eighth = self.layers // 8
         better = {
             f"blk.{i}.{name}.weight"
             for i in range(self.layers)
             if i < eighth or i >= 7 * self.layers // 8 or (i - eighth) % 3 == 2
-            for name in ("attn_v", "ffn_down")
+            for name in ("attn_v", "ffn_down", "ffn_down_exps")
         }
         for name, shape in shapes:
             output = name == "output.weight" or (self.tied and name == "token_embd.weight")
             six_bits = output or (self.weights == "Q4_K_M" and name in better)
             kind = "Q6_K" if six_bits else self.weights.removesuffix("_M")
-            if len(shape) != 2:
+            if len(shape) < 2 or name.endswith(".bias") or "ffn_gate_inp" in name:
                 kind = "F32"
+            elif self.weights == "MXFP4":
+                kind = "MXFP4" if len(shape) == 3 else "Q8_0"
             elif self.weights in ("F16", "BF16", "Q8_0"):
                 kind = self.weights
             elif shape[-1] % 256:

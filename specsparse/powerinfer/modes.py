@@ -88,6 +88,9 @@ def plan(
         and not (type(devices) is int and devices in (1, 2)),
         f"{f.path}: has no predictors, so ffn='powerinfer' cannot run; use 'dense' or 'oracle', or join it with some "
         "by `python -m specsparse convert powerinfer`": mode == "powerinfer" and not sparse,
+        f"ffn={mode!r} is for dense models; the FFN of this {config.architecture} is experts": config.n_experts > 0
+        and mode != "dense",
+        "faithful_f16 is for PowerInfer's models; this one has experts": faithful_f16 and config.n_experts > 0,
         f"threshold={threshold} does nothing with ffn={mode!r}; it belongs to ffn='powerinfer'": threshold is not None
         and mode != "powerinfer",
         f"{rounding} does not go with a placement, which runs ffn='powerinfer'": placed

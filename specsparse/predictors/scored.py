@@ -124,6 +124,7 @@ class LowRank(Scored, InOneCall):
     relu: ClassVar[bool]
 
     def _norm(self, layer: Layer) -> jax.Array | None:
+        assert layer.ffn_norm is not None  # `FFN.from_config` refuses others
         return None if self.relu else jnp.ones_like(layer.ffn_norm)
 
     def score(self, weights: Factors, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:

@@ -97,7 +97,8 @@ def load(
             CPU.
         download: whether a name that is not on this machine is downloaded, and converted if it must be: "yes", "no",
             or "ask", which asks on a terminal and refuses elsewhere.
-        overrides: `rope_base`, `rope_scale`, `rope_scaling`, `context_length` and `activation` in place of the file's.
+        overrides: `rope_base`, `rope_scale`, `rope_scaling`, `context_length` and `activation` in place of the file's;
+            `yarn="llama.cpp"` rounds the bounds of YaRN's ramp as llama.cpp does, for gpt-oss.
 
     Raises:
         UserError: anything wrong with the file or an option, in one line.
@@ -135,6 +136,9 @@ def load(
     refuse({
         f"float_weights {by_neuron}": float_weights and plan.pack is not None,
         f"mesh {by_neuron}": mesh is not None and (plan.ffn is not None or plan.pack is not None),
+        "mesh is for dense models; this one has experts": mesh is not None and config.n_experts > 0,
+        "mesh divides heads; this model normalises q and k as a whole":
+            mesh is not None and config.family.qk_norm == "whole",
     }, path)  # fmt: skip
     tokenizer = Tokenizer.from_metadata(f.metadata, where=str(path))
     floats = plan.floats or float_weights
@@ -151,7 +155,9 @@ def load(
     kept = "f32" if width and floats else kept
     place = plan.devices.place_tensor
     if kept is not None:  # matrices as kernels of a width keep them, vectors as they are
-        place = lambda _, w: kernels.on_card(w, kept) if isinstance(w, kernels.QTensor) else w  # noqa: E731
+        def place(_, w):
+            flat = isinstance(w, kernels.QTensor) and w.data.ndim == 2  # experts stay packed
+            return kernels.on_card(w, kept) if flat else w
     total, done = sum(t.nbytes for t in f.tensors.values()), 0
     if hosts.agreed(total) != total:
         raise UserError(f"{path}: is another file than that of process 0")
@@ -166,7 +172,7 @@ def load(
         f, config, floats=floats, float_types=plan.float_types, progress=advance, pack_ffn=plan.pack,
         place=place,
     )  # fmt: skip
-    footprint = weights.footprint(params, f)
+    footprint = weights.footprint(params, f, config)
     forward = plan.devices.make_forward(config, plan.kernels, plan.ffn)
     return Model(
         config=config,
@@ -219,7 +225,7 @@ def _stored(
     """The plan with the kernels that keep weights as an accelerator wants them, and why so; "" if nothing changes."""
     if plan.kernels.kept is None or floats:
         return plan, ""
-    if plan.ffn is not None or not isinstance(plan.devices, OneDevice):
+    if plan.ffn is not None or config.n_experts or not isinstance(plan.devices, OneDevice):
         if backend in (plan.kernels.name, os.environ.get("SPECSPARSE_KERNELS")):
             raise UserError(f"{f.path}: backend={plan.kernels.name} is for dense models on one device; use backend=xla")
         return replace(plan, kernels=kernels.get("xla")), ""

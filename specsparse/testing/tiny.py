@@ -12,8 +12,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from specsparse import kernels
 from specsparse.engine import llama, weights
-from specsparse.engine.architectures import ARCHITECTURES
-from specsparse.engine.config import PROJECTIONS, ModelConfig
+from specsparse.engine.architectures import ARCHITECTURES, Gating
+from specsparse.engine.config import EXPERTS, GATINGS, PROJECTIONS, ROUTER, ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.engine.model import Model
@@ -54,6 +54,9 @@ def tiny_config(
     freq_factors: bool = False,
     window: int = 0,
     full_every: int | None = None,
+    n_experts: int = 8,
+    n_chosen: int = 2,
+    gating: Gating = "softmax",
 ) -> ModelConfig:
     """The config of a tiny model, as `ModelConfig.from_gguf` reads it from `write_tiny_gguf` of the same keywords.
 
@@ -67,11 +70,15 @@ def tiny_config(
         rope_base, rope_scaling, rope_factor, original_context, attn_factor, freq_factors: as in `RopeConfig`.
         window: of the layers that have one; an architecture that must have one takes 8 by default.
         full_every: as in `ModelConfig`; None is the architecture's.
+        n_experts, n_chosen: of an architecture with experts.
+        gating: of one whose files say it.
     """
     family = ARCHITECTURES[architecture]
-    asked = set(PROJECTIONS) if bias is True else set(bias or ()) | set(family.biases)
+    routing = family.routing
+    matrices = (*PROJECTIONS[:4], ROUTER, *EXPERTS) if routing else PROJECTIONS
+    asked = set(matrices) if bias is True else set(bias or ()) | set(family.biases)
     head_dim = head_dim or d_model // n_heads
-    window = window or (8 if family.window == "must" else 0)
+    window = (window and family.only_window) or window or (8 if family.window == "must" else 0)
     local = None
     if window and family.local_rope_base is not None:
         local = RopeConfig(family.local_rope_base, head_dim, family.pairing)
@@ -84,6 +91,7 @@ def tiny_config(
         original_context=original_context or context_length,
         attn_factor=attn_factor,
         freq_factors=freq_factors,
+        rounds_yarn=family.rounds_yarn,
     )
     return ModelConfig(
         architecture=architecture,
@@ -98,12 +106,15 @@ def tiny_config(
         norm_eps=float(np.float32(norm_eps)),  # the file holds float32
         rope=rope,
         tied_output=tied,
-        biases=tuple(name for name in PROJECTIONS if name in asked),
+        biases=tuple(name for name in matrices if name in asked),
         activation=family.activation,
         gated=gated,
         window=window,
         full_every=(family.full_every if full_every is None else full_every) if window else 0,
         local_rope=local,
+        n_experts=n_experts if routing else 0,
+        n_chosen=n_chosen if routing else 0,
+        gating=routing.gating or gating if routing else "softmax",
     )
 
 
@@ -149,19 +160,22 @@ def write_tiny_gguf(
         of_kind = GGMLQuantizationType.F32
         if name == "rope_freqs.weight":
             values = np.linspace(1.0, 8.0, shape[0], dtype=np.float32)
-        elif len(shape) == 1:
+        elif len(shape) == 1 or name.endswith(".bias"):
             values = rng.normal(1.0 if name.endswith("norm.weight") else 0.0, 0.1, shape).astype(np.float32)
         else:
-            of_kind, deviation = kind, 1.0 if "embd" in name else 1.0 / math.sqrt(shape[1])
+            of_kind, deviation = kind, 1.0 if "embd" in name else 1.0 / math.sqrt(shape[-1])
+            if ROUTER in name:
+                of_kind = GGMLQuantizationType.F32
             if name in ("token_embd.weight", "output.weight"):
                 of_kind = kind_embedding
-            if shape[1] % (block := GGML_QUANT_SIZES[of_kind][0]):
-                raise ValueError(f"a matrix of {shape[1]} columns cannot be {of_kind.name}: its block is {block}")
+            if shape[-1] % (block := GGML_QUANT_SIZES[of_kind][0]):
+                raise ValueError(f"a matrix of {shape[-1]} columns cannot be {of_kind.name}: its block is {block}")
             values = rng.normal(0, deviation, shape).astype(np.float32)
             try:
                 values = quants.quantize(values, of_kind)
             except NotImplementedError:  # random codes, of types that gguf cannot make
-                values = random_quantised(of_kind, shape[0], shape[1], int(rng.integers(1 << 31)), std=deviation)
+                rows = math.prod(shape[:-1])
+                values = random_quantised(of_kind, rows, shape[-1], int(rng.integers(1 << 31)), std=deviation)
         tensors.append(NewTensor(name, of_kind, shape, lambda values=values: values))
     keys = metadata_of(cfg, tokenizer=tokenizer, pre=pre, chat_template=chat_template)
     return write_gguf(path, {**keys, **(metadata or {})}, tensors)
@@ -182,7 +196,7 @@ def model_of(f: GGUFFile, config: ModelConfig, tokenizer: Any, params: Params | 
         kernels=chosen,
         kv_dtype="f16",
         path=f.path,
-        footprint=weights.footprint(params, f),
+        footprint=weights.footprint(params, f, config),
     )
 
 
@@ -221,6 +235,10 @@ def metadata_of(
     if cfg.window:
         keys[f"{a}.attention.sliding_window"] = cfg.window
         keys |= {f"{a}.attention.sliding_window_pattern": cfg.full_every} if cfg.full_every else {}
+    if cfg.n_experts:
+        keys |= {f"{a}.expert_count": cfg.n_experts, f"{a}.expert_used_count": cfg.n_chosen}
+        keys |= {f"{a}.expert_feed_forward_length": cfg.d_ff}
+        keys |= {f"{a}.expert_gating_func": GATINGS.index(cfg.gating)}
     if rope.attn_factor != 1.0:
         keys[f"{a}.rope.scaling.attn_factor"] = rope.attn_factor
     if tokenizer == "none":

@@ -125,10 +125,10 @@ class DFlashForm(FeatureForm):
         with the target's own gate and up of its last layer, adds nothing yet.
         """
         model, zeros = self.model, self.zeros()
-        c, last, own = model.config, model.params.layers[-1], form.last_inputs(model)
+        c, own = model.config, form.last_inputs(model)
         H, d = c.n_heads, c.head_dim
         few = Features(model, self.layers).of(form.beginning_with(texts, _FIRST_ROWS))
-        fc, norm = self.fused(texts), np.asarray(last.attn_norm)
+        fc, norm = self.fused(texts), np.asarray(own["attn_norm"])
         fused_RD = unit(np.concatenate([t.read[:, : fc.shape[1]] for t in few]) @ fc.T) * norm
         tokens = np.concatenate([t.tokens for t in few])
         said_RD, mask_RD = (
@@ -159,11 +159,11 @@ class DFlashForm(FeatureForm):
             attn_v=jnp.concatenate([directions(fused_RD, (H - blocks_own) * d), directions(said_RD, blocks_own * d)]),
             attn_q_norm=jnp.ones((d,)),
             attn_k_norm=jnp.ones((d,)),
-            ffn_norm=last.ffn_norm,
+            ffn_norm=own["ffn_norm"],
             ffn_gate=own["ffn_gate"],
             ffn_up=own["ffn_up"],
         )
-        weights = form.owned(BlockWeights(jnp.asarray(fc), last.attn_norm, (layer,), model.params.output_norm))
+        weights = form.owned(BlockWeights(jnp.asarray(fc), own["attn_norm"], (layer,), model.params.output_norm))
         return weights._replace(layers=(weights.layers[0]._replace(attn_output=self._output(weights, few)),))
 
     def _output(self, weights: BlockWeights, texts: Sequence[Text]) -> jax.Array:

@@ -186,8 +186,9 @@ class HeadForm(Form):
             h, h_next, e = (unit(x) for x in (np.concatenate(before), np.concatenate(after), embedded))
             x, last = np.concatenate([h * np.asarray(params.output_norm), e], axis=1), params.layers[-1]
             fc_hidden, fc_token = map(jnp.asarray, np.split(ridge(x.T @ x, x.T @ h_next).T, 2, axis=1))
-            none = {n: jnp.zeros(getattr(last, n).shape, jnp.float32) for n in ("attn_output", "ffn_down")}
-            layer = LayerWeights(attn_norm=last.attn_norm, ffn_norm=last.ffn_norm, **none, **form.last_inputs(model))
+            shapes = {"attn_output": last.attn_output.shape, "ffn_down": (model.config.d_model, model.config.d_ff)}
+            none = {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}
+            layer = LayerWeights(**none, **form.last_inputs(model))
             ones = jnp.ones((model.config.d_model,), jnp.float32)
             weights = form.owned(HeadWeights(params.output_norm, fc_hidden, ones, fc_token, layer, params.output_norm))
         if not self.below or weights.fc_below is not None:
@@ -275,7 +276,7 @@ class Eagle3Form(FeatureForm):
         """`fc` is `FeatureForm.fused`. The rest is the target's last layer, which reads the fused rows and not yet the
         token; its two output matrices are 0, so that it adds nothing yet."""
         model, zeros = self.model, self.zeros()
-        c, last, own = model.config, model.params.layers[-1], form.last_inputs(model)
+        c, own = model.config, form.last_inputs(model)
 
         def beside(name: str) -> jax.Array:
             """[outputs, 2 D]: inputs of the token, which are 0, before those of the hidden row."""
@@ -287,11 +288,11 @@ class Eagle3Form(FeatureForm):
         weights = zeros._replace(
             fc=jnp.asarray(self.fused(texts)),
             token_norm=jnp.ones_like(zeros.token_norm),
-            hidden_norm=last.attn_norm,
+            hidden_norm=own["attn_norm"],
             attn_q=beside("attn_q"),
             attn_k=beside("attn_k"),
             attn_v=beside("attn_v"),
-            ffn_norm=last.ffn_norm,
+            ffn_norm=own["ffn_norm"],
             ffn_gate=own["ffn_gate"],
             ffn_up=own["ffn_up"],
             output_norm=model.params.output_norm,

@@ -134,18 +134,25 @@ class FeatureForm(Form):
 
 
 def last_inputs(model: Model) -> dict[str, jax.Array]:
-    """float32 queries, keys, values, gate and up of the target's last layer, as a plain Llama's layer has them.
+    """float32 norms, queries, keys, values, gate and up of the target's last layer, as a plain Llama's layer has them.
 
-    If the target normalises each head of queries and keys, their rows are scaled to about the size that the norm
-    gives them: inputs are taken as uncorrelated. An FFN without a gate gives `ffn_up` twice.
+    If the target normalises queries and keys, their rows are scaled to about the size that the norm gives them: inputs
+    are taken as uncorrelated. An FFN without a gate gives `ffn_up` twice, one of experts its first expert, and a layer
+    without norms ones.
     """
-    last, d = model.params.layers[-1], model.config.head_dim
-    found = {name: dequantize(getattr(last, name)) for name in ("attn_q", "attn_k", "attn_v", "ffn_up")}
-    found["ffn_gate"] = found["ffn_up"] if last.ffn_gate is None else dequantize(last.ffn_gate)
+    last, ones = model.params.layers[-1], jnp.ones((model.config.d_model,), jnp.float32)
+    if last.experts is None:
+        gate, up, _ = last.dense
+    else:
+        gate, up = jax.tree.map(lambda each: each[0], (last.experts.gate, last.experts.up))
+    found = {name: dequantize(getattr(last, name)) for name in ("attn_q", "attn_k", "attn_v")}
+    found |= {"ffn_gate": dequantize(up if gate is None else gate), "ffn_up": dequantize(up)}
+    for name in ("attn_norm", "ffn_norm"):
+        found[name] = ones if getattr(last, name) is None else getattr(last, name)
     for name, norm in (("attn_q", last.attn_q_norm), ("attn_k", last.attn_k_norm)):
         if norm is not None:
-            heads = found[name].reshape(-1, d, found[name].shape[1])
-            size = jnp.sqrt(jnp.mean(jnp.sum(jnp.square(heads * last.attn_norm[None, None]), axis=2), axis=1))
+            heads = found[name].reshape(-1, norm.shape[0], found[name].shape[1])
+            size = jnp.sqrt(jnp.mean(jnp.sum(jnp.square(heads * found["attn_norm"][None, None]), axis=2), axis=1))
             found[name] = (heads * (norm[None] / size[:, None])[:, :, None]).reshape(found[name].shape)
     return found
 

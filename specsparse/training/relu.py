@@ -196,7 +196,7 @@ def collect_inputs(
 
     @jax.jit
     def inputs(embedding, frozen: FrozenLayers, ffn: FfnMatrices, texts: PackedTexts):
-        x_nD = embed_rows(embedding, texts.tokens)
+        x_nD = embed_rows(embedding, texts.tokens) * jnp.float32(model.config.embedding_scale)
         return forward(model.config, frozen, ffn, x_nD, texts, jax.nn.silu, lambda z, a: z.astype(jnp.float16))[1]
 
     paths = [folder / f"inputs_{i:04d}.safetensors" for i in range(-(-len(windows) // _PART))]
@@ -595,7 +595,7 @@ class Distiller:
 
         if self.options.rounded:
             ffn = FfnMatrices(*map(straight_through, ffn))
-        x_nD = embed_rows(self.model.params.embedding, texts.tokens)
+        x_nD = embed_rows(self.model.params.embedding, texts.tokens) * jnp.float32(self.config.embedding_scale)
         how = {"act": self._act, "watch": watch, "precision": precision}
         y_nD, (dense_L, share_L) = forward(self.config, self._frozen, ffn, x_nD, texts, **how)
         return self._normed(y_nD), dense_L, share_L

@@ -39,11 +39,23 @@ MODELS = {
     "gemma3-reference": {"backend": "reference", "quant": "F32", "architecture": "gemma3", "full_every": 2, "d_ff": 50,
                          "vocab_size": 97, "d_model": 48, "n_heads": 6, "n_kv_heads": 2, "window": 3, "head_dim": 32,
                          "kv_dtype": "q8_0"},
+    "olmo2": {"quant": "Q8_0", "architecture": "olmo2", "d_ff": 96, **GQA},
+    "experts-olmoe": {"quant": "Q8_0", "architecture": "olmoe", "d_ff": 32, "n_experts": 6, **GQA},
+    "experts-smallthinker": {"quant": "Q4_0", "architecture": "smallthinker", "n_layers": 1, "d_ff": 32, "window": 4096,
+                             "gating": "sigmoid", "n_experts": 5, "n_chosen": 3, **GQA},
+    "experts-gpt-oss": {"quant": "MXFP4", "architecture": "gpt-oss", "n_layers": 1, "d_ff": 32, "window": 5,
+                        "n_experts": 4, **GQA},
+    "experts-reference": {"backend": "reference", "quant": "F32", "architecture": "gpt-oss", "d_ff": 32, "window": 3,
+                          "vocab_size": 97, "d_model": 48, "n_heads": 6, "n_kv_heads": 2, "n_layers": 1,
+                          "kv_dtype": "q8_0", "head_dim": 32, "n_experts": 4},
 }  # fmt: skip
 LENGTH = 37
 
 
-@pytest.fixture(scope="module", params=MODELS)
+RARE = ("olmo2", "experts-olmoe", "experts-reference")
+
+
+@pytest.fixture(scope="module", params=cells(MODELS, [name for name in MODELS if name not in RARE]))
 def rig(request, tmp_path_factory) -> Rig:
     if MODELS[request.param].get("backend") != "reference" and not cpu.available():
         pytest.skip(f"no native kernels: {cpu.why_missing()}")

@@ -36,6 +36,11 @@ def written(tmp_path, **kw) -> ModelConfig:
         {"architecture": "gemma3", "n_layers": 7},
         {"architecture": "gemma3", "full_every": 2, "window": 5, "rope_scaling": "linear", "rope_factor": 8.0},
         {"rope_scaling": "yarn", "rope_factor": 4.0, "original_context": 64, "attn_factor": 0.5},
+        {"architecture": "phi3", "window": 9},
+        {"architecture": "olmo2"},
+        {"architecture": "qwen3moe", "d_ff": 32, "n_experts": 5, "n_chosen": 5},
+        {"architecture": "smallthinker", "d_ff": 32, "gating": "sigmoid", "window": 4096, "n_layers": 5},
+        {"architecture": "gpt-oss", "d_ff": 32, "rope_scaling": "yarn", "rope_factor": 4.0, "original_context": 64},
     ],
     ids=str,
 )
@@ -72,6 +77,11 @@ def test_the_layers_of_the_architectures():
     smollm3 = tiny_config(architecture="smollm3", n_layers=5)
     assert [smollm3.kind(i) for i in range(5)] == [(0, 0)] * 3 + [(0, 1), (0, 0)] and smollm3.ropes[1] is None
     assert {tiny_config(window=7).kind(i) for i in range(2)} == {(7, 0)}
+    small = tiny_config(architecture="smallthinker", n_layers=5, window=4096)
+    assert [small.kind(i) for i in range(5)] == [(0, 1), *[(4096, 0)] * 3, (0, 1)] and small.ropes[1] is None
+    assert tiny_config(architecture="smallthinker").ropes == (tiny_config(architecture="smallthinker").rope,)
+    oss = tiny_config(architecture="gpt-oss", n_layers=3)
+    assert [oss.kind(i).window for i in range(3)] == [8, 0, 8]
 
 
 def test_qwen2_is_a_llama_with_biases(tmp_path):
@@ -90,8 +100,8 @@ A = "llama."
 BAD_KEYS = {
     "another architecture": ({"general.architecture": "gpt2"}, "'gpt2' is not supported; supported are llama, qwen2"),
     "another with experts": (
-        {"general.architecture": "qwen3moe", "qwen3moe.expert_count": 128},
-        r"'qwen3moe' \(a model with experts\) is not supported",
+        {"general.architecture": "deepseek2", "deepseek2.expert_count": 128},
+        r"'deepseek2' \(a model with experts\) is not supported",
     ),
     "another with recurrence": (
         {"general.architecture": "jamba", "jamba.ssm.state_size": 16, "jamba.expert_count": 16},

@@ -45,12 +45,14 @@ def kind_of(name: str) -> GGMLQuantizationType:
 def type_for(name: str, shape: tuple[int, ...], kind: GGMLQuantizationType, *, tied: bool) -> GGMLQuantizationType:
     """The type of a tensor (`shape` in numpy order) in a file of `kind`, by the rules of llama.cpp's quantiser.
 
-    Vectors stay float32. The output matrix is Q6_K beside K-quants, and Q8_0 beside other types under eight bits (there
-    llama.cpp takes Q6_K). Rows that are not a multiple of 256 get llama.cpp's fallback for the K-quant, and rows that
-    are not a multiple of the block get F16.
+    Vectors, biases and routers of experts stay float32. MXFP4 is of experts alone, beside Q8_0. The output matrix is
+    Q6_K beside K-quants, and Q8_0 beside other types under eight bits (there llama.cpp takes Q6_K). Rows that are not a
+    multiple of 256 get llama.cpp's fallback for the K-quant, and rows that are not a multiple of the block get F16.
     """
-    if len(shape) < 2:
+    if len(shape) < 2 or name.endswith(".bias") or "ffn_gate_inp" in name:
         return _T.F32
+    if kind == _T.MXFP4 and len(shape) < 3:
+        kind = _T.Q8_0
     block, size = GGML_QUANT_SIZES[kind]
     is_output = name == ("token_embd.weight" if tied else "output.weight")
     if is_output and 8 * size / block < 8:
@@ -94,5 +96,6 @@ def requantise(
 def file_type(kind: GGMLQuantizationType) -> int:
     """`general.file_type` of a file whose matrices are of `kind`."""
     small = "_S" if kind in (_T.Q4_K, _T.Q5_K) else ""  # llama.cpp has no name for a file of one K-quant
+    small = "_MOE" if kind == _T.MXFP4 else small
     name = "ALL_F32" if kind == _T.F32 else f"MOSTLY_{kind.name}{small}"
     return int(LlamaFileType[name]) if name in LlamaFileType.__members__ else int(LlamaFileType.GUESSED)

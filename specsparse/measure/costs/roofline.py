@@ -16,7 +16,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from specsparse.data.devices import THIS, Device, known, sheets
 from specsparse.engine.architectures import ARCHITECTURES
 from specsparse.engine.cache import WHOLE, LayerWindows
-from specsparse.engine.config import PROJECTIONS, ModelConfig
+from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf, show
 from specsparse.engine.rope import RopeConfig
 from specsparse.engine.text.tokenizer import Tokenizer
@@ -49,11 +49,19 @@ def kv_bytes(config: ModelConfig, tokens: float, kv_dtype: str) -> float:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A tensor that every forward reads: GGUF type, bytes, and multiply-adds a row (0 for norms and biases)."""
+    """A tensor that forwards read: GGUF type, bytes, and multiply-adds a row (0 for norms and biases).
+
+    `share` is the part of it that one row reads: of E experts the k that it chooses.
+    """
 
     type_name: str
     nbytes: float
     macs_per_row: float
+    share: float = 1.0
+
+    def read(self, rows: float) -> float:
+        """Bytes that `rows` rows read, if each chooses its experts by chance: real ones share more of them."""
+        return self.nbytes * (1 - (1 - self.share) ** rows)
 
 
 @dataclass(frozen=True)
@@ -82,24 +90,30 @@ class Traffic:
             shape = shapes.get(name)
             unread = name == "rope_freqs.weight" or (name == "token_embd.weight" and not config.tied_output)
             if shape is not None and not unread:
-                matrices.append(Matrix(kind, nbytes, shape[0] * shape[1] if len(shape) == 2 else 0))
+                share = config.share_read(name)
+                weights = 0 if len(shape) == 1 or name.endswith(".bias") else math.prod(shape) * share
+                matrices.append(Matrix(kind, nbytes, weights, share))
         attention = 2 * config.n_layers * config.n_heads * config.head_dim  # scores and values
         return cls(tuple(matrices), kv_bytes(config, 1, kv_dtype), attention, LayerWindows.from_config(config))
 
     @cached_property
     def weight_bytes(self) -> float:
-        return sum(m.nbytes for m in self.matrices)
+        """Of one row."""
+        return self.read_weights(1)
+
+    def read_weights(self, rows: float) -> float:
+        return sum(m.read(rows) for m in self.matrices)
 
     def by_type(self) -> dict[str, float]:
-        """Bytes by GGUF type, the most first."""
+        """Bytes of `weight_bytes` by GGUF type, the most first."""
         size: defaultdict[str, float] = defaultdict(float)
         for m in self.matrices:
-            size[m.type_name] += m.nbytes
+            size[m.type_name] += m.read(1)
         return dict(sorted(size.items(), key=lambda item: -item[1]))
 
     def read_bytes(self, rows: float, kv_length: float, batch: int = 1) -> float:
         """Bytes a forward of `rows` rows in each of `batch` sequences reads, `kv_length` tokens before the first."""
-        return self.weight_bytes + batch * self.kv_bytes_per_token * self.windows.read(rows, kv_length)
+        return self.read_weights(batch * rows) + batch * self.kv_bytes_per_token * self.windows.read(rows, kv_length)
 
     @cached_property
     def macs_a_row(self) -> dict[str, float]:
@@ -119,7 +133,8 @@ class Traffic:
         """The same model with every matrix in another type (norms and biases stay)."""
         bits = bits_per_weight(type_name)
         matrices = (
-            Matrix(type_name, m.macs_per_row * bits / 8, m.macs_per_row) if m.macs_per_row else m for m in self.matrices
+            replace(m, type_name=type_name, nbytes=m.macs_per_row / m.share * bits / 8) if m.macs_per_row else m
+            for m in self.matrices
         )
         return replace(self, matrices=tuple(matrices))
 
@@ -201,8 +216,8 @@ def config_from_shape(shape: Shape) -> ModelConfig:
         architecture=shape.architecture, n_layers=shape.layers, d_model=shape.width, n_heads=shape.heads,
         n_kv_heads=shape.kv_heads or shape.heads, head_dim=head_dim, d_ff=shape.ff, vocab_size=shape.vocab,
         context_length=shape.context, norm_eps=1e-5, rope=RopeConfig(10000.0, head_dim, family.pairing),
-        tied_output=shape.tied, biases=tuple(name for name in PROJECTIONS if name in family.biases),
-        activation=family.activation, window=shape.window, full_every=family.full_every if shape.window else 0,
+        tied_output=shape.tied, biases=family.biases, activation=family.activation, window=shape.window,
+        full_every=family.full_every if shape.window else 0, n_experts=shape.experts or 0, n_chosen=shape.chosen or 0,
     )  # fmt: skip
 
 

@@ -19,7 +19,6 @@ from rich.text import Text
 from specsparse import kernels
 from specsparse.cli.arguments import load_options
 from specsparse.engine.cache import LayerWindows
-from specsparse.engine.config import PROJECTIONS
 from specsparse.engine.gguf.reader import FLOAT_TYPES, open_gguf
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
@@ -144,7 +143,7 @@ class PassWork(NamedTuple):
 def work_of(model: Model, method: str, n: int, depth: int, forwards: int = 1) -> PassWork:
     """The work of a test over n tokens after `depth`, in `forwards` passes of n / forwards rows."""
     c = model.config
-    layers = sum(prod(c.projection_shape(p)) for p in PROJECTIONS) * c.n_layers
+    layers = sum(prod(c.projection_shape(p)) * c.share_read(f"{p}.weight") for p in c.projections) * c.n_layers
     windows = LayerWindows.from_config(c)
     seen = windows.attended(n, depth)  # by all rows together
     logits = 1 if method == "prompt" else n

@@ -113,13 +113,18 @@ def model_facts(config: ModelConfig) -> dict[str, str]:
     scaling = "" if rope.scaling == "none" else f", {rope.scaling} x{rope.factor:g} from {rope.original_context}"
     factors = ", frequency factors" if rope.freq_factors else ""
     ffn = config.activation + ("" if config.gated else " without a gate")
+    if config.n_experts:
+        how = {"softmax": "softmax", "sigmoid": "sigmoid", "chosen": "logits, softmax of the chosen"}[config.gating]
+        ffn += f", {config.n_chosen} of {config.n_experts} experts by {how}"
     kinds = [config.kind(i) for i in range(n)]
     windowed, unrotated = sum(k.window > 0 for k in kinds), sum(config.ropes[k.table] is None for k in kinds)
     more = {
         f"a window of {config.window} tokens on {windowed} of {n}": windowed,
         f"RoPE base {config.local_rope.base:g} there" if config.local_rope else "": config.local_rope,
         f"no RoPE on {unrotated} of {n}": unrotated,
-        "norms of queries and keys": config.family.qk_norm,
+        "norms of queries and keys" + " as a whole" * (config.family.qk_norm == "whole"): config.family.qk_norm,
+        "sinks": config.family.sinks,
+        "a router that reads what enters the layer": config.family.routing and config.family.routing.early,
         "norms behind attention and FFN": config.family.post_norms,
     }
     layers = ", ".join(text for text, there in more.items() if there)
@@ -147,12 +152,14 @@ def _tokenizer_facts(tokenizer: Tokenizer, f: GGUFFile) -> dict[str, str]:
 def _rates(roofline: Roofline) -> Json:
     """Bytes that a token reads after `KV_LENGTH` others, and how many a second the device could do at best.
 
-    `prompt_tokens_per_second` is of 512, and `v8` the time of a forward of 8 rows over that of one.
+    `prompt_tokens_per_second` is of 512, and `v8` the time of a forward of 8 rows over that of one. `rows_bytes` are
+    weights that some rows read in one forward, if experts are chosen by chance; empty for a dense model.
     """
     load = roofline.traffic
     return {
         "kv_length": KV_LENGTH,
         "weight_bytes": load.weight_bytes,
+        "rows_bytes": {str(n): load.read_weights(n) for n in (2, 4, 8) if load.read_weights(n) > load.weight_bytes},
         "kv_bytes": load.read_bytes(1, KV_LENGTH) - load.weight_bytes,
         "kv_bytes_per_position": load.kv_bytes_per_token,
         "tokens_per_second": roofline.tokens_per_second(KV_LENGTH),
@@ -219,6 +226,9 @@ def parts(report: Json, device: str) -> Iterator[Table | str]:
     rates = report["rates"]
     cache = f"{_mib(rates['kv_bytes'])} of cache after {rates['kv_length']} tokens"
     yield f"a token reads {_mib(rates['weight_bytes'])} of weights and {cache}"
+    if rates["rows_bytes"]:
+        more = ", ".join(f"{n}: {_mib(size)}" for n, size in rates["rows_bytes"].items())
+        yield f"tokens in one pass, with experts chosen by chance, read {more}"
     yield (
         f"at best {rates['tokens_per_second']:.0f} tok/s decoding, {rates['prompt_tokens_per_second']:.0f} tok/s of "
         f"prompt, 8 tokens in one pass {rates['v8']:.2f} times as long as one ({device})"

@@ -1,0 +1,60 @@
+"""An FFN of experts: the router chooses them and their weights for each row, and the kernels compute them."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specsparse.engine.config import ROUTER, ModelConfig
+from specsparse.engine.weights import Layer
+from specsparse.kernels import Kernels
+from specsparse.kernels.reference import dense
+
+_LEAST_SUM = 2.0**-14
+"""Weights are divided by their sum or by this, float16's least normal number, as llama.cpp does."""
+
+
+class ChosenExperts(NamedTuple):
+    """The experts of rows, best first, as llama.cpp orders its steps; ties go to the lower index.
+
+    Attributes:
+        experts: int32[R, k]; -1 in rows that do not count.
+        weights: f32[R, k].
+    """
+
+    experts: jax.Array
+    weights: jax.Array
+
+
+def choose(logits_E, config: ModelConfig) -> ChosenExperts:
+    """The choice of one row by its logits f32[E], or of rows f32[R, E]."""
+    routing, k = config.family.routing, config.n_chosen
+    assert routing is not None
+    scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "chosen": lambda x: x}[config.gating](logits_E)
+    weights, experts = jax.lax.top_k(scores, k)
+    if config.gating == "chosen":
+        weights = jax.nn.softmax(weights)
+    if routing.normalised:
+        weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.float32(_LEAST_SUM))
+    return ChosenExperts(experts, weights)
+
+
+def experts_ffn(config: ModelConfig, kernels: Kernels) -> Callable:
+    """ffn(layer, x_RD, n_valid_B, entered_RD) -> (x + its experts' sum, `ChosenExperts`).
+
+    `entered_RD` are the rows that entered the layer, which an early router reads (SmallThinker, arXiv:2507.20984).
+    """
+    routing, over_rows = config.family.routing, dense.alone if kernels.exact else dense.at_once
+    assert routing is not None
+
+    def ffn(layer: Layer, x_RD, n_valid_B, entered_RD):
+        z_RD = kernels.normalise(x_RD, layer.ffn_norm, eps=config.norm_eps)
+        read_RD, biases = entered_RD if routing.early else z_RD, layer.bias(ROUTER)
+        (logits_RE,) = kernels.linear(read_RD, (layer.router,), biases=biases, n_valid=n_valid_B)
+        chosen = over_rows(lambda logits: choose(logits, config), logits_RE)
+        counts_R = dense.valid(n_valid_B, x_RD.shape[0])
+        chosen = chosen._replace(experts=jnp.where(counts_R[:, None], chosen.experts, jnp.int32(-1)))
+        return x_RD + kernels.experts(z_RD, *chosen, layer.experts), chosen
+
+    return ffn
