@@ -13,11 +13,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from specsparse.engine.architectures import DRAFT_HEADS
-from specsparse.engine.config import ModelConfig
+from specsparse.engine.config import ROUTER, ModelConfig
 from specsparse.engine.rope import interleaved
 from specsparse.errors import UserError
 from specsparse.models import hub
 from specsparse.models.convert.hf_config import TEXT_PARTS, HfConfig, class_name, gguf_rope, metadata, notes, read_json
+from specsparse.models.convert.hf_experts import expert_sources
 from specsparse.models.convert.hf_tokenizer import tokenizer_keys
 from specsparse.models.convert.write import Progress, Source, out_type, write_model
 from specsparse.powerinfer.torch_zip import read_torch
@@ -42,6 +43,9 @@ _POST_NORMS = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+_FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_ROUTERS = dict.fromkeys(("mlp.gate", "mlp.router", "block_sparse_moe.primary_router"), ROUTER)
+_SINKS = {"self_attn.sinks": "attn_sinks"}
 _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _IGNORED = ("rotary_emb.inv_freq", "masked_bias")
 _ABOVE = ("_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
@@ -264,9 +268,14 @@ def _sources(checkpoint: Checkpoint, config: HfConfig) -> Iterator[Source]:
     GGUF has them. UserError for a tensor that its architecture does not have: it would be lost."""
     hf_class, named = config.hf_class, {}
     family = hf_class.family
-    layer = LAYER | (QK_NORMS if family.qk_norm else {}) | (_POST_NORMS if family.post_norms else {})
+    layer = LAYER | {"post_attention_layernorm": family.ffn_norm} | {_FUSED[name]: name for name in family.fused}
+    layer |= (QK_NORMS if family.qk_norm else {}) | (_POST_NORMS if family.post_norms else {})
+    layer |= (_ROUTERS if family.routing else {}) | (_SINKS if family.sinks else {})
+    experts, of_experts = expert_sources(checkpoint, config.n_experts) if family.routing else ({}, set())
     for name in checkpoint.shapes:
-        stem, _, kind = name.rpartition(".")
+        if name in of_experts:
+            continue
+        stem, _, kind = (name + ".weight" * name.endswith(".sinks")).rpartition(".")
         number, _, rest = stem.removeprefix("model.layers.").partition(".")
         in_layer = stem.startswith("model.layers.") and number.isdecimal() and rest in layer
         if stem in _TOP:
@@ -293,7 +302,10 @@ def _sources(checkpoint: Checkpoint, config: HfConfig) -> Iterator[Source]:
         return (0 if target.startswith("token_embd") else 2), 0, target
 
     heads = {"attn_q": config.n_heads, "attn_k": config.n_kv_heads}
-    for target in sorted(named, key=place):
+    for target in sorted({**named, **experts}, key=place):
+        if target in experts:
+            yield experts[target]
+            continue
         name, count = named[target], heads.get(target.split(".")[-2])
         load: Callable[[], np.ndarray] = partial(checkpoint.load, name)
         if hf_class.norms_from_one and target.endswith("norm.weight"):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specsparse.engine.architectures import ARCHITECTURES, Architecture
-from specsparse.engine.config import ACTIVATION_KEY, MAX_CONTEXT
+from specsparse.engine.config import ACTIVATION_KEY, GATINGS, MAX_CONTEXT
 from specsparse.engine.rope import RopeConfig, angles
 from specsparse.errors import UserError, refuse
 from specsparse.models.convert.write import size_keys
@@ -41,6 +41,13 @@ CLASSES: Mapping[str, HfClass] = {
     "Qwen2ForCausalLM": HfClass("qwen2", "qwen2"),
     "Qwen3ForCausalLM": HfClass("qwen3", "qwen3"),
     "SmolLM3ForCausalLM": HfClass("smollm3", "smollm3", tied=True, rope_base=2e6),
+    "GraniteForCausalLM": HfClass("granite", "granite"),
+    "Olmo2ForCausalLM": HfClass("olmo2", "olmo2"),
+    "Phi3ForCausalLM": HfClass("phi3", "phi3", windowed=True),
+    "Qwen3MoeForCausalLM": HfClass("qwen3moe", "qwen3_moe"),
+    "OlmoeForCausalLM": HfClass("olmoe", "olmoe"),
+    "GptOssForCausalLM": HfClass("gpt-oss", "gpt_oss", rope_base=150000.0, windowed=True),
+    "SmallThinkerForCausalLM": HfClass("smallthinker", "smallthinker", tied=True, rope_base=1e6),  # not in transformers
     "Gemma3ForCausalLM": HfClass(
         "gemma3", "gemma3_text", tied=True, rope_base=1e6, activation_key="hidden_activation", windowed=True,
         norms_from_one=True,
@@ -219,6 +226,11 @@ class HfConfig:
         return self.size("head_dim", width // self.n_heads if self.n_heads > 0 else 0)
 
     @property
+    def n_experts(self) -> int:
+        names = ("num_experts", "num_local_experts", "moe_num_primary_experts")
+        return self.size(next((name for name in names if name in self.values), names[0]))
+
+    @property
     def tied(self) -> bool:
         """True if the output matrix is the embedding."""
         return self.get("tie_word_embeddings", bool, self.hf_class.tied)
@@ -346,7 +358,8 @@ def _yarn(rope: HfRope) -> GgufRope:
     def same_angles(config: RopeConfig) -> bool:
         return np.allclose(angles(config)[0], wanted, rtol=1e-6, atol=0.0)
 
-    plain = RopeConfig(rope.base, rope.dim, "neox", "yarn", factor, rope.original)
+    rounds = ARCHITECTURES[rope.architecture].rounds_yarn
+    plain = RopeConfig(rope.base, rope.dim, "neox", "yarn", factor, rope.original, rounds_yarn=rounds)
     attention = "rope.scaling.attn_factor"
     keys = {
         "rope.scaling.type": "yarn",
@@ -364,7 +377,7 @@ def _yarn(rope: HfRope) -> GgufRope:
             note=f"llama.cpp reads no beta_fast={fast:g}, beta_slow={slow:g} in {rope.architecture} files and runs 32 "
             "and 1; specsparse runs what the file says",
         )
-    what = f"beta_fast={fast:g}, beta_slow={slow:g}" if truncate else "truncate=false"
+    what = f"beta_fast={fast:g}, beta_slow={slow:g}" if truncate == rounds else f"truncate={truncate}"
     raise UserError(
         f"{rope.table.where}: rope scaling 'yarn' with {what} has no place in a {rope.architecture} GGUF file"
     )
@@ -386,14 +399,14 @@ def metadata(config: HfConfig, *, name: str) -> Json:
         context=rope.context,
         width=width,
         layers=n_layers,
-        ffn=config.get("intermediate_size", int),
+        ffn=config.get("moe_ffn_hidden_size" if family.only_window else "intermediate_size", int),
         heads=config.n_heads,
         kv_heads=config.n_kv_heads,
         eps=config.eps(),
         base=rope.base,
         dim=head_dim,
     )
-    if every := family.unrotated_every:
+    if (every := family.unrotated_every) and not family.full_every:
         usual = [int((i + 1) % every != 0) for i in range(n_layers)]
         interval = config.get("no_rope_layer_interval", int, every)
         if config.get("no_rope_layers", list, usual if interval == every else []) != usual:
@@ -406,13 +419,16 @@ def metadata(config: HfConfig, *, name: str) -> Json:
     )  # fmt: skip
     if head_dim * config.n_heads != width:
         keys |= {f"{a}.attention.key_length": head_dim, f"{a}.attention.value_length": head_dim}
-    own = {**gguf_rope(rope).keys, **_window_keys(config)}
+    own = {**gguf_rope(rope).keys, **_window_keys(config), **_multiplier_keys(config)}
+    own |= _expert_keys(config)
     return keys | {f"{a}.{key}": value for key, value in own.items()} | _activation(config)
 
 
 def _window_keys(config: HfConfig) -> Json:
     """Keys of a sliding window but for the usual ones of an architecture; {} if all layers see all tokens."""
     hf_class, family, get = config.hf_class, config.hf_class.family, config.get
+    if family.only_window:
+        return _layouts(config)
     window = get("sliding_window", int, None)
     if family.window == "must":
         window = get("sliding_window", int)
@@ -450,8 +466,63 @@ def _window_keys(config: HfConfig) -> Json:
     return keys
 
 
+def _layouts(config: HfConfig) -> Json:
+    """The window of a SmallThinker, whose config says of each layer whether it has one, and whether it has RoPE."""
+    family, n_layers = config.hf_class.family, config.size("num_hidden_layers")
+    window, rotated = (config.get(key, list, []) for key in ("sliding_window_layout", "rope_layout"))
+    usual = [int(i % family.full_every != 0) for i in range(n_layers)]
+    if not any(window) and all(rotated):
+        return {}
+    if window != usual or rotated != usual:
+        which = f"a window, and RoPE, on all layers but every {family.full_every}th from the first"
+        raise UserError(f"{config.where}: sliding_window_layout, rope_layout: only {which} is supported")
+    config.need(sliding_window_size=family.only_window)
+    return {"attention.sliding_window": family.only_window}
+
+
+def _multiplier_keys(config: HfConfig) -> Json:
+    names = {
+        "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier",
+        "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+    }  # fmt: skip
+    multipliers = config.hf_class.family.multipliers
+    return {key: config.get(name, float, 1.0, low=0.0) for key, name in names.items()} if multipliers else {}
+
+
+def _expert_keys(config: HfConfig) -> Json:
+    """Those of a model with experts; UserError if they are not as its architecture has them."""
+    routing, get, values = config.hf_class.family.routing, config.get, config.values
+    if routing is None:
+        return {}
+    own_names = "moe_num_primary_experts" in values  # SmallThinker's
+    width = "moe_ffn_hidden_size" if own_names else "intermediate_size"
+    dense = 0 in get("moe_layer_layout", list, []) or get("mlp_only_layers", list, [])
+    if dense or get("decoder_sparse_step", int, 1) != 1:
+        raise UserError(f"{config.where}: dense layers among those with experts are not supported")
+    config.need(
+        clip_qkv=None, swiglu_limit=7.0, swiglu_alpha=1.702,
+        moe_shared_primary_experts=0, moe_enable_secondary_experts=False, moe_enable_early_router=True,
+        use_qk_norm=False,
+    )  # fmt: skip
+    normalised = get("norm_topk_prob", bool, own_names)
+    if normalised != routing.normalised:
+        raise UserError(f"{config.where}: norm_topk_prob={normalised} is not supported for {config.architecture}")
+    keys = {
+        "expert_count": config.n_experts,
+        "expert_used_count": config.size("moe_num_active_primary_experts" if own_names else "num_experts_per_tok"),
+        "expert_feed_forward_length": config.size("moe_intermediate_size", config.size(width)),
+    }
+    if routing.gating is None:
+        gating = "softmax" if get("moe_primary_router_apply_softmax", bool, False) else "sigmoid"
+        keys["expert_gating_func"] = GATINGS.index(gating)
+    return keys
+
+
 def _activation(config: HfConfig) -> dict[str, str]:
     key, usual = config.hf_class.activation_key, config.hf_class.family.activation
+    if config.hf_class.family.routing:
+        config.need(hidden_act="relu" if usual == "relu" else "silu")
+        return {}
     name = config.get(key, str, None)
     if name is not None and name not in ACTIVATIONS:
         raise UserError(f"{config.where}: {key}={name} is not supported; there are {', '.join(ACTIVATIONS)}")
@@ -464,7 +535,8 @@ def notes(config: HfConfig, biases: Sequence[str]) -> list[str]:
     a, family, rope = config.architecture, config.hf_class.family, gguf_rope(config.rope).note
     activation = _activation(config).get(ACTIVATION_KEY)
     spoken = {"silu": "SiLU", "gelu_tanh": "GELU"}.get(family.activation)
-    unread = [key for key in _window_keys(config) if family.window == "may" or key != "attention.sliding_window"]
+    usual = family.window == "must" or family.only_window
+    unread = [key for key in _window_keys(config) if not usual or key != "attention.sliding_window"]
     unknown = [] if a == "llama" else [name for name in biases if name not in family.biases]
     found = {
         f"hidden_act={activation} is in the file under our own key {ACTIVATION_KEY}: llama.cpp does not read it and "

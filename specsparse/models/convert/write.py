@@ -16,7 +16,7 @@ from specsparse.support.files import Json, need_folder
 from specsparse.support.options import nearest
 
 OUT_TYPES = {
-    name.lower(): GGML[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q4_1")
+    name.lower(): GGML[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q4_1", "MXFP4")
 }
 """Types of a new file, by name."""
 Progress = Callable[[int, int], None]

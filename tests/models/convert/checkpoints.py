@@ -26,6 +26,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 
+_ONE = {"num_hidden_layers": 1, "pad_token_id": 0}
 
 FAMILIES = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32},
@@ -37,6 +38,29 @@ FAMILIES = {
         "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 7, "head_dim": 32,
         "sliding_window": 6, "query_pre_attn_scalar": 32, "hidden_activation": "gelu_pytorch_tanh",
         "tie_word_embeddings": True, "rope_theta": 1e6, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6,
+    },
+    "granite": {
+        "architectures": ["GraniteForCausalLM"], "model_type": "granite", **_ONE, "embedding_multiplier": 6.0,
+        "attention_multiplier": 0.1, "residual_multiplier": 0.4, "logits_scaling": 3.0,
+    },
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", **_ONE},
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", **_ONE, "sliding_window": 7},
+    "qwen3moe": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **_ONE, "head_dim": 32, "num_experts": 6,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
+    },
+    "olmoe": {
+        "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", **_ONE, "num_experts": 6,
+        "num_experts_per_tok": 2, "intermediate_size": 32,
+    },
+    "gpt-oss": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 6,
+        "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 6, "attention_bias": True,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0,
+            "beta_slow": 1.0, "rope_theta": 150000.0, "truncate": False,
+        },
     },
 }  # fmt: skip
 """What configs of architectures beside Llama have in place of, and beside, `CONFIG`'s."""
@@ -64,23 +88,55 @@ def weights(config: dict[str, Any], *, seed: int = 0, bias: bool = False) -> dic
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     shapes = {"self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d)}
     shapes |= {"self_attn.o_proj": (d, q), "mlp.gate_proj": (f, d), "mlp.up_proj": (f, d), "mlp.down_proj": (d, f)}
-    gemma, normed = config.get("model_type") == "gemma3_text", config.get("model_type") in ("gemma3_text", "qwen3")
+    kind, experts = config.get("model_type"), config.get("num_experts", config.get("num_local_experts", 0))
+    gemma, normed = kind == "gemma3_text", kind in ("gemma3_text", "qwen3", "qwen3_moe", "olmoe", "olmo2")
+    bias |= kind == "gpt_oss"
+    if kind == "phi3":
+        shapes = {"self_attn.qkv_proj": (q + 2 * kv, d), "self_attn.o_proj": (d, q), "mlp.gate_up_proj": (2 * f, d)}
+        shapes |= {"mlp.down_proj": (d, f)}
+    if experts:
+        shapes = {name: shape for name, shape in shapes.items() if not name.startswith("mlp")}
     one = 0 if gemma else 1  # its norms are stored as what they differ from one
     out = {"model.embed_tokens.weight": rng.normal(0, 1, (config["vocab_size"], d))}
     for i in range(config["num_hidden_layers"]):
         for name, shape in shapes.items():
             out[f"model.layers.{i}.{name}.weight"] = rng.normal(0, shape[1] ** -0.5, shape)
-            if bias and name[-6:] in ("q_proj", "k_proj", "v_proj"):
+            if bias and name[-6:] in ("q_proj", "k_proj", "v_proj", *(["o_proj"] if experts else [])):
                 out[f"model.layers.{i}.{name}.bias"] = rng.normal(0, 0.3, shape[0])
-        for name in ("input_layernorm", "post_attention_layernorm", *(_FEED_FORWARD_NORMS if gemma else ())):
+        norms = ["input_layernorm", "post_attention_layernorm", *(_FEED_FORWARD_NORMS if gemma else ())]
+        for name in (norms[1], _FEED_FORWARD_NORMS[1]) if kind == "olmo2" else norms:
             out[f"model.layers.{i}.{name}.weight"] = rng.normal(one, 0.1, d)
         for name in ("q_norm", "k_norm") if normed else ():
-            out[f"model.layers.{i}.self_attn.{name}.weight"] = rng.normal(one, 0.1, head)
+            width = {"q_norm": q, "k_norm": kv}[name] if kind in ("olmoe", "olmo2") else head
+            out[f"model.layers.{i}.self_attn.{name}.weight"] = rng.normal(one, 0.1, width)
+        if experts:
+            out |= _experts(rng, config, experts, f"model.layers.{i}.")
         out[f"model.layers.{i}.self_attn.rotary_emb.inv_freq"] = np.ones(head // 2)  # old checkpoints have it
     out["model.norm.weight"] = rng.normal(one, 0.1, d)
     if not config["tie_word_embeddings"]:
         out["lm_head.weight"] = rng.normal(0, d**-0.5, (config["vocab_size"], d))
     return {name: value.astype(np.float32) for name, value in out.items()}
+
+
+def _experts(rng, config: dict[str, Any], count: int, at: str) -> dict[str, np.ndarray]:
+    """A layer's router and experts; gpt-oss has them in a form of its own, and sinks."""
+    d, f = config["hidden_size"], config.get("moe_intermediate_size", config["intermediate_size"])
+    if config["model_type"] != "gpt_oss":
+        shapes = {"gate_proj": (f, d), "up_proj": (f, d), "down_proj": (d, f)}
+        return {f"{at}mlp.gate.weight": rng.normal(0, d**-0.5, (count, d))} | {
+            f"{at}mlp.experts.{e}.{name}.weight": rng.normal(0, shape[1] ** -0.5, shape)
+            for e in range(count)
+            for name, shape in shapes.items()
+        }
+    return {
+        f"{at}mlp.router.weight": rng.normal(0, d**-0.5, (count, d)),
+        f"{at}mlp.router.bias": rng.normal(0, 0.3, count),
+        f"{at}mlp.experts.gate_up_proj": rng.normal(0, 2 * d**-0.5, (count, d, 2 * f)),
+        f"{at}mlp.experts.gate_up_proj_bias": rng.normal(0, 2, (count, 2 * f)),
+        f"{at}mlp.experts.down_proj": rng.normal(0, f**-0.5, (count, f, d)),
+        f"{at}mlp.experts.down_proj_bias": rng.normal(0, 0.3, (count, d)),
+        f"{at}self_attn.sinks": rng.normal(0, 1, config["num_attention_heads"]),
+    }
 
 
 def multimodal_weights(prefix: str = "language_model.model.", *, seed: int = 0) -> dict[str, np.ndarray]:
