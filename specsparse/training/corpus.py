@@ -1,8 +1,8 @@
 """The text that drafters are trained on, as token ids: the target's answers to generated prompts, and documents.
 
-Prompts are a small grammar expanded at random, over the tasks of the built-in prompts. Answers stand in files that a
-restart finds again. Texts get the target's rows (`Features`), and are packed side by side into windows of one shape, so
-that one program serves them all.
+Prompts are a small grammar expanded at random, over the tasks of the built-in prompts, or the target's own
+(`own_prompts`). Answers stand in files that a restart finds again. Texts get the target's rows (`Features`), and are
+packed side by side into windows of one shape, so that one program serves them all.
 
 The loss at a token is the divergence from the target's distribution there, whoever wrote the token. So a document
 serves as well as a text of the target's making (EAGLE, arXiv:2401.15077, trains on fixed dialogues), and costs one
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from specsparse.errors import UserError
 from specsparse.runtime.method import Method
 from specsparse.runtime.session import Request, Session
 from specsparse.support.files import read_tensors, write_tensors
-from specsparse.support.options import Count, Internal, Range
+from specsparse.support.options import Count, Internal, Positive, Range
 
 _GRAMMAR_FILE = Path(__file__).parents[1] / "data" / "training_prompts.json"
 _SLOT = re.compile(r"\{([a-z_-]+|\d+\.\.\d+)\}")
@@ -40,7 +40,10 @@ _DEEPEST = 12
 _ROUNDS = 24
 """Tokens between two looks at how many answers still go on."""
 _SHORTEST = 8
-"""Tokens under which a part of a document says too little to be kept."""
+"""Tokens under which a part of a document, or a text of the target's own, says too little to be kept."""
+_GRAM = 4
+"""Tokens of the n-grams by which a text is found to repeat itself."""
+_TURN = "<the user's turn>"
 _FORMAT = "specsparse.training.texts"
 _BATCH, _STEP = 8, 128
 """Texts of a forward pass, and what its length is a multiple of: few shapes, so that few programs are compiled."""
@@ -53,16 +56,24 @@ class DataOptions:
     """The text to make.
 
     Attributes:
+        text: prompts of the `grammar`, or those that the model writes itself, see `own_prompts`.
+        turn_temperature: of its own prompts.
+        repeated: the largest share of a text's 4-grams that stood in it before: a prompt of its own with more is left
+            out, the answer to one is cut where it begins to repeat itself.
         batch: prompts answered together, of like lengths.
         batches: of a file.
         answer: tokens of an answer, at most.
-        least: answers that still go on when a batch ends, as a share of it: the last ones would be written alone.
+        least: answers that still go on when a batch ends, as a share of it: the last ones would be written alone. With
+            text=self all are written to their end, so that no text depends on its batch.
         prompt_tokens: longer prompts are left out.
         temperatures: of the answers, in turn; 0 is greedy.
         chat: each prompt is a user's turn in the model's template.
         seed: of prompts and answers.
     """
 
+    text: Literal["grammar", "self"] = "grammar"
+    turn_temperature: Positive = 1.0
+    repeated: Annotated[float, Range(0, 1)] = 0.3
     batch: Count = 16
     batches: Count = 8
     answer: Count = 240
@@ -75,6 +86,8 @@ class DataOptions:
     def __post_init__(self):
         if not self.temperatures:
             raise UserError("train.temperatures=[]: at least one is needed")
+        if self.text == "self" and not self.chat:
+            raise UserError("train.text=self: the model writes a user's turn in its chat template, give data.chat=true")
 
 
 @dataclass(frozen=True)
@@ -137,19 +150,18 @@ def prompt(index: int, *, seed: int = 0, rules: Mapping[str, Any] | None = None)
     return task, expand("{" + task + "}", 0)
 
 
-def answer(
-    model: Model, prompts: list[np.ndarray], params: list[SamplingParams], *, seed: int, least: float = 0.0
-) -> list[Text]:
-    """The model's answers to prompts of token ids, decoded together; plain decoding's tokens.
-
-    `seed` is of the draws, with a prompt's place among the prompts. All end when no larger share than `least` goes on.
-    """
-    sequences = [Request(p, s, seed, i) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
-    session = Session(model, sequences, Method())
-    while sum(f is Finish.RUNNING for f in session.finish) > least * len(sequences):
+def decoded(model: Model, requests: list[Request], *, least: float = 0.0) -> Session:
+    """A session that has decoded these together; all end when no larger share than `least` goes on."""
+    session = Session(model, requests, Method())
+    while sum(f is Finish.RUNNING for f in session.finish) > least * len(requests):
         session.advance(_ROUNDS)
-    answered = zip(prompts, session.tokens(), strict=True)
-    return [Text(np.concatenate([ids, out]).astype(np.int32), len(ids)) for ids, out in answered]
+    return session
+
+
+def answer(model: Model, requests: list[Request], *, least: float = 0.0) -> list[Text]:
+    """The model's answers to prompts, decoded together; plain decoding's tokens. `least` as in `decoded`."""
+    answered = zip(requests, decoded(model, requests, least=least).tokens(), strict=True)
+    return [Text(np.concatenate([r.prompt, out]).astype(np.int32), len(r.prompt)) for r, out in answered]
 
 
 def encode(model: Model, text: str, *, chat: bool) -> np.ndarray:
@@ -161,24 +173,83 @@ def encode(model: Model, text: str, *, chat: bool) -> np.ndarray:
     return np.asarray(tokenizer.encode(text, add_special=True), np.int32)
 
 
+def own_prompts(model: Model, options: DataOptions, numbers: Sequence[int], *, limit: int) -> dict[int, np.ndarray]:
+    """The prompts that the model writes itself, by number, of at most `limit` tokens (Magpie, arXiv:2406.08464).
+
+    It is given its chat template up to the user's turn, and writes the turn as it writes any text. A turn is left out
+    if it does not end, holds another special token, is shorter than 8 tokens or repeats itself. Number n has noise of
+    its own, so its turn is the same in every batch (contract C1).
+    """
+    tokenizer, found = model.tokenizer, {}
+    before, mark, _ = tokenizer.apply_chat_template([{"role": "user", "content": _TURN}]).partition(_TURN)
+    if not mark:
+        raise UserError(f"{model.path}: train.text=self needs a chat template that holds the user's turn as it is")
+    begin = np.asarray(tokenizer.encode(before, parse_special=True), np.int32)
+    params = SamplingParams(temperature=options.turn_temperature, max_tokens=max(limit - len(begin), 1))
+    for start in range(0, len(numbers), options.batch):
+        part = numbers[start : start + options.batch]
+        session = decoded(model, [Request(begin, params, options.seed, 2 * number) for number in part])
+        for number, turn, finish in zip(part, session.tokens(), session.finish, strict=True):
+            turn = turn[:-1]  # the token that ended it
+            special = not tokenizer.special_ids.isdisjoint(turn.tolist())
+            if finish is Finish.STOP and not special and 0 < unrepeated(turn, share=options.repeated) == len(turn):
+                ids = encode(model, tokenizer.decode(turn).strip(), chat=True)
+                found |= {number: ids} if len(ids) <= limit else {}
+    return found
+
+
+def unrepeated(ids: np.ndarray, *, share: float) -> int:
+    """Tokens of the longest beginning of a text of whose 4-grams no larger share stood in it before; 0 for under 8."""
+    if len(ids) < _SHORTEST:
+        return 0
+    grams = np.lib.stride_tricks.sliding_window_view(ids, _GRAM)
+    new = np.zeros(len(grams), int)
+    new[np.unique(grams, axis=0, return_index=True)[1]] = 1
+    return int(np.flatnonzero(np.cumsum(new) >= (1 - share) * np.arange(1, len(grams) + 1))[-1]) + _GRAM
+
+
 def make_shard(model: Model, options: DataOptions, index: int) -> list[Text]:
     """The answers of file `index`: the same whenever and in whatever order files are made. A UserError if hardly a
-    prompt is short enough."""
-    count = options.batch * options.batches
+    prompt is short enough, or none of the model's own passes.
+
+    With text=self, file i holds what passes of the numbers from i * batch * batches on: the files of any batch hold the
+    same texts in the same order.
+    """
+    count, own = options.batch * options.batches, options.text == "self"
     limit = min(options.prompt_tokens, model.config.context_length - 2)
-    numbers = range(index * 1000 * count, (index + 1) * 1000 * count)
-    each = (encode(model, prompt(number, seed=options.seed)[1], chat=options.chat) for number in numbers)
-    prompts = list(itertools.islice((ids for ids in each if 0 < len(ids) <= limit), count))
-    if len(prompts) < count:
-        raise UserError(f"no generated prompt has at most {limit} tokens: raise train.prompt_tokens")
-    params = itertools.cycle([SamplingParams(temperature=t, max_tokens=options.answer) for t in options.temperatures])
-    both = sorted(zip(prompts, params), key=lambda pair: len(pair[0]))  # a batch computes rows up to its longest prompt
-    texts = []
-    for number, start in enumerate(range(0, count, options.batch)):
-        ids, params = (list(x) for x in zip(*both[start : start + options.batch], strict=True))
-        seed = options.seed * 1_000_003 + index * options.batches + number
-        texts += answer(model, ids, params, seed=seed, least=options.least)
-    return texts
+    if own:
+        prompts = own_prompts(model, options, range(index * count, (index + 1) * count), limit=limit)
+    else:
+        numbers = range(index * 1000 * count, (index + 1) * 1000 * count)
+        each = (encode(model, prompt(number, seed=options.seed)[1], chat=options.chat) for number in numbers)
+        prompts = dict(enumerate(itertools.islice((ids for ids in each if 0 < len(ids) <= limit), count)))
+        if len(prompts) < count:
+            raise UserError(f"no generated prompt has at most {limit} tokens: raise train.prompt_tokens")
+    params = [SamplingParams(temperature=t, max_tokens=options.answer) for t in options.temperatures]
+    order = sorted(prompts, key=lambda number: len(prompts[number]))  # a batch computes rows up to its longest prompt
+    texts: dict[int, Text] = {}
+    for place, start in enumerate(range(0, len(order), options.batch)):
+        batch = order[start : start + options.batch]
+        seed = options.seed if own else options.seed * 1_000_003 + index * options.batches + place
+        asked = [
+            Request(prompts[number], params[number % len(params)], seed, 2 * number + 1 if own else i)
+            for i, number in enumerate(batch)
+        ]
+        spare = replace(asked[0], params=params[0].merged(max_tokens=1))  # a smaller batch would be compiled anew
+        asked += [spare] * (options.batch - len(asked))
+        texts |= zip(batch, answer(model, asked, least=0.0 if own else options.least), strict=False)
+    if not own:
+        return list(texts.values())
+    kept = []
+    for _, text in sorted(texts.items()):
+        answered = unrepeated(text.tokens[text.prompt :], share=options.repeated)
+        kept += [Text(text.tokens[: text.prompt + answered], text.prompt)] if answered >= _SHORTEST else []
+    if not kept:
+        raise UserError(
+            f"train.text=self: none of {count} texts that {model.path} wrote is fit to train on; is it an instruct "
+            "model? train.prompt_tokens, train.repeated and train.turn_temperature say what is"
+        )
+    return kept
 
 
 def write_shard(path: Path, texts: list[Text]) -> None:

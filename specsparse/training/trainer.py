@@ -42,6 +42,9 @@ class TrainOptions:
         clip: largest norm of a gradient.
         warmup: steps in which the rates rise from 0.
         decay: share of the steps, the last ones, in which they fall to 0, linearly.
+        replay: share of the steps, the last ones, that learn from rounds of decoding alone: target and drafter write a
+            text again together, and what the drafter proposed counts, up to its first wrong token (`rounds`), as
+            Draft-OPD replays refused positions (arXiv:2605.29343). Their softmax runs over the draft vocabulary.
         precision: of a step's products, of `training.layer.Precision`.
         seed: of the order of texts.
     """
@@ -59,6 +62,7 @@ class TrainOptions:
     clip: Positive = 1.0
     warmup: Count = 20
     decay: Annotated[float, Range(0, 1)] = 0.5
+    replay: Annotated[float, Range(0, 1)] = 0.0
     precision: Precision = "auto"
     seed: Annotated[int, Internal()] = 0
 
@@ -73,14 +77,16 @@ class TrainState(NamedTuple):
 
 
 class HeadBatch(NamedTuple):
-    """Windows [W, ...], and the columns int32[c], ascending, of the draft vocabulary that the softmax runs over."""
+    """Windows [W, ...]; the columns int32[c], ascending, of the draft vocabulary that the softmax runs over; and
+    whether only what is proposed in rounds counts."""
 
     windows: Window
     columns: np.ndarray
+    replay: bool
 
 
 class HeadLosses(NamedTuple):
-    """KL(target, head) in nats and the share of rows whose argmax is the target's, by stream."""
+    """KL(target, head) in nats and the share whose argmax is the target's, by stream, of the rows that count."""
 
     loss: jax.Array
     agreement: jax.Array
@@ -98,7 +104,7 @@ class Trainer:
         matrices = partial(jax.tree.map, lambda x: x.ndim > 1)
         adamw = optax.adamw(self._rate, b2=0.98, weight_decay=options.weight_decay, mask=matrices)
         self._optimiser = optax.chain(optax.clip_by_global_norm(options.clip), adamw)
-        self._step = jax.jit(self._one_step, donate_argnums=(0, 1))
+        self._step = jax.jit(self._one_step, donate_argnums=(0, 1), static_argnames="replay")
         self._features = Features(model, form.layers)
 
     def start(self, texts: Sequence[Text] | None) -> TrainState:
@@ -127,7 +133,7 @@ class Trainer:
             raise UserError("no text to train on has an answer: raise train.tokens")
         share = id_counts(texts, self.config.vocab_size)[ids] + 1.0  # one more than the count, so that each may come
         share /= share.sum()
-        count = min(o.candidates or len(ids), len(ids))
+        replayed = o.steps - round(o.replay * o.steps)
 
         def plan(order: np.ndarray) -> list[list[list[int]]]:
             windows = pack(texts, order, rows=o.rows, drafting=o.drafting)
@@ -140,7 +146,8 @@ class Trainer:
             size = {"rows": o.rows, "drafting": o.drafting, "width": self.config.d_model}
             filled = [fill([next(read) for _ in group], **size) for group in groups]
             windows = jax.tree.map(lambda *each: np.stack(each), *filled)
-            columns = np.arange(len(ids), dtype=np.int32)
+            columns, replay = np.arange(len(ids), dtype=np.int32), step >= replayed
+            count = min((not replay and o.candidates) or len(ids), len(ids))
             if count < len(ids):
                 column = np.minimum(np.searchsorted(ids, windows.tokens), len(ids) - 1)
                 wanted = np.unique(column[ids[column] == windows.tokens])[:count]
@@ -148,7 +155,7 @@ class Trainer:
                 rng = np.random.default_rng([o.seed, 1 << 20, step])
                 more = rng.choice(len(ids), count - len(wanted), replace=False, p=rest / rest.sum())
                 columns = np.sort(np.concatenate([wanted, more])).astype(np.int32)
-            yield HeadBatch(windows, columns)
+            yield HeadBatch(windows, columns, replay)
 
     def run(self, state: TrainState, texts: Sequence[Text], *, on_step: OnStep | None = None) -> TrainState:
         """The state after the last step; see `training_loop.train`."""
@@ -158,69 +165,118 @@ class Trainer:
 
     def step(self, frozen: Frozen, state: TrainState, batch: HeadBatch) -> tuple[TrainState, HeadLosses]:
         """One step of the optimiser, and the losses before it."""
+        read = jax.tree.map(jnp.asarray, (batch.windows, batch.columns))
         weights, opt, losses = self._step(
-            state.weights, state.optimiser, frozen, self.model.params.embedding, jax.tree.map(jnp.asarray, batch)
+            state.weights, state.optimiser, frozen, self.model.params.embedding, *read, replay=batch.replay
         )
         return TrainState(weights, opt, state.ids, state.step + 1), losses
 
-    def _one_step(self, weights, opt, frozen: Frozen, embedding: QTensor, batch: HeadBatch):
+    def _one_step(self, weights, opt, frozen: Frozen, embedding: QTensor, windows: Window, columns, *, replay: bool):
         """The gradients of the windows, one after the other, which keeps what is held of each in the cache."""
-        o, windows = self.options, batch.windows
-        head_cD = halved(frozen.head[batch.columns], o.precision)
-        frozen = frozen._replace(head=head_cD, ids=frozen.ids[batch.columns])
+        o = self.options
+        head_cD = halved(frozen.head[columns], o.precision)
+        frozen = frozen._replace(head=head_cD, ids=frozen.ids[columns])
         stream_s = jnp.arange(o.streams)
         count_s = jnp.sum((windows.depth[:, None] >= stream_s[None, :, None]).astype(jnp.float32), axis=(0, 2))
-        count_s = jnp.maximum(count_s, 1.0)
         weight_s = jnp.asarray(o.stream_weight ** np.arange(o.streams), jnp.float32)
         weight_s = weight_s / weight_s.sum()
 
         def loss(weights, window: Window):
-            losses = self._losses(weights, frozen, embedding, window)
-            losses = HeadLosses(*(x / count_s for x in losses))
-            return jnp.sum(weight_s * losses.loss), losses
+            counted_s, sums = self._losses(weights, frozen, embedding, window, replay=replay)
+            return jnp.sum(weight_s / jnp.maximum(count_s, 1.0) * sums.loss), (counted_s, sums)
 
         def add(so_far, window: Window):
-            (_, losses), grads = jax.value_and_grad(loss, has_aux=True)(weights, window)
-            return jax.tree.map(jnp.add, so_far, (grads, losses)), None
+            (_, found), grads = jax.value_and_grad(loss, has_aux=True)(weights, window)
+            return jax.tree.map(jnp.add, so_far, (grads, found)), None
 
-        zero = jax.tree.map(jnp.zeros_like, weights), HeadLosses(jnp.zeros_like(count_s), jnp.zeros_like(count_s))
-        (grads, losses), _ = jax.lax.scan(add, zero, windows)
+        none = jnp.zeros_like(count_s)
+        zero = jax.tree.map(jnp.zeros_like, weights), (none, HeadLosses(none, none))
+        (grads, (counted_s, sums)), _ = jax.lax.scan(add, zero, windows)
+        losses = HeadLosses(*(x / jnp.maximum(counted_s, 1.0) for x in sums))
         return *updated(self._optimiser, grads, opt, weights), losses
 
-    def _losses(self, weights, frozen: Frozen, embedding: QTensor, window: Window) -> HeadLosses:
+    def _losses(
+        self, weights, frozen: Frozen, embedding: QTensor, window: Window, *, replay: bool
+    ) -> tuple[jax.Array, HeadLosses]:
+        """Rows that count, and sums over them, by stream."""
         o = self.options
         drafts = self.form.logits(halved(weights, o.precision), frozen, embedding, window, o.streams)
+        counts_sm = jnp.stack([window.depth >= s for s in range(len(drafts))])
+        if replay:
+            counts_sm = rounds(right_tokens(drafts, frozen, window), window.depth)[1]
         z_mN = times(rms_norm(window.after, frozen.output_norm, self.config.norm_eps), frozen.head)  # the target's own
         log_sum, best = jax.nn.logsumexp(z_mN, axis=-1), jnp.argmax(z_mN, axis=-1)
         p_mN = jnp.exp(z_mN - log_sum[:, None])
         entropy = log_sum - jnp.sum(p_mN * z_mN, axis=-1)
         found = []
-        for s, y_mN in enumerate(drafts):
-            counts = (window.depth >= s).astype(jnp.float32)
+        for y_mN, counts in zip(drafts, counts_sm.astype(jnp.float32), strict=True):
             same = (jnp.take_along_axis(y_mN, best[:, None], axis=1)[:, 0] >= y_mN.max(axis=-1)).astype(jnp.float32)
             divergence = jax.nn.logsumexp(y_mN, axis=-1) - jnp.sum(p_mN * y_mN, axis=-1) - entropy
             found.append(HeadLosses(jnp.sum(counts * divergence), jnp.sum(counts * same)))
-        return jax.tree.map(lambda *each: jnp.stack(each), *found)
+        return counts_sm.sum(axis=1).astype(jnp.float32), jax.tree.map(lambda *each: jnp.stack(each), *found)
+
+
+def right_tokens(drafts: Sequence[jax.Array], frozen: Frozen, window: Window) -> jax.Array:
+    """bool[s, m]: whether the argmax of each stream's logits [m, N] is the token of the text."""
+    following = jnp.roll(window.tokens, -1)[window.rows]
+    return jnp.stack([frozen.ids[jnp.argmax(logits, axis=-1)] == following for logits in drafts])
+
+
+def rounds(right_sm: jax.Array, depth_m: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where decoding begins its drafts and what it proposes, if target and drafter wrote the texts of a window.
+
+    Speculation does not change a text, so its rounds follow from which tokens are right. One begins at the first
+    drafting row of a text, the next one behind what verification has accepted and the token that it adds.
+
+    Returns:
+        bool[m], rows at which a draft begins; and bool[s, m], which rows it is in, in which stream, up to its first
+        wrong token: what comes after that hangs on a text that is never written.
+    """
+    places = range(len(right_sm))
+    along = [jnp.roll(right_sm[s], -s) & (jnp.roll(depth_m, -s) == depth_m + s) & (depth_m >= 0) for s in places]
+    accepted_m = jnp.cumprod(jnp.stack(along).astype(jnp.int32), axis=0).sum(axis=0)
+
+    def walk(behind, row):
+        at, depth, accepted = row
+        begins = (depth == 0) | ((depth > 0) & (at == behind))
+        return jnp.where(begins, at + accepted + 1, behind), begins
+
+    at_m = jnp.arange(len(depth_m), dtype=jnp.int32)
+    _, begins_m = jax.lax.scan(walk, jnp.int32(-1), (at_m, depth_m, accepted_m))
+    return begins_m, jnp.stack([jnp.roll(begins_m & (accepted_m >= s), s) & (depth_m >= s) for s in places])
 
 
 @dataclass(frozen=True)
 class DraftQuality:
-    """Drafts of gamma argmax tokens begun at every position of some greedy answers, without decoding.
+    """Drafts of gamma argmax tokens begun at positions of some greedy answers, without decoding.
 
     Attributes:
         tokens: positions a draft was begun at.
         agreement: for each place in the draft, how often its token is the answer's if those before it were.
-        acceptance: mean acceptance length, bonus token included, if rounds began at every position equally often.
+        acceptance: mean acceptance length, bonus token included.
     """
 
     tokens: int
     agreement: tuple[float, ...]
     acceptance: float
 
+    @classmethod
+    def from_reached(cls, reach: np.ndarray) -> "DraftQuality":
+        """Of the numbers that `reached` gives."""
+        agreement = tuple(float(b / a) if a else 0.0 for a, b in itertools.pairwise(reach))
+        return cls(int(reach[0]), agreement, float(1 + reach[1:].sum() / max(reach[0], 1)))
+
+
+class Judged(NamedTuple):
+    """Drafts begun at every position equally often; and where decoding begins them, when the round before has ended."""
+
+    every: DraftQuality
+    live: DraftQuality
+
 
 def evaluator(
     model: Model, form: Form, texts: Sequence[Text], *, gamma: int, shape: tuple[int, int]
-) -> Callable[[Pytree, Frozen], DraftQuality]:
+) -> Callable[[Pytree, Frozen], Judged]:
     """Judges drafts of `gamma` tokens on greedy answers, as often as it is called, with the weights and the target's
     part; `shape` is (rows, drafting rows) of a window.
 
@@ -230,36 +286,36 @@ def evaluator(
     rows, drafting = shape
 
     @jax.jit
-    def right(weights: Pytree, frozen: Frozen, embedding: QTensor, window: Window) -> jax.Array:
-        """bool[gamma, m]: whether each stream's argmax at a drafting row is the token of the text."""
-        following = jnp.roll(window.tokens, -1)[window.rows]
-        found = form.logits(weights, frozen, embedding, window, gamma)
-        return jnp.stack([frozen.ids[jnp.argmax(logits, axis=-1)] == following for logits in found])
+    def drafted(weights: Pytree, frozen: Frozen, embedding: QTensor, window: Window) -> tuple[jax.Array, jax.Array]:
+        right_sm = right_tokens(form.logits(weights, frozen, embedding, window, gamma), frozen, window)
+        return right_sm, rounds(right_sm, window.depth)[0]
 
     texts, size = Features(model, form.layers).of(texts), {"rows": rows, "drafting": drafting}
     groups = pack(texts, range(len(texts)), **size)
     windows = [fill([texts[i] for i in group], **size, width=model.config.d_model) for group in groups]
 
-    def judge(weights: Pytree, frozen: Frozen) -> DraftQuality:
-        reach = np.zeros(gamma + 1)
+    def judge(weights: Pytree, frozen: Frozen) -> Judged:
+        every, live = np.zeros(gamma + 1), np.zeros(gamma + 1)
         for window in windows:
-            right_sm = right(weights, frozen, model.params.embedding, jax.tree.map(jnp.asarray, window))
-            reach += reached(np.asarray(right_sm), np.asarray(window.depth))
-        agreement = tuple(float(b / a) if a else 0.0 for a, b in itertools.pairwise(reach))
-        return DraftQuality(int(reach[0]), agreement, float(1 + reach[1:].sum() / reach[0]))
+            found = drafted(weights, frozen, model.params.embedding, jax.tree.map(jnp.asarray, window))
+            right_sm, begins_m, depth_m = map(np.asarray, (*found, window.depth))
+            every += reached(right_sm, depth_m, depth_m >= 0)
+            live += reached(right_sm, depth_m, begins_m)
+        return Judged(DraftQuality.from_reached(every), DraftQuality.from_reached(live))
 
-    if not sum(reached(np.ones((gamma, drafting)), np.asarray(window.depth))[0] for window in windows):
+    depths = [np.asarray(window.depth) for window in windows]
+    if not any(reached(np.ones((gamma, drafting)), depth_m, depth_m >= 0)[0] for depth_m in depths):
         raise UserError(f"no held-out answer is longer than gamma={gamma} tokens: raise train.answer")
     return judge
 
 
-def reached(right_sm: np.ndarray, depth_m: np.ndarray) -> np.ndarray:
+def reached(right_sm: np.ndarray, depth_m: np.ndarray, begins_m: np.ndarray) -> np.ndarray:
     """float[gamma + 1]: drafts begun, and those of them whose first s tokens are right.
 
     The draft that begins at row r has its token s in stream s at row r + s - 1. Drafts that the text's end cuts off do
     not count, nor does the last row of a text, whose next token is not kept.
     """
     gamma, m = right_sm.shape
-    begun = [r for r in range(m - gamma) if depth_m[r] >= 0 and depth_m[r + gamma] == depth_m[r] + gamma]
+    begun = [r for r in range(m - gamma) if begins_m[r] and depth_m[r + gamma] == depth_m[r] + gamma]
     right = [np.cumprod(right_sm[np.arange(gamma), r + np.arange(gamma)]) for r in begun]
     return np.concatenate([[float(len(begun))], np.sum(right, axis=0) if begun else np.zeros(gamma)])

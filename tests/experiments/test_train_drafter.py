@@ -1,20 +1,30 @@
 """`+experiment=train_drafter` end to end on a tiny model: stopped, started again, judged, decoded with."""
 
 import json
+from functools import partial
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import specsparse
+from specsparse import ListDrafter, SamplingParams
+from specsparse.engine.generate import Finish
 from specsparse.errors import UserError
 from specsparse.experiments import runner
 from specsparse.experiments.kinds import train_drafter, train_settings
 from specsparse.experiments.kinds.train_settings import TrainSpec
+from specsparse.runtime.method import MethodSpec, resolve
+from specsparse.runtime.session import Request, Session
 from specsparse.speculative.drafters import get_drafter
+from specsparse.support.registry import Choice
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import random_head
 from specsparse.training import corpus, trainer, training_loop
+from specsparse.training.corpus import fill
 from specsparse.training.eagle_form import HeadForm
+from specsparse.training.layer import rms_norm
 from specsparse.training.trainer import reached
 from tests.experiments import playing
 from tests.experiments.playing import changed, quiet_context, random_texts, run_config, settings, stop_at
@@ -59,7 +69,7 @@ HEADS = {
     ("drafter", "options", "file"),
     [
         ("head", OPTIONS, "head"),
-        ("head", HEADS["below"], "head"),
+        ("head", {**HEADS["below"], "replay": 0.34}, "head"),
         ("eagle3", HEADS["eagle3"], "eagle3"),
         ("dflash", HEADS["dflash"], "dflash"),
         ("model", MODEL, "draft"),
@@ -77,7 +87,9 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
     drafting = record["summary"]["drafting"]
     assert drafting["tokens"] > 0 and len(drafting["agreement"]) == 3 and drafting["acceptance"] >= 1
 
-    assert curve[-1]["acceptance"] == drafting["acceptance"] and curve[0]["learning_rate"] > 0
+    live = record["summary"]["live"]
+    assert curve[-1]["acceptance"] == drafting["acceptance"] and curve[-1]["live"] == live["acceptance"] >= 1
+    assert 0 < live["tokens"] < drafting["tokens"] and curve[0]["learning_rate"] > 0
     assert record["trained"] == [str(whole.path)]
 
     saves = stop_at(monkeypatch, training_loop, "save_state", 2)
@@ -157,13 +169,100 @@ def test_candidates_hold_what_follows(cfg, model, tmp_path):
     np.testing.assert_array_equal(next(later).columns, seen[3])
 
 
+def test_replayed_steps_are_the_last_and_score_the_whole_draft_vocabulary(model):
+    train = trainer.TrainOptions(steps=6, replay=0.34, candidates=64, rows=320, drafting=48)
+    texts = [corpus.Text(np.arange(3, 43, dtype=np.int32), 5)]
+    batches = trainer.Trainer(model, train, HeadForm(model)).batches(texts, np.arange(128, dtype=np.int32), 0)
+    found = [next(batches) for _ in range(6)]
+    assert [b.replay for b in found] == [False] * 4 + [True] * 2
+    assert [len(b.columns) for b in found] == [64] * 4 + [128] * 2
+
+
+class LastSeen(ListDrafter):
+    """What followed the last token when it stood before."""
+
+    max_nodes = 2
+
+    def propose(self, tokens: list[int], limit: int) -> list[int]:
+        places = [i for i, token in enumerate(tokens[:-1]) if token == tokens[-1]]
+        return [*tokens[places[-1] + 1 if places else len(tokens) :], 0, 0][: min(limit, 2)]
+
+
+def test_replay_begins_where_verification_stopped(model):
+    """Target and drafter write a text together; the trainer finds the same rounds in it, and what they proposed."""
+    drafter, prompt = LastSeen(), np.array([5, 9, 7, 30, 9, 7])
+    request = Request(prompt, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True), 0)
+    method = resolve(MethodSpec(drafter, policy=Choice("fixed", {"gamma": 2})), model)
+    session = Session(model, [request], method, noting=True)
+    while Finish.RUNNING in session.finish:
+        session.advance(16)
+        session.end({})
+    text = [*prompt.tolist(), *session.tokens()[0].tolist()]
+    m, first = 60, len(prompt)  # row r is before token first + r
+    right = np.zeros((2, m), bool)
+    for row in range(m - 1):
+        found = drafter.propose(text[: first + row], 2)
+        right[[0, 1], [row, row + 1]] = np.equal(found, text[first + row : first + row + 2])
+    begins_m, proposed_sm = trainer.rounds(right, np.arange(m))
+    begins, proposed, row = np.zeros(m, bool), np.zeros((2, m), bool), 0
+    for drafted, accepted in session.drafts()[0]:
+        places = np.arange(min(accepted + 1, drafted))
+        begins[row], proposed[places, row + places] = True, True
+        row += accepted + 1
+    assert 1 < begins.sum() < m - 2 and proposed[1].any()
+    np.testing.assert_array_equal(begins_m[: m - 2], begins[: m - 2])  # behind, the limit of tokens cuts a draft
+    np.testing.assert_array_equal(proposed_sm[:, : m - 2], proposed[:, : m - 2])
+
+
+class Given(HeadForm):
+    """Drafts by the logits that it is given as weights."""
+
+    def logits(self, weights, frozen, embedding, window, count):
+        return list(weights)
+
+
+def test_replay_counts_proposals_alone(model):
+    """The loss is the divergence from the target at accepted tokens and at the first wrong one, and nowhere else."""
+    rng, (m, N, D) = np.random.default_rng(0), (12, 16, model.config.d_model)
+    text = corpus.Text(rng.integers(0, N, m + 1).astype(np.int32), 2, rng.normal(size=(m + 1, D)).astype(np.float32))
+    window = jax.tree.map(jnp.asarray, fill([text], rows=m, drafting=m, width=D))
+    logits = rng.normal(size=(2, m, N)).astype(np.float32)
+    following = np.append(text.tokens[2:], 0)
+    logits[:, np.arange(m), following] = -9.0
+    logits[0, [0, 1, 4, 5, 9], following[[0, 1, 4, 5, 9]]] = 9.0  # right first tokens
+    logits[1, [5, 10], following[[5, 10]]] = 9.0  # right second ones
+    made = trainer.Trainer(model, trainer.TrainOptions(streams=2, precision="float32"), Given(model))
+    frozen = made.frozen(np.arange(N, dtype=np.int32))
+    losses = jax.jit(partial(made._losses, replay=True))
+    counted, sums = losses(logits, frozen, model.params.embedding, window)
+    # Rounds begin at 0 (one accepted), 2, 3, 4 (both), 7, 8, 9 (both); the text ends with row 11.
+    proposed = ([0, 2, 3, 4, 7, 8, 9], [1, 5, 10])
+    z = np.asarray(rms_norm(window.after, frozen.output_norm, model.config.norm_eps) @ frozen.head.T)
+    p, q = jax.nn.log_softmax(z), jax.nn.log_softmax(logits)
+    wanted = [sum((np.exp(p[r]) * (p[r] - q[s, r])).sum() for r in rows) for s, rows in enumerate(proposed)]
+    assert counted.tolist() == [len(rows) for rows in proposed]
+    np.testing.assert_allclose(sums.loss, wanted, rtol=1e-4)
+
+
+def test_rounds_begin_behind_the_token_that_verification_adds():
+    right = np.array([[1, 1, 0, 1, 1, 0, 1, 0], [0, 0, 1, 0, 1, 1, 0, 0]], bool)
+    depth = np.array([0, 1, 2, 3, 0, 1, 2, -1])
+    # First text: right at 0, wrong at 1, so the next draft begins at 2. It is wrong at once, so one begins at 3.
+    # Second text: right at 4 and 5, so the next one would begin at 7, behind its end.
+    begins, proposed = trainer.rounds(right, depth)
+    assert np.flatnonzero(begins).tolist() == [0, 2, 3, 4]
+    assert np.flatnonzero(proposed[0]).tolist() == [0, 2, 3, 4] and np.flatnonzero(proposed[1]).tolist() == [1, 5]
+    np.testing.assert_array_equal(reached(right, depth, np.asarray(begins)), [2, 2, 1])  # those at 0 and 4 fit
+
+
 def test_reach_counts_drafts_by_the_place_of_their_first_error():
     right = np.array([[1, 1, 0, 1, 1, 0, 1], [0, 1, 1, 0, 1, 1, 0]], bool)
     depth = np.array([0, 1, 2, 3, 0, 1, -1])
     # Begun at rows 0 and 1 (row 2 ends with its text): right at 0 then 1; right at 1 then 2.
-    np.testing.assert_array_equal(reached(right, depth), [2, 2, 2])
+    np.testing.assert_array_equal(reached(right, depth, depth >= 0), [2, 2, 2])
     right[1, 1] = False
-    np.testing.assert_array_equal(reached(right, depth), [2, 2, 1])
+    np.testing.assert_array_equal(reached(right, depth, depth >= 0), [2, 2, 1])
+    np.testing.assert_array_equal(reached(right, depth, depth == 0), [1, 1, 0])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Generated prompts, and the text that a model makes of them."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,8 +9,10 @@ import pytest
 import specsparse
 from specsparse import SamplingParams
 from specsparse.data import prompts
+from specsparse.engine.generate import Finish
 from specsparse.engine.llama import Want
 from specsparse.errors import UserError
+from specsparse.runtime.session import Request
 from specsparse.support.options import read
 from specsparse.testing import write_tiny_gguf
 from specsparse.training import corpus
@@ -57,7 +60,7 @@ def test_an_answer_is_plain_decodings_with_the_rows_of_a_forward_pass(model):
     ids = [np.array([5, 9, 7, 30]), np.array([8]), np.array([11, 12, 13, 14, 15, 16])]
     sampling = [SamplingParams(temperature=0.0, max_tokens=7), SamplingParams(temperature=0.9, max_tokens=12)]
     params = [sampling[0], sampling[1], sampling[1]]
-    texts = corpus.answer(model, ids, params, seed=3)
+    texts = corpus.answer(model, [Request(p, s, 3, i) for i, (p, s) in enumerate(zip(ids, params, strict=True))])
     plain = specsparse.generate(model, ids[0], sampling=sampling[0]).token_ids
     assert texts[0].tokens[4:].tolist() == list(plain)
     read = Features(model, (0, 1, model.config.n_layers)).of(texts)
@@ -74,9 +77,10 @@ def test_an_answer_is_plain_decodings_with_the_rows_of_a_forward_pass(model):
 def test_a_batch_ends_when_few_answers_go_on(model):
     ids = [np.array([5]), np.array([6]), np.array([7]), np.array([8])]
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (3, 3, 3, 200)]
-    lengths = [len(t.tokens) - 1 for t in corpus.answer(model, ids, params, seed=0, least=0.25)]
+    asked = [Request(p, s, 0) for p, s in zip(ids, params, strict=True)]
+    lengths = [len(t.tokens) - 1 for t in corpus.answer(model, asked, least=0.25)]
     assert lengths[:3] == [3, 3, 3] and 3 < lengths[3] < 100
-    assert [len(t.tokens) - 1 for t in corpus.answer(model, ids[3:], params[3:], seed=0, least=0.25)] == [200]
+    assert [len(t.tokens) - 1 for t in corpus.answer(model, asked[3:], least=0.25)] == [200]
 
 
 def test_shards_are_made_once_and_made_alike(model, tmp_path):
@@ -93,6 +97,63 @@ def test_shards_are_made_once_and_made_alike(model, tmp_path):
         assert a.tokens.dtype == b.tokens.dtype == np.int32 and a.prompt == b.prompt
         np.testing.assert_array_equal(a.tokens, b.tokens)
     assert len({tuple(t.tokens[: t.prompt]) for t in first}) == len(first)
+
+
+OWN = corpus.DataOptions(
+    text="self", batch=8, batches=1, answer=12, prompt_tokens=300, temperatures=(0.0, 0.8), seed=5
+)
+
+
+def test_magpie_text_is_the_same_by_any_batch_and_resumed(model, tmp_path):
+    """The files of two batch sizes hold the same texts, and a file that is made again holds them again."""
+    made = [corpus.make_shard(model, OWN, index) for index in (0, 1)]
+    corpus.write_shard(tmp_path / "texts_00000.safetensors", made[0])
+    first = sum(len(t.tokens) - t.prompt for t in made[0])
+    paths = corpus.generate(model, OWN, tmp_path, tokens=first + 1)  # goes on from the first file
+    found = [text for path in paths for text in corpus.read_shard(path)]
+    other = corpus.make_shard(model, replace(OWN, batch=4, batches=4), 0)
+    assert len(paths) == 2 and made[0] and made[1]
+    for a, b, c in zip(made[0] + made[1], found, other, strict=True):
+        assert a.prompt == b.prompt == c.prompt
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_array_equal(a.tokens, c.tokens)
+
+
+def test_magpie_prompts_are_turns_that_end_and_hold_no_special_token(model):
+    tokenizer = model.tokenizer
+    begin = np.array(tokenizer.encode("<|im_start|>user\n", parse_special=True))
+    params = SamplingParams(temperature=1.0, max_tokens=300 - len(begin))
+    written, finish = [], []
+    for part in (range(8), range(8, 16)):
+        session = corpus.decoded(model, [Request(begin, params, 5, 2 * n) for n in part])
+        written, finish = written + session.tokens(), finish + session.finish
+    ended = {n for n, f in enumerate(finish) if f is Finish.STOP}
+    plain = {n for n, ids in enumerate(written) if not tokenizer.special_ids & {*ids[:-1].tolist()}}
+    turns = {n: tokenizer.decode(written[n][:-1]).strip() for n in ended & plain if len(written[n]) > 8}
+    found = corpus.own_prompts(model, OWN, range(16), limit=300)
+    assert ended - plain and plain - ended
+    wanted = {n: corpus.encode(model, turn, chat=True).tolist() for n, turn in turns.items()}
+    assert {n: ids.tolist() for n, ids in found.items()} == {n: ids for n, ids in wanted.items() if len(ids) <= 300}
+
+
+def test_magpie_texts_end_where_they_begin_to_repeat_themselves():
+    unrepeated = corpus.unrepeated
+    assert unrepeated(np.arange(8), share=0.0) == 8 and unrepeated(np.arange(7), share=0.0) == 0
+    loop = np.concatenate([np.arange(20), np.tile(np.arange(4), 6)])
+    new = [len({tuple(loop[i : i + 4]) for i in range(n - 3)}) / (n - 3) for n in range(4, 45)]
+    for share in (0.0, 0.2, 0.3, 0.6):
+        assert unrepeated(loop, share=share) == max(n for n, s in enumerate(new, 4) if s >= 1 - share)
+    assert unrepeated(loop, share=0.2) < unrepeated(loop, share=0.3) < len(loop) == unrepeated(loop, share=0.6)
+
+
+def test_magpie_needs_a_chat_template(model, tmp_path):
+    with pytest.raises(UserError, match=r"train\.text=self: .*data\.chat=true"):
+        corpus.DataOptions(text="self", chat=False)
+    with pytest.raises(UserError, match=r"train\.repeated"):
+        corpus.make_shard(model, replace(OWN, prompt_tokens=9), 0)
+    path = write_tiny_gguf(tmp_path / "m.gguf", n_layers=1, chat_template="{{ messages[0]['content'] | upper }}")
+    with pytest.raises(UserError, match=r"train\.text=self needs a chat template"):
+        corpus.own_prompts(specsparse.load(path), OWN, range(1), limit=9)
 
 
 def test_documents_are_pieces_of_answers_length(model, tmp_path):

@@ -19,6 +19,7 @@ from specsparse.experiments.kinds import train_settings
 from specsparse.experiments.kinds.train_settings import STATE, TRAINING, Training, TrainSettings
 from specsparse.models import catalogue
 from specsparse.report.plots import Rows
+from specsparse.runtime.session import Request
 from specsparse.speculative.drafters.heads.head import find, read_head
 from specsparse.speculative.drafters.heads.published import matrix_type
 from specsparse.support import tables
@@ -36,6 +37,7 @@ DEFINITIONS = {
     "text": "answers' tokens in all, how many a second this run wrote, 0 where it wrote none, and tokens of documents",
     "acceptance": "1 + tokens right before the first wrong one, over drafts begun at every position of those answers; "
     "on the curve, of the drafter as it was at that step",
+    "live": "the same over the drafts that decoding begins, where the round before has ended",
     "loss": "KL(target, drafter) in nats on the step's candidates, by place in the draft",
 }
 
@@ -60,10 +62,11 @@ OWNERS = (OwnOptions, DataOptions, TrainOptions, SmallOptions)
 
 @dataclass(frozen=True)
 class Trained:
-    """The drafter's file, how well it drafts, and its form."""
+    """The drafter's file, how well it drafts at every position and where decoding begins its drafts, and its form."""
 
     path: Path
     drafting: DraftQuality
+    live: DraftQuality
     form: Form
 
 
@@ -103,8 +106,9 @@ class TrainDrafter(Training):
 
         def point(state: TrainState, recent: Sequence[HeadLosses]) -> dict[str, object]:
             means = (np.mean([np.asarray(x) for x in each], axis=0).tolist() for each in zip(*recent, strict=True))
-            judged = {"acceptance": judge(state.weights, frozen).acceptance}
-            return dict(zip(("loss", "agreement"), means, strict=True)) | trainer.rate(state) | judged
+            judged = judge(state.weights, frozen)
+            acceptance = {"acceptance": judged.every.acceptance, "live": judged.live.acceptance}
+            return dict(zip(("loss", "agreement"), means, strict=True)) | trainer.rate(state) | acceptance
 
         log = Log(
             folder / STATE, train.steps, own.save_every, "rows",
@@ -118,16 +122,17 @@ class TrainDrafter(Training):
         ids, form = np.asarray(state.ids), trainer.form
         stem = folder.name.removesuffix(f"-{form.name}")  # the form behind it, once
         path = form.write(folder / f"{stem}-{form.name}.gguf", state.weights, ids, quant=own.quantise)
-        drafting = judge(state.weights, frozen)
-        places = [str(i + 1) for i in range(len(drafting.agreement))]
-        table = tables.new("place", *places, "acceptance length", "drafts")
-        agreement = [f"{a:.3f}" for a in drafting.agreement]
-        table.add_row("agreement", *agreement, f"{drafting.acceptance:.2f}", str(drafting.tokens))
+        drafting, live = judge(state.weights, frozen)
+        places = [str(i + 1) for i in range(own.gamma)]
+        table = tables.new("drafts begun", *places, "acceptance length", "drafts")
+        for where, found in (("at every position", drafting), ("where decoding begins them", live)):
+            table.add_row(where, *(f"{a:.3f}" for a in found.agreement), f"{found.acceptance:.2f}", str(found.tokens))
+        figures = {"drafting": asdict(drafting), "live": asdict(live), "curve": list(log.curve)}
         return RunResult(
-            {form.name: str(path), "text": written, "drafting": asdict(drafting), "curve": list(log.curve)},
-            Trained(path, drafting, form),
+            {form.name: str(path), "text": written, **figures},
+            Trained(path, drafting, live, form),
             shown=[
-                Text("held-out greedy answers: how often each token of a draft is right", style="bold"),
+                Text("held-out greedy answers: agreement, how often each token of a draft is right", style="bold"),
                 table,
                 f"{form.name}: {path}; drafter={form.drafter} drafter.{form.option}={path}",
             ],
@@ -161,7 +166,7 @@ def held_out(cfg: TrainSettings, model: Model, ctx: RunContext) -> list[corpus.T
     with ctx.counting("answering held-out prompts", len(kept)) as step:
         for start in range(0, len(kept), data.batch):
             part = kept[start : start + data.batch]
-            answers += corpus.answer(model, part, [params] * len(part), seed=cfg.seed)
+            answers += corpus.answer(model, [Request(ids, params, cfg.seed) for ids in part])
             step(len(answers))
     return answers
 

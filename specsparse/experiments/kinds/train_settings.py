@@ -18,7 +18,9 @@ from specsparse.training.corpus import DataOptions, Text, TextWritten, generate,
 
 STATE = "state.safetensors"
 """The checkpoint of a training."""
-TRAINING = Series("training", "step", least=("loss", "divergence", "perplexity"), most=("acceptance", "agreement"))
+TRAINING = Series(
+    "training", "step", least=("loss", "divergence", "perplexity"), most=("acceptance", "live", "agreement")
+)
 TEXT = Series("text", "tokens")
 
 
