@@ -160,8 +160,9 @@ def publish(args: argparse.Namespace, report: Json) -> None:
     """Writes the report of `bench speed` with these arguments as a file of entries."""
     quantised = f" --quantise {args.quantise}" if args.quantise else ""
     peers = f" --peer {','.join(args.peers)}" if args.peers else ""
+    depth = f" --depth {args.depth}" if args.depth else ""
     widths = ",".join(report["v"][OURS])
-    command = f"python -m specsparse bench speed {args.model} --pp 0 --tg 0 --widths {widths}{quantised}{peers}"
+    command = f"python -m specsparse bench speed {args.model} --pp 0 --tg 0 --widths {widths}{depth}{quantised}{peers}"
     write_file(Path(args.publish), from_report(report, machine=args.machine, source=f"`{command}`"))
 
 
@@ -219,14 +220,14 @@ def page(entries: Iterable[VnEntry]) -> str:
 
 def _table(entries: Sequence[VnEntry]) -> Iterable[str]:
     yield f"{entries[0].machine.cpu}.\n"
-    heads = ["model", "type", "engine", "one row, ms", *(f"v({n})" for n in _SHOWN), "quiet", "date"]
+    heads = ["model", "type", "engine", "depth", "one row, ms", *(f"v({n})" for n in _SHOWN), "quiet", "date"]
     yield "| " + " | ".join(heads) + " |"
     yield "| --- " * len(heads) + "|"
-    ordered = sorted(entries, key=lambda e: (e.model, e.type, e.engine.name != OURS, e.engine.name, e.date))
+    ordered = sorted(entries, key=lambda e: (e.model, e.type, e.depth, e.engine.name != OURS, e.engine.name, e.date))
     for e in ordered:
         times = [f"{e.v[str(n)]:.2f}" if str(n) in e.v else "" for n in _SHOWN]
         step = "" if e.step_ms is None else f"{e.step_ms:.2f}"
-        cells = (e.model, e.type, e.engine.name, step, *times, "yes" if e.quiet else "no", e.date)
+        cells = (e.model, e.type, e.engine.name, str(e.depth), step, *times, "yes" if e.quiet else "no", e.date)
         yield "| " + " | ".join(cells) + " |"
     yield ""
     yield from dict.fromkeys(
@@ -238,7 +239,7 @@ _HEAD = """# v(n) by engine, type and machine
 
 v(n) is the time of a forward of n rows over that of one row. A round of speculation that drafts n - 1 tokens takes v(n)
 plain steps and what drafting takes, so it must emit more than v(n) tokens to pay: an engine with v(8) = 5 has little to
-gain, whatever the drafts. This page is made of the files in `docs/data/vn` by `make docs`.
+gain, whatever the drafts. Depth is the number of tokens in the cache. This page is made of the files in `docs/data/vn` by `make docs`.
 """
 _FOOT = """
 ## Another machine or engine

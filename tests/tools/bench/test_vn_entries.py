@@ -104,4 +104,4 @@ def test_a_report_becomes_an_entry_for_each_engine():
         {"4": 2.4},
     ) and peer.machine.name == "a processor"
     lines = vn_entries.page([ours, peer]).splitlines()
-    assert any("| M | Q4_1 | specsparse | 4.00 |  | 1.40 |" in line for line in lines)
+    assert any("| M | Q4_1 | specsparse | 0 | 4.00 |  | 1.40 |" in line for line in lines)

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kRowsPerItem = 4;  // of rotate
 constexpr int64_t kWholeQueries = 24;  // of a tile that one thread computes
-// Tiles are cut from so many slots on, where two more steps cost less than what several threads read twice, and up to so many scores.
+// Tiles are cut from so many slots on, where two more steps cost less than reading twice, and up to so many scores.
 constexpr int64_t kCutSlots = 512, kCutScores = 32 << 20;
 
 // Floats of the scores of a query that sees at most `slots`: rows of a power of two would share their lines of the first cache.
@@ -76,19 +76,21 @@ void AttendPlan::make(const AttendShape& s) {
   int64_t size = cut_ ? kMostQueries : vectors > 2 * threads() ? 2 : 1;
   for (const int64_t larger : {int64_t{4}, int64_t{12}, kWholeQueries})
     if (!cut_ && vectors / larger >= wanted) size = larger;
+  int64_t most = 0;
   scores = 0;
   for (int64_t b = 0; b < s.batch; ++b)
     for (int64_t g = 0; g < s.kv_heads; ++g)
       for (int64_t p = 0, all = counts_[b] * per_kv; p < all; p += size) {
         tiles_.push_back({b, g, p, std::min(size, all - p), scores});
         scores += tiles_.back().count * score_stride(s.length[b] + s.n);
+        most = std::max(most, tiles_.back().count);
       }
   std::reverse(tiles_.begin(), tiles_.end());  // the longest rows first
   std::fill_n(parts_, kAttendSteps, cut_);
   parts_[kScore] = 1;
   if (!cut_) return;
   const int64_t count = std::max<int64_t>(tiles_.size(), 1);
-  parts_[kScore] = (wanted + count - 1) / count, parts_[kSoften] = kMostQueries;
+  parts_[kScore] = std::max<int64_t>(threads(), (wanted + count - 1) / count / threads() * threads()), parts_[kSoften] = most;
   while (parts_[kWeigh] * count < 2 * threads() && s.d % (32 * parts_[kWeigh]) == 0) parts_[kWeigh] *= 2;
   if (static_cast<int64_t>(scores_.size()) < scores) scores_.resize(scores);
 }

@@ -147,7 +147,8 @@ float peak(const float* x, int64_t count, bool* wild) {
 }  // namespace
 
 #define SPECSPARSE_TABLE(NAME, REGISTERS, GROUPS) \
-  {NAME, REGISTERS, kGroupTile, prepare, dot, glu, score, soften, weigh, store_kv, exp_shifted, block_sums, block_maxima, peak, nullptr, GROUPS}
+  {NAME,     REGISTERS,   kGroupTile, prepare,      dot,  glu,     score, soften, weigh, \
+   store_kv, exp_shifted, block_sums, block_maxima, peak, nullptr, GROUPS}
 
 }  // namespace SPECSPARSE_ISA
 }  // namespace specsparse
