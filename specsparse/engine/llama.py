@@ -51,7 +51,7 @@ class ForwardOut(NamedTuple):
         logits: f32[B, n, V], f32[B, 1, V] for "last", None for "none". Rows that do not count are 0, unless
             `Want.zeros` is false.
         hidden: f32[B, n, D], f32[B, n, len(ids) * D] for ids of layers, or None. Rows that do not count are 0.
-        stats: of a sparse FFN, its arrays stacked over the layers, or None.
+        stats: of a sparse FFN, or the `ChosenExperts` of rows, arrays stacked over the layers; or None.
     """
 
     logits: Any  # not `jax.Array | None`: callers know by their own `Want` which one it is
