@@ -297,7 +297,7 @@ def test_work_counts_what_a_step_reads_and_multiplies(tiny):
     model = load(tiny)
     c = model.config
     one = one_sequence.work_of(model, "decode", 1, depth=0)
-    layer = sum(math.prod(c.projection_shape(p)) for p in one_sequence.PROJECTIONS)
+    layer = sum(math.prod(c.projection_shape(p)) for p in c.projections)
     matrices = layer * c.n_layers + c.vocab_size * c.d_model
     assert one.macs == matrices + 2 * c.n_layers * c.n_heads * c.head_dim
     token_kv = 2 * c.n_layers * c.n_kv_heads * c.head_dim * 2
