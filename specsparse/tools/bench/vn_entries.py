@@ -239,8 +239,8 @@ _HEAD = """# v(n) by engine, type and machine
 
 v(n) is the time of a forward of n rows over that of one row. A round of speculation that drafts n - 1 tokens takes v(n)
 plain steps and what drafting takes, so it must emit more than v(n) tokens to pay: an engine with v(8) = 5 has little to
-gain, whatever the drafts. Depth is the number of tokens in the cache. This page is made of the files in `docs/data/vn` by
-`make docs`.
+gain, whatever the drafts. Depth is the number of tokens in the cache. This page is made of the files in
+`docs/data/vn` by `make docs`.
 """
 _FOOT = """
 ## Another machine or engine
