@@ -220,26 +220,26 @@ _SHOWN = 48
 """Prompt ids shown in the terminal; the file has all."""
 
 
-def explain_round(view: RoundView, b: int = 0) -> Json:
-    """The round of sequence b as plain values. Placeholders are -1.
+def explain_round(view: RoundView) -> Json:
+    """The round of the first sequence as plain values. Placeholders are -1.
 
     `target_ids` is what the target itself draws at each row with the noise of its position (what plain decoding would
     write there), `target_p` their probabilities; `p` is the target's probability of each proposed token, `q` that of
     the draft.
     """
     draft, verdict = view.draft, view.verdict
-    count, K = int(draft.count[b]), draft.max_nodes
-    tokens, parents = np.asarray(draft.tokens[b])[:count], np.asarray(draft.parents[b])[:count]
-    p_nV, targets_n = np.asarray(view.probs()[b]), np.asarray(view.targets()[b])
+    count, K = int(draft.count[0]), draft.max_nodes
+    tokens, parents = np.asarray(draft.tokens[0])[:count], np.asarray(draft.parents[0])[:count]
+    p_nV, targets_n = np.asarray(view.probs()[0]), np.asarray(view.targets()[0])
     rows = [0, *(1 + i for i in range(count))]
-    q = np.ones(count) if draft.q is None else np.asarray(draft.q[b])[np.arange(count), tokens]
-    accepted = {int(n) for n in np.asarray(verdict.nodes[b]) if n >= 0}
+    q = np.ones(count) if draft.q is None else np.asarray(draft.q[0])[np.arange(count), tokens]
+    accepted = {int(n) for n in np.asarray(verdict.nodes[0]) if n >= 0}
     emitted = np.full(K + 1, -1, np.int64)
-    new = int(view.after.length[b]) - int(view.before.length[b])
-    start = int(view.before.length[b])
-    emitted[:new] = np.asarray(view.after.tokens[b])[start : start + new]
-    last = int(verdict.tokens[b, int(verdict.accepted[b])])
-    whole = count > 0 and int(verdict.tested[b]) == int(verdict.accepted[b])
+    new = int(view.after.length[0]) - int(view.before.length[0])
+    start = int(view.before.length[0])
+    emitted[:new] = np.asarray(view.after.tokens[0])[start : start + new]
+    last = int(verdict.tokens[0, int(verdict.accepted[0])])
+    whole = count > 0 and int(verdict.tested[0]) == int(verdict.accepted[0])
     return {
         "round": view.number,
         "position": start,
@@ -252,8 +252,8 @@ def explain_round(view: RoundView, b: int = 0) -> Json:
         "accepted": [i in accepted for i in range(count)],
         "bonus" if whole or not count else "recovered": last,
         "emitted": emitted.tolist(),
-        "cache_before": int(view.cache_before[b]),
-        "cache_after": int(view.cache_after[b]),
+        "cache_before": int(view.cache_before[0]),
+        "cache_after": int(view.cache_after[0]),
     }
 
 

@@ -111,9 +111,8 @@ def _texts(a: Run, b: Run, side_a: str, side_b: str) -> tuple[int, tuple[str, ..
 def tables(found: Difference) -> list[Table]:
     """For the terminal: settings that differ, and results."""
     a, b = found.names
-    settings = new("set otherwise", a, b, left=(0, 1, 2), wrap=(0, 1, 2))
-    for row in found.settings:
-        settings.add_row(*(cell if len(cell) < 60 else f"{cell[:56]} ..." for cell in row))
+    rows = ([cell if len(cell) < 60 else f"{cell[:56]} ..." for cell in row] for row in found.settings)
+    settings = new("set otherwise", a, b, rows=rows, left=(0, 1, 2), wrap=(0, 1, 2))
     out = new("", f"A: {a}", f"B: {b}", "B / A", "95 % interval", "", left=(0, 5))
     for line in found.lines:
         values = [cell(one.value if one else None, ".3g") for one in (line.a, line.b, line.ratio)]

@@ -45,16 +45,12 @@ def report(record: RunRecord) -> list[RenderableType]:
         shown.append(Text(f"ffn {method['ffn']}; {method['ffn_label']}"))
     names = [name for name in record.groups if name != "all"]
     few = names if 1 < len(names) <= _MAX_TASK_COLUMNS else []
-    table = tables.new("", *few, "all", note=note)
-    for label, cells in rows([record.groups[name] for name in (*few, "all")]):
-        table.add_row(label, *cells)
-    shown.append(table)
+    measures = ([label, *cells] for label, cells in rows([record.groups[name] for name in (*few, "all")]))
+    shown.append(tables.new("", *few, "all", rows=measures, note=note))
     if len(names) > _MAX_TASK_COLUMNS:
         chief = [(label, cells) for label, cells in rows([record.groups[n] for n in names]) if label in _BY_TASK]
-        by_task = tables.new("task", *(_BY_TASK[label] for label, _ in chief))
-        for i, name in enumerate(names):
-            by_task.add_row(name, *(cells[i] for _, cells in chief))
-        shown.append(by_task)
+        by_task = ([name, *(cells[i] for _, cells in chief)] for i, name in enumerate(names))
+        shown.append(tables.new("task", *(_BY_TASK[label] for label, _ in chief), rows=by_task))
     return [*shown, *verdict_lines(record), *map(Text, record.notes), *timing_lines(record)]
 
 

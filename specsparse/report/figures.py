@@ -92,7 +92,7 @@ def by_task(runs: Sequence[Run], methods: Sequence[ReportedMethod], *, measure: 
                 rows.append({"method": method.label, "task": task, **found.cells()})
     if not rows:
         return _NO_DRAFT if methods else _NO_METHOD
-    draw = plots.bars("task", "method", ylabel=measure.label, finish=measure.finish)
+    draw = plots.bars("task", ylabel=measure.label, finish=measure.finish)
     return Drawing(measure.definition + _cut(methods), rows, draw, (8.6, 4.4))
 
 
@@ -166,7 +166,7 @@ def accepted_in_a_round(runs: Sequence[Run], methods: Sequence[ReportedMethod]) 
         f"adds to each is not counted. {intervals.WHISKERS}{_cut(methods)}"
     )
     xlabel, ylabel = "drafted tokens that stayed", "rounds with a draft"
-    draw = plots.bars("tokens", "method", ylabel=ylabel, finish=plots.share, xlabel=xlabel)
+    draw = plots.bars("tokens", ylabel=ylabel, finish=plots.share, xlabel=xlabel)
     return Drawing(caption, rows, draw, (8.6, 4.0))
 
 
@@ -195,11 +195,10 @@ def predicted_and_measured(runs: Sequence[Run], methods: Sequence[ReportedMethod
 
     def draw(canvas: Canvas, rows: Sequence[Row]) -> None:
         axes = canvas.subplots()
-        for i, group in enumerate(plots.distinct(rows, "group")):
-            own = [row for row in rows if row["group"] == group]
+        for group, colour, own in plots.series(rows, "group"):
             x, y = ([row[key] for row in own] for key in ("predicted", "value"))
             spread = list(zip(*map(plots.whiskers, own)))
-            axes.errorbar(x, y, spread, fmt="o", capsize=2.5, elinewidth=1, color=COLOURS[i], label=group)
+            axes.errorbar(x, y, spread, fmt="o", capsize=2.5, elinewidth=1, color=colour, label=group)
         most = 1.08 * max(max(r["predicted"], r.get("high") or r["value"]) for r in rows)
         axes.plot([0, most], [0, most], color=INK, linewidth=1, linestyle=(0, (4, 3)))
         axes.set(
@@ -294,15 +293,14 @@ def verify_cost(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawi
 
 def _draw_costs(canvas: Canvas, rows: Sequence[Row]) -> None:
     axes, most = canvas.subplots(), 0.0
-    for i, model in enumerate(plots.distinct(rows, "model")):
-        own = sorted((r for r in rows if r["model"] == model), key=lambda r: r["n"])
+    for model, colour, own in plots.series(rows, "model", x="n"):
         measured = [r for r in own if r["value"] is not None]
         dashed, roofline = None if measured else model, [r["roofline"] for r in own]
-        axes.plot([r["n"] for r in own], roofline, linestyle="--", color=COLOURS[i], label=dashed)
+        axes.plot([r["n"] for r in own], roofline, linestyle="--", color=colour, label=dashed)
         if measured:
             ns, values = ([r[key] for r in measured] for key in ("n", "value"))
             style = {"marker": "o", "elinewidth": 1, "capsize": 2.5}
-            axes.errorbar(ns, values, list(zip(*map(plots.whiskers, measured))), color=COLOURS[i], label=model, **style)
+            axes.errorbar(ns, values, list(zip(*map(plots.whiskers, measured))), color=colour, label=model, **style)
             most = max(most, *values)
         most = max(most, *roofline)
     top = max(r["n"] for r in rows)
@@ -335,10 +333,9 @@ def union_size(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawin
 
     def draw(canvas: Canvas, rows: Sequence[Row]) -> None:
         axes = canvas.subplots()
-        for i, source in enumerate(plots.distinct(rows, "source")):
-            own = sorted((r for r in rows if r["source"] == source), key=lambda r: r["rows"])
+        for source, colour, own in plots.series(rows, "source", x="rows"):
             for key, dashes, label in (("union", "-", source), ("guess", "--", None)):
-                style = {"linestyle": dashes, "marker": "o", "markersize": 4, "color": COLOURS[i]}
+                style = {"linestyle": dashes, "marker": "o", "markersize": 4, "color": colour}
                 axes.plot([r["rows"] for r in own], [r[key] for r in own], label=label, **style)
         axes.set(xlabel="rows of a pass", ylabel="neurons read")
         axes.set_ylim(0, 1.02)
@@ -472,9 +469,7 @@ def _qualities(run: Run) -> Iterator[Json]:
 
 
 def _draw_quality(canvas: Canvas, rows: Sequence[Row]) -> None:
-    units = plots.distinct(rows, "unit")
-    for axes, unit in zip(canvas.subplots(1, len(units), squeeze=False)[0], units, strict=True):
-        own = [r for r in rows if r["unit"] == unit]
+    for axes, unit, own in plots.panels(canvas, rows, "unit"):
         best = sorted((r for r in own if r["on the front"]), key=lambda r: r["speed"])
         axes.step([r["speed"] for r in best], [r["kl"] for r in best], where="post", color=FAINT, linewidth=1)
         for i, row in enumerate(own):

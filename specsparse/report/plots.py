@@ -5,7 +5,7 @@ import csv
 import io
 import itertools
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,26 +148,40 @@ def distinct(rows: Sequence[Row], key: str) -> list[Any]:
     return list(dict.fromkeys(row[key] for row in rows))
 
 
+def series(rows: Sequence[Row], key: str, *, x: str | None = None) -> Iterator[tuple[Any, str, list[Row]]]:
+    """(value, its colour, its rows) for each value of a column, in order of appearance; the rows ascend by `x`."""
+    for i, value in enumerate(distinct(rows, key)):
+        own = [row for row in rows if row[key] == value]
+        yield value, COLOURS[i % MOST], own if x is None else sorted(own, key=lambda row: row[x])
+
+
+def panels(canvas: Canvas, rows: Sequence[Row], key: str, **options: Any) -> Iterator[tuple[Axes, Any, list[Row]]]:
+    """(axes, value, its rows) side by side, for each value of a column."""
+    values = distinct(rows, key)
+    for axes, value in zip(canvas.subplots(1, len(values), squeeze=False, **options)[0], values, strict=True):
+        yield axes, value, [row for row in rows if row[key] == value]
+
+
 def whiskers(row: Row) -> tuple[float, float]:
     """Lengths below and above the value; zeros without an interval."""
     value, low, high = row["value"], row.get("low"), row.get("high")
     return (max(value - low, 0), max(high - value, 0)) if low is not None and high is not None else (0, 0)
 
 
-def bars(group: str, series: str, *, ylabel: str, finish: Callable[[Axes], None], xlabel: str = "") -> Draw:
-    """Draws a group of bars for each value of `group`, a colour for each of `series`.
+def bars(group: str, *, ylabel: str, finish: Callable[[Axes], None], xlabel: str = "") -> Draw:
+    """Draws a group of bars for each value of `group`, a colour for each method.
 
     `finish` is for the axis of values, such as `share`.
     """
 
     def draw(canvas: Canvas, rows: Sequence[Row]) -> None:
-        axes, groups, names = canvas.subplots(), distinct(rows, group), distinct(rows, series)
-        width = 0.8 / len(names)
-        for i, name in enumerate(names):
-            own = [row for row in rows if row[series] == name and row["value"] is not None]
-            at = [groups.index(row[group]) + (i - (len(names) - 1) / 2) * width for row in own]
+        axes, groups, methods = canvas.subplots(), distinct(rows, group), list(series(rows, "method"))
+        width = 0.8 / len(methods)
+        for i, (name, colour, all_own) in enumerate(methods):
+            own = [row for row in all_own if row["value"] is not None]
+            at = [groups.index(row[group]) + (i - (len(methods) - 1) / 2) * width for row in own]
             heights = [row["value"] for row in own]
-            axes.bar(at, heights, width * 0.92, color=COLOURS[i], label=str(name))
+            axes.bar(at, heights, width * 0.92, color=colour, label=str(name))
             spread = [(x, y, whiskers(row)) for x, y, row in zip(at, heights, own, strict=True) if any(whiskers(row))]
             if spread:
                 x, y, ends = zip(*spread, strict=True)

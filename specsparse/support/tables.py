@@ -1,6 +1,6 @@
 """Tables on a terminal of any width: columns that do not fit stand below the others, and nothing is cut."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -15,15 +15,17 @@ _READABLE = 20
 
 def new(
     *columns: str | Text,
+    rows: Iterable[Sequence[str | Text]] = (),
     left: Collection[int] = (0,),
     wrap: Collection[int] = (),
     close: bool = False,
     note: str | None = None,
 ) -> Table:
-    """A table without rows in the style of the package: numbers to the right, only long texts on several lines.
+    """A table in the style of the package: numbers to the right, only long texts on several lines.
 
     Args:
         columns: headings.
+        rows: cells, more may be added.
         left: indices of the columns of text, which begin at the left.
         wrap: indices of the columns of long texts, which may take several lines.
         close: less room between the columns.
@@ -32,6 +34,8 @@ def new(
     made = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=close, caption=note, caption_justify="left")
     for i, name in enumerate(columns):
         made.add_column(name, justify="left" if i in left else "right", no_wrap=i not in wrap, overflow="fold")
+    for row in rows:
+        made.add_row(*row)
     return made
 
 

@@ -348,7 +348,6 @@ def measure_decoding(
             times["over_halves"] = times["overlapped"] / sum(times["busy"].values())
             times["over_layers"] = times["layers"] / times["overlapped"]
             found["same_tokens"] = tokens_of(model) == found["tokens"]
-    out = tables.new("measured", "ms a token")
     rows = {"one device": times["one"], "two devices, one after the other": times["in_turn"]}
     rows |= {"two devices, overlapped": times["overlapped"], "whole layers offloaded": times["layers"]}
     rows |= {f"  {part}, waited for": seconds for part, seconds in (times["busy"] or {}).items()}
@@ -360,9 +359,7 @@ def measure_decoding(
         cells["same tokens on one device and two"] = "yes" if found["same_tokens"] else "NO"
     if "quality" in found:
         cells["hot=dense (lossy): KL to hot=masked, nats"] = f"{found['quality']['kl']:.4g}"
-    for row in cells.items():
-        out.add_row(*row)
-    ctx.console.print(out)
+    ctx.console.print(tables.new("measured", "ms a token", rows=cells.items()))
     return {**found, **times}
 
 

@@ -229,13 +229,11 @@ def _timed(cfg: SparsitySettings, ctx: RunContext, sides: list[Model], ids: list
 
 def table(summary: Mapping[str, Any]) -> Table:
     """A row a point under a row of the dense model."""
-    out, points = tables.new(summary["vary"], *_TITLES, left=(), close=True), summary["points"]
+    points = summary["points"]
     rate = tables.cell(points[0]["dense_tokens_per_second"], ".1f")
     perplexity, whole = tables.cell(points[0]["quality"]["model"]["perplexity_dense"], ".4g"), "100.0%"
-    out.add_row("dense", whole, whole, whole, "0.000", "0.0000", perplexity, whole, "1.00", rate, "1.00", "")
-    for value, *cells in _rows(summary):
-        out.add_row(value, *cells)
-    return out
+    dense = ["dense", whole, whole, whole, "0.000", "0.0000", perplexity, whole, "1.00", rate, "1.00", ""]
+    return tables.new(summary["vary"], *_TITLES, rows=[dense, *_rows(summary)], left=(), close=True)
 
 
 def show_sweep(directory: Path, found: Sequence[Mapping[str, Any]], swept: Sequence[Setting], out: Console) -> None:
@@ -243,15 +241,15 @@ def show_sweep(directory: Path, found: Sequence[Mapping[str, Any]], swept: Seque
     CSV and as a figure; `swept` is what differs between their configs."""
     varied = any(len(record["summary"]["points"]) > 1 for record in found)
     names = [*(setting.name for setting in swept), *(["value"] if varied else [])]
-    rows = tables.new(*names, *_TITLES, left=(), close=True)
-    for number, record in enumerate(found):
-        for value, *cells in _rows(record["summary"]):
-            words = [setting.values[number] for setting in swept] + [value] * varied
-            rows.add_row(*map(Text, words), *cells)
-    tables.show(out, rows, names=len(names))
+    rows = (
+        [*(Text(setting.values[number]) for setting in swept), *[Text(value)] * varied, *cells]
+        for number, record in enumerate(found) for value, *cells in _rows(record["summary"])
+    )  # fmt: skip
+    made = tables.new(*names, *_TITLES, rows=rows, left=(), close=True)
+    tables.show(out, made, names=len(names))
     drawn = figures.of_sparsity([Run(directory, dict(record)) for record in found], str(found[0].get("name", "")))
     drawn.write(directory)
-    write_atomically(directory / f"{drawn.name}.md", tables.markdown(rows))
+    write_atomically(directory / f"{drawn.name}.md", tables.markdown(made))
     files = ", ".join([*drawn.files, f"{drawn.name}.md"])
     out.print(Text(f"records: {directory}; all of them: {files}", style="dim"), soft_wrap=True)
 

@@ -28,7 +28,7 @@ from specsparse.powerinfer import zero_skip
 from specsparse.powerinfer.fewer import UnionPoint, UnionWatch, bytes_read, gated, kept_masks, union_of_text
 from specsparse.predictors.evaluate import ModelQuality, matrices, quality_in_chunks
 from specsparse.predictors.rules import UnionCap
-from specsparse.report import display
+from specsparse.report import display, plots
 from specsparse.report.plots import FAINT, Figure, Row
 from specsparse.report.record import SAME_TEXT_VERIFIERS, Pass, differing_tokens
 from specsparse.runtime import metrics
@@ -279,8 +279,7 @@ def unions(found: Joined, title: str) -> Figure:
 
     def draw(canvas: Canvas, rows: Sequence[Row]) -> None:
         axes, text = canvas.subplots(), [row for row in rows if row["of"] == TEXT]
-        for batch in dict.fromkeys(row["batch"] for row in text):
-            own = [row for row in text if row["batch"] == batch]
+        for batch, _, own in plots.series(text, "batch"):
             label = "consecutive tokens of a text" + (f", {batch} sequences" if batch > 1 else "")
             axes.plot([row["rows"] for row in own], [row["union"] for row in own], marker="o", label=label)
         chain = [row for row in text if row["batch"] == 1]

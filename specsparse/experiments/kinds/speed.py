@@ -12,7 +12,6 @@ from specsparse.experiments import configured, decoding, sparse_model
 from specsparse.experiments.decoding import Bench, Passes, PreparedPrompt
 from specsparse.experiments.kind import Kind, RunContext, RunResult
 from specsparse.experiments.settings import DecodingSettings
-from specsparse.measure import speedups
 from specsparse.measure.costs.explain import explain_record, oracles
 from specsparse.report import display, record
 from specsparse.report.record import DEFINITIONS, HOST, PLAIN, SPECULATIVE, Pass, RunRecord
@@ -156,12 +155,8 @@ def explain(
 
 def _host(passes: Sequence[Pass], findings: dict[str, object], notes: list[str]) -> None:
     """The ablation: one program against a program a stage."""
-    one = {(p.prompt_id, p.repeat): p for p in passes if p.side == SPECULATIVE}
-    pairs = [(p, one[p.prompt_id, p.repeat]) for p in passes if p.side not in (PLAIN, SPECULATIVE)]
-    timed = [(a.decode_s, b.decode_s, a.prompt_id) for a, b in pairs if a.decode_s > 0 and b.decode_s > 0]
-    if timed:
-        host_s, jit_s, ids = zip(*timed, strict=True)
-        ratio = speedups.speedup(host_s, jit_s, prompts=ids)
+    ratio = record.speedup_of(passes, over=HOST)
+    if ratio is not None:
         findings["jit_over_host_loop"] = ratio.to_dict()
         notes.append(
             f"one program for the whole decode is {ratio.ratio_of_totals:.2f} times as fast as the host loop "

@@ -31,6 +31,7 @@ from specsparse.predictors.collect import windows
 from specsparse.predictors.evaluate import Evaluation, Evaluator, LayerQuality, fit_layers
 from specsparse.predictors.fit_mlp import FitOptions, LayerTrainer, label, need_zeros, save_predictors
 from specsparse.predictors.scored import mlp_weights, settled
+from specsparse.report import plots
 from specsparse.report.plots import Figure, Row
 from specsparse.support import tables
 from specsparse.support.files import load_state, read_tensors, replacing, save_state, write_tensors
@@ -249,10 +250,8 @@ def comparison(found: Sequence[Evaluation]) -> Table:
 
 
 def by_layer(found: Evaluation) -> Table:
-    out = tables.new("layer", "active", "kept", "recall", "precision", "energy", "error", close=True)
-    for layer, quality in [*enumerate(found.layers), ("all", found.mean)]:
-        out.add_row(str(layer), *_cells(quality))
-    return out
+    rows = ([str(layer), *_cells(quality)] for layer, quality in [*enumerate(found.layers), ("all", found.mean)])
+    return tables.new("layer", "active", "kept", "recall", "precision", "energy", "error", rows=rows, close=True)
 
 
 def figure(found: Sequence[Evaluation], *, title: str) -> Figure:
@@ -265,8 +264,7 @@ def figure(found: Sequence[Evaluation], *, title: str) -> Figure:
     def draw(canvas: Canvas, rows: Sequence[Row]) -> None:
         panels = {"recall": "recall", "precision": "precision", "kept": "kept share", "error": "FFN output error"}
         for axes, (key, ylabel) in zip(canvas.subplots(2, 2).flat, panels.items(), strict=True):
-            for name in dict.fromkeys(row["predictor"] for row in rows):
-                own = [row for row in rows if row["predictor"] == name and row["layer"] != "all"]
+            for name, _, own in plots.series([row for row in rows if row["layer"] != "all"], "predictor"):
                 axes.plot([row["layer"] for row in own], [row[key] for row in own], marker=".", label=name)
             axes.set(xlabel="layer", ylabel=ylabel, ylim=(0, None if key == "error" else 1.02))
         canvas.axes[0].legend()

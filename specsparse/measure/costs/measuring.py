@@ -153,19 +153,16 @@ class Effort:
         return dataclasses.replace(fitted, near=near, far=max(min(far, most), near + 1))
 
 
-def load_or_measure(
-    model: Model, *, refresh: bool = False, effort: Effort | None = None, bar: Bar = silent
-) -> CostTable:
+def load_or_measure(model: Model, *, refresh: bool = False, bar: Bar = silent) -> CostTable:
     """The model's kept table; without one it is measured (half a minute for a small model) and kept."""
     if not refresh and (known := timing_cache.load(model)) is not None:
         return known
-    effort = effort or Effort()
-    with bar("measuring forwards and rounds of this machine", effort.repeats) as done:
-        table = measure(model, effort=effort, done=done)
+    with bar("measuring forwards and rounds of this machine", Effort.repeats) as done:
+        table = measure(model, done=done)
     return timing_cache.save(model, table)
 
 
-def measure(model: Model, *, effort: Effort | None = None, done: Callable[[], None] = lambda: None) -> CostTable:
+def measure(model: Model, *, effort: Effort = Effort(), done: Callable[[], None] = lambda: None) -> CostTable:
     """Measures everything but drafters; `done` is called before each repeat, which times everything once.
 
     `residuals` of the result: `spread`, the relative deviation of each time between repeats; `kv`, the relative error
@@ -173,7 +170,7 @@ def measure(model: Model, *, effort: Effort | None = None, done: Callable[[], No
     """
     rough = Ours(model, depth=0, room=16, forwards=1)
     rough.verify(1)
-    effort = (effort or Effort()).for_model(model.config.context_length, hosts.agreed(rough.verify(1)))
+    effort = effort.for_model(model.config.context_length, hosts.agreed(rough.verify(1)))
     device = measure_device()
 
     # Each returns seconds: of a forward, of a round with its share of the call, of a call.
@@ -286,20 +283,17 @@ def table_with_draft(
     return table
 
 
-def measure_draft(model: Model, table: CostTable, methods: Sequence[Method], *, rounds: int = 96) -> DraftCost:
+def measure_draft(model: Model, table: CostTable, methods: Sequence[Method]) -> DraftCost:
     """The cost of drafting in real rounds: their time less what the table says of the forward and the round.
 
-    Args:
-        methods: one drafter with drafts of one or two sizes. Two tell the cost of a token (of a level, if they are
-            trees) from that of a round; with one, all of it is the round's.
-        rounds: of all stretches together; a third of them if a plain step takes more than 30 ms, and fewer if the
-            context does not hold them.
+    `methods` are one drafter with drafts of one or two sizes. Two tell the cost of a token (of a level, if they are
+    trees) from that of a round; with one, all of it is the round's.
     """
     once = token_ids(24, model.config.vocab_size, seed=1).tolist()  # repeated, so that lookups find something
     ids = np.asarray([*once, *once, *once, *once[:8]], np.int32)[: model.config.context_length // 2]
     left = (model.config.context_length - len(ids)) // (max(m.max_nodes for m in methods) + 1)
-    most = min(rounds if table.plain_s < 0.03 else rounds // 3, left - 1 - STRETCHES)
-    rounds = max(1, most // STRETCHES)
+    most = 96 if table.plain_s < 0.03 else 32  # rounds of all stretches together, fewer if the context is short
+    rounds = max(1, min(most, left - 1 - STRETCHES) // STRETCHES)
     plain = Loop(model, Method(), ids, room=rounds + 1)
     plain.run(rounds)  # compiles
     points = []

@@ -250,14 +250,13 @@ def get_device(name: str) -> Device:
     return measure_device() if known(name) == THIS else sheets()[name]
 
 
-def measure_device(rounds: int = 3) -> Device:
-    """This machine: the best of `rounds` measurements of each figure, on the kernels' own threads."""
-    buffer = processor.ReadBuffer()
-    read = max(buffer.rate() for _ in range(rounds))
-    int8 = [rate for rate in (processor.int8_rate() for _ in range(rounds)) if rate is not None]
-    f32 = max(processor.f32_rate() for _ in range(rounds))
-    title = processor.cpu_info()["model"]
-    return Device(THIS, title, read, f32, None, max(int8) if int8 else None, overlap=0.0, measured=True)
+def measure_device() -> Device:
+    """This machine: the best of three measurements of each figure, on the kernels' own threads."""
+    buffer, figures = processor.ReadBuffer(), (processor.int8_rate, processor.f32_rate)
+    read = max(buffer.rate() for _ in range(3))
+    int8, f32 = (max((rate for _ in range(3) if (rate := figure()) is not None), default=None) for figure in figures)
+    assert f32 is not None  # int8 alone needs the native library
+    return Device(THIS, processor.cpu_info()["model"], read, f32, None, int8, overlap=0.0, measured=True)
 
 
 @dataclass(frozen=True)
@@ -287,6 +286,6 @@ class Roofline:
         """Plain decoding, all sequences together."""
         return batch / self.forward_s(1, kv_length, batch)
 
-    def balance(self, limit: int = 512) -> int:
-        """Rows up to which v(n) is 1 because reading takes longer, at most `limit`; 0 if one row is too many."""
-        return next((n - 1 for n in range(1, limit + 1) if self.compute_s(n) > self.memory_s(n)), limit)
+    def balance(self) -> int:
+        """Rows up to which v(n) is 1 because reading takes longer, at most 512; 0 if one row is too many."""
+        return next((n - 1 for n in range(1, 513) if self.compute_s(n) > self.memory_s(n)), 512)

@@ -164,11 +164,8 @@ def tables(report: Json) -> Iterator[Table | Text]:
 
 
 def _part(heading: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[Table | Text]:
-    table = new(*columns, left=())
-    for row in rows:
-        table.add_row(*row)
     yield Text(heading, style="bold")
-    yield table
+    yield new(*columns, rows=rows, left=())
 
 
 def _digits(value: float) -> str:

@@ -10,20 +10,8 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from specsparse.cli.arguments import (
-    ANY_MODEL,
-    STDOUT,
-    add_json,
-    draw,
-    from_args,
-    list_of,
-    need_places,
-    share,
-    show,
-    sizes,
-    whole,
-    write_json,
-)
+from specsparse.cli import arguments
+from specsparse.cli.arguments import list_of, share, sizes, whole
 from specsparse.errors import refuse
 
 _size = whole(1, 1 << 24)  # of sequences, and of tokens
@@ -33,7 +21,7 @@ _MOST_SIZES, _MOST_ALPHAS = 32, 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("target", metavar="TARGET", help=f"the model that writes: {ANY_MODEL}")
+    add("target", metavar="TARGET", help=f"the model that writes: {arguments.ANY_MODEL}")
     add("drafts", nargs="*", default=(), metavar="DRAFT", help="draft models to judge for it")
     add("--device", type=_device, default="this", metavar="NAME", help="this machine (default), h100, h200, mi300x ..")
     add("--paper", action="store_true", help="take this machine too by its peaks alone: nothing is loaded")
@@ -48,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--task", metavar="NAME", help="take only the acceptances of texts of this kind")
     add("--kv-dtype", choices=("f16", "bf16", "f32", "q8_0"), default="f16", help="type of the caches (%(default)s)")
     add("--plot", type=Path, metavar="FILE.png", help="draw speed-up against draft length")
-    add_json(add, "one JSON object instead of tables, or in FILE")
+    arguments.add_json(add, "one JSON object instead of tables, or in FILE")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -65,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
         f"--batch and --context make {pairs} pairs, {_MOST_SIZES} are the most: give fewer": pairs > _MOST_SIZES,
         f"--alpha has {len(alphas)} values, {_MOST_ALPHAS} are the most: give fewer": len(alphas) > _MOST_ALPHAS,
     })  # fmt: skip
-    need_places([args.json], [args.plot], args.target, *args.drafts, args.acceptance)
+    arguments.need_places([args.json], [args.plot], args.target, *args.drafts, args.acceptance)
     for name in (args.target, *args.drafts):
         if not is_reference(name) and catalogue.find(name) is None:
             catalogue.resolve(name)  # neither a known model nor a file
@@ -77,12 +65,12 @@ def main(args: argparse.Namespace) -> int:
     out = terminal.console()
     counted = acceptance.from_record(args.acceptance) if args.acceptance else None
     sizes_given = {"batches": batches, "contexts": contexts, "alphas": alphas}
-    question = from_args(Question, args, draft_models=tuple(args.drafts), counted=counted, **sizes_given)
+    question = arguments.from_args(Question, args, draft_models=tuple(args.drafts), counted=counted, **sizes_given)
     advice = advise(question, bar=partial(terminal.counting, out))
-    if args.json != STDOUT:
-        show(out, parts(advice))
-    write_json(args.json, report := advice.to_dict(), out)
-    draw(args.plot, figure, report, out)
+    if args.json != arguments.STDOUT:
+        arguments.show(out, parts(advice))
+    arguments.write_json(args.json, report := advice.to_dict(), out)
+    arguments.draw(args.plot, figure, report, out)
     return 0
 
 

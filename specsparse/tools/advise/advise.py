@@ -19,7 +19,7 @@ from specsparse.measure.costs.measuring import Bar, silent
 from specsparse.measure.costs.roofline import ModelOutline, another_vocabulary, get_device, outline
 from specsparse.models import catalogue
 from specsparse.report import plots
-from specsparse.report.plots import COLOURS, FAINT, MOST, Figure, Row
+from specsparse.report.plots import FAINT, MOST, Figure, Row
 from specsparse.runtime import timing_cache
 from specsparse.runtime.load import load
 from specsparse.runtime.timing_cache import CostTable
@@ -327,13 +327,9 @@ def figure(report: Json) -> Figure:
 
 
 def _panels(canvas: Canvas, rows: Sequence[Row]) -> None:
-    places = plots.distinct(rows, "where")
-    panels = canvas.subplots(1, len(places), squeeze=False, sharey=True)[0]
-    for axes, where in zip(panels, places, strict=True):
-        here = [r for r in rows if r["where"] == where]
-        for i, method in enumerate(plots.distinct(here, "method")):
-            own = sorted((r for r in here if r["method"] == method), key=lambda r: r["gamma"])
-            at, colour = [r["gamma"] for r in own], COLOURS[i % len(COLOURS)]
+    for axes, where, here in plots.panels(canvas, rows, "where", sharey=True):
+        for method, colour, own in plots.series(here, "method", x="gamma"):
+            at = [r["gamma"] for r in own]
             axes.plot(at, [r["value"] for r in own], color=colour, marker="o", markersize=3, label=method)
             axes.fill_between(at, [r["low"] for r in own], [r["high"] for r in own], color=colour, alpha=0.1, lw=0)
         axes.axhline(1, color=FAINT, linewidth=0.8)

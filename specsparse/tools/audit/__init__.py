@@ -11,23 +11,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from specsparse.cli.arguments import (
-    ANY_MODEL,
-    MODEL,
-    STDOUT,
-    add_json,
-    draw,
-    from_args,
-    list_of,
-    names,
-    names_among,
-    need_places,
-    positive,
-    show,
-    sizes,
-    whole,
-    write_json,
-)
+from specsparse.cli import arguments
+from specsparse.cli.arguments import list_of, names, names_among, positive, sizes, whole
 from specsparse.errors import UserError
 from specsparse.support import terminal
 from specsparse.support.files import Json, to_json, write_atomically
@@ -47,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sub = kinds.add_parser("bits", help="which widths share bits (the default)", description=_BITS, allow_abbrev=False)
     sub.set_defaults(run=_bits)
     add = sub.add_argument
-    add("--model", default=MODEL, help=f"{ANY_MODEL} (%(default)s)")
+    add("--model", default=arguments.MODEL, help=f"{arguments.ANY_MODEL} (%(default)s)")
     engines, about = ("specsparse", *PEERS), f"some of {', '.join(('specsparse', *PEERS))} (specsparse)"
     add(
         "--engine", dest="engines", type=names_among("engine", engines), default=engines[:1], metavar="LIST", help=about
@@ -64,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rows = "greedy: rows of the engine's own greedy text, where a flip is a fork; text: of the real one (%(default)s)"
     add("--rows", choices=("greedy", "text"), default="greedy", help=rows)
     add("--text", type=Path, metavar="FILE", help="a real text (the built-in prompts)")
-    add_json(add)
+    arguments.add_json(add)
     add("--html", type=Path, metavar="FILE", help="write the report as a page")
     add("--figure", type=Path, metavar="FILE.png", help="draw the widths")
 
@@ -74,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("a", metavar="A", help="JSON Lines, or a run's folder")
     add("b", metavar="B", help="another")
     add("--sides", type=names, metavar="LIST", help="the side of a run's prompts.jsonl to compare: one, or A's,B's")
-    add_json(add)
+    arguments.add_json(add)
 
 
 def rewritten(argv: Sequence[str]) -> list[str]:
@@ -88,16 +73,16 @@ def main(args: argparse.Namespace) -> int:
 
 def _bits(args: argparse.Namespace) -> int:
     """Audit and print; 1 if specsparse itself is not one group."""
-    need_places([args.json, args.html], [args.figure], args.model, args.text)
+    arguments.need_places([args.json, args.html], [args.figure], args.model, args.text)
     from specsparse.tools.audit import audit_page, same_bits  # after the arguments: JAX takes a second
 
     out, report = terminal.console(), Json()
     threads = tuple(dict.fromkeys(args.threads))
-    plan = from_args(same_bits.AuditPlan, args, threads=threads, greedy=args.rows == "greedy")
+    plan = arguments.from_args(same_bits.AuditPlan, args, threads=threads, greedy=args.rows == "greedy")
 
     def after_case(so_far: Json) -> None:
         report.update(so_far)
-        if args.json not in (None, STDOUT):
+        if args.json not in (None, arguments.STDOUT):
             write_atomically(Path(args.json), to_json(report) + "\n")
 
     try:
@@ -105,12 +90,12 @@ def _bits(args: argparse.Namespace) -> int:
     finally:
         if report:  # if the run is stopped, of the cases that were done
             audit_page.show_tables(report, out)
-            show(out, audit_page.lines(report))
-            draw(args.figure, audit_page.figure, report, out)
+            arguments.show(out, audit_page.lines(report))
+            arguments.draw(args.figure, audit_page.figure, report, out)
             if args.html is not None:
                 audit_page.write_page(report, args.html)
                 out.print(f"page: {args.html}", soft_wrap=True)
-            write_json(args.json, report, out)
+            arguments.write_json(args.json, report, out)
     ours = [case for case in report["cases"] if case["engine"] == same_bits.OURS]
     return int(any(case["verdict"] != same_bits.ONE_GROUP for case in ours))
 
@@ -118,15 +103,15 @@ def _bits(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     from specsparse.tools.audit import texts
 
-    need_places([args.json], [], args.a, args.b)
+    arguments.need_places([args.json], [], args.a, args.b)
     sides = args.sides or (None, None)
     if len(sides) > 2:
         raise UserError("--sides takes one side, or A's and B's")
     a, b = (texts.read(Path(path), side) for path, side in ((args.a, sides[0]), (args.b, sides[-1])))
     difference, out = texts.compare_texts(a, b, where=(args.a, args.b)), terminal.console()
-    show(out, texts.parts(difference))
+    arguments.show(out, texts.parts(difference))
     report = {"audit": "specsparse audit diff", "version": 1, "a": args.a, "b": args.b, **difference.to_dict()}
-    write_json(args.json, report, out)
+    arguments.write_json(args.json, report, out)
     return 0
 
 

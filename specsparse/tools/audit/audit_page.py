@@ -103,11 +103,8 @@ def show_tables(report: Json, out: Console) -> None:
     cases = [cells(case, _all_widths(report)) for case in report["cases"]]
     both = ((HEADS, (0, 1, 3, 4, 5), 4, cases), (GROUP_HEADS, (0, 1, 2), 2, group_rows(report)))
     for heads, left, names, rows in both:
-        made = tables.new(*heads, left=left)
-        for row in rows:
-            made.add_row(*row)
         if rows:
-            tables.show(out, made, names=names)
+            tables.show(out, tables.new(*heads, rows=rows, left=left), names=names)
 
 
 def lines(report: Json) -> Iterator[str]:

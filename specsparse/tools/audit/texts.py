@@ -119,10 +119,8 @@ def parts(difference: TextsDifference) -> Iterator[Table | str]:
     """The texts that fork, the rate, and the texts that were not compared."""
     forked, positions = difference.forked, difference.positions
     if forked:
-        table = tables.new("text", "first fork at", "token of A", "token of B")
-        for fork in forked:
-            table.add_row(fork.id, str(fork.position), str(fork.a), str(fork.b))
-        yield table
+        rows = ((fork.id, str(fork.position), str(fork.a), str(fork.b)) for fork in forked)
+        yield tables.new("text", "first fork at", "token of A", "token of B", rows=rows)
     yield f"{len(forked)} of {len(difference.forks)} texts fork; {positions} tokens compared up to the first fork"
     yield f"forks in 1,000 tokens: {difference.rate}, 95 % interval of Clopper and Pearson"
     if difference.shorter:

@@ -21,32 +21,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specsparse.cli.arguments import (
-    ANY_MODEL,
-    DRAFT_LENGTH,
-    DRAFT_MODEL,
-    MODEL,
-    STDOUT,
-    add_distributed,
-    add_json,
-    add_model_options,
-    add_sampling,
-    count,
-    drafter_name,
-    draw,
-    from_args,
-    list_of,
-    names,
-    names_among,
-    need_places,
-    positive,
-    settle,
-    share,
-    show,
-    sizes,
-    whole,
-    write_json,
-)
+from specsparse.cli import arguments
+from specsparse.cli.arguments import count, drafter_name, list_of, names, positive, share, sizes, whole
 from specsparse.engine import hosts
 from specsparse.errors import UserError
 from specsparse.support.files import Json
@@ -80,14 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         made = kinds.add_parser(name, help=what, description=what, allow_abbrev=False)
         for option in options.split():
             made.add_argument(*_SHORT.get(option, ()), f"--{option}", **_OPTIONS[option])
-        add_json(made.add_argument)
+        arguments.add_json(made.add_argument)
         made.set_defaults(**defaults)
         return made.add_argument
 
     def sub_with_model(name: str, what: str, options: str, **defaults: Any) -> Callable[..., Any]:
         add = sub(name, what, f"{options} peer", **defaults)
-        add_model_options(kinds.choices[name].add_argument_group("model").add_argument)
-        add_distributed(add)
+        arguments.add_model_options(kinds.choices[name].add_argument_group("model").add_argument)
+        arguments.add_distributed(add)
         return add
 
     def add_drafts(name: str, about: str) -> None:
@@ -95,12 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add = kinds.choices[name].add_argument_group("drafts").add_argument
         add("--drafter", metavar="NAME", help="smollm2-draft, a GGUF file or a drafter")
         add("--spec-type", dest="drafter", type=drafter_name, metavar="TYPE", help="the same in llama.cpp's words")
-        add(*DRAFT_MODEL, dest="drafter", metavar="FILE", help="a model that drafts")
-        add(*DRAFT_LENGTH, dest="drafted", type=sizes, metavar="LIST", help=about)
-        add_sampling(kinds.choices[name], ("temperature", "top_k", "top_p"), temperature=0.0)
+        add(*arguments.DRAFT_MODEL, dest="drafter", metavar="FILE", help="a model that drafts")
+        add(*arguments.DRAFT_LENGTH, dest="drafted", type=sizes, metavar="LIST", help=about)
+        arguments.add_sampling(kinds.choices[name], ("temperature", "top_k", "top_p"), temperature=0.0)
 
     add = sub_with_model("speed", "prompts, decoding and v(n) of one sequence", "pp repeats", ns=sizes("1..16"))
-    add("first", nargs="?", metavar="MODEL", help=f"{ANY_MODEL} ({MODEL})")
+    add("first", nargs="?", metavar="MODEL", help=f"{arguments.ANY_MODEL} ({arguments.MODEL})")
     about = "tokens to decode, 0 for no such test (%(default)s)"
     add("-n", "--tg", dest="tg", type=count, default=128, metavar="N", help=about)
     add("--widths", dest="ns", type=_widths, metavar="LIST", help="the n of v(n): 1..16, 1,4,8 or none (1..16)")
@@ -135,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--widths", dest="ns", type=sizes, default=(1, 4), metavar="LIST", help="tokens of a call (1,4)")
     add("--shapes", type=list_of(_shape), metavar="LIST", help="rows x columns (2048x2048,4096x11008)")
 
-    add = sub("device", "stages on a device, models made from their shapes", "kernels", json=STDOUT)
+    add = sub("device", "stages on a device, models made from their shapes", "kernels", json=arguments.STDOUT)
     add("device", choices=("gpu", "tpu", "cpu"), metavar="gpu | tpu | cpu")
     stages = kinds.choices["device"].add_mutually_exclusive_group(required=True)
     stages.add_argument("--all", action="store_true", help="every stage (under 8 minutes)")
@@ -150,28 +126,28 @@ def main(args: argparse.Namespace) -> int:
     from specsparse.support import terminal
     from specsparse.tools.bench import vn_entries
 
-    settle(args)
+    arguments.settle(args)
     if hosts.count() > 1 and getattr(args, "peers", ()):
         raise UserError(f"--peer {args.peers[0]} runs on one machine: leave --distributed out")
     if not hosts.leads():
         args.json = args.plot = args.publish = None
-    need_places([args.json, args.publish], [args.plot], args.model, args.drafter)
+    arguments.need_places([args.json, args.publish], [args.plot], args.model, args.drafter)
     if args.publish:
         vn_entries.check(Path(args.publish), args.ns)
     module, _, name = _BENCHES[args.bench].partition(":")
     owner = getattr(importlib.import_module(f"specsparse.tools.bench.{module}"), name)
-    bench = from_args(owner, args)
+    bench = arguments.from_args(owner, args)
     bench.check()
     out = terminal.console()
     with timing_lock(lambda line: out.print(line, soft_wrap=True)):
         report = bench.run(out)
-    show(out, bench.parts(report))
+    arguments.show(out, bench.parts(report))
     if args.plot:
-        draw(args.plot, bench.figure, report, out)
+        arguments.draw(args.plot, bench.figure, report, out)
     if args.publish:
         vn_entries.publish(args, report)
         out.print(f"entries: {args.publish}", soft_wrap=True)
-    write_json(args.json, report, out)
+    arguments.write_json(args.json, report, out)
     return int(bool(report.get("failed")))
 
 
@@ -216,7 +192,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "dest": "backend", "metavar": "NAME", "help": "native, reference, xla, packed or bf16 (the best there is)",
     },
     "peer": {
-        "dest": "peers", "type": names_among("peer", PEERS), "default": (), "metavar": "LIST",
+        "dest": "peers", "type": arguments.names_among("peer", PEERS), "default": (), "metavar": "LIST",
         "help": f"time these engines too, by the interpreter SPECSPARSE_PEER_PYTHON: {', '.join(PEERS)}",
     },
     "plot": {"type": Path, "metavar": "FILE.png", "help": "draw the table"},

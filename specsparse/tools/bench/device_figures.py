@@ -6,7 +6,7 @@ made on the device.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -448,7 +448,7 @@ DEVICES = ("h200", "h100", "mi300x", "5090", "epyc12")
 KINDS: tuple[Mixed, ...] = ("BF16", "Q8_0", "Q4_0")
 
 
-def predictions(plan: CardPlan, devices: Sequence[str] = DEVICES) -> list[Json]:
+def predictions(plan: CardPlan) -> list[Json]:
     """A row for each device, shape and type: seconds of a step, tokens a second, v(8), v(16), and the gain of drafts.
 
     Devices are taken to reach `forecast.REACHED` of their peaks. Speculation is that of the bench: drafts that cost
@@ -456,7 +456,7 @@ def predictions(plan: CardPlan, devices: Sequence[str] = DEVICES) -> list[Json]:
     """
     rows = []
     tokens = expected.expected_tokens(ALPHA, GAMMA)
-    for sheet, name, kind in itertools.product(devices, (plan.small, plan.large), KINDS):
+    for sheet, name, kind in itertools.product(DEVICES, (plan.small, plan.large), KINDS):
         device = sheets()[sheet]
         outline = ModelOutline.from_shape(name, replace(shape_of(name), weights=kind))
         load = outline.traffic().requantised(kind)  # every matrix in that type, the output too

@@ -37,7 +37,7 @@ from specsparse.kernels.qtensor import QTensor
 from specsparse.measure import manifest
 from specsparse.measure.trials import MachinePeaks, paired_ratio, summary
 from specsparse.report import plots
-from specsparse.report.plots import COLOURS, FAINT, Figure, Row
+from specsparse.report.plots import FAINT, Figure, Row
 from specsparse.support import tables, terminal
 from specsparse.support.files import Json, need_memory
 from specsparse.support.interleaved import alternating, interleaved, seconds
@@ -344,13 +344,9 @@ def active_share(report: Json) -> Figure:
 
 
 def _draw_shares(canvas: Canvas, rows: Sequence[Row]) -> None:
-    kinds = plots.distinct(rows, "type")
-    panels = canvas.subplots(1, len(kinds), squeeze=False)[0]
-    for axes, kind in zip(panels, kinds, strict=True):
-        for i, n in enumerate(plots.distinct(rows, "tokens")):
-            own = sorted((r for r in rows if r["type"] == kind and r["tokens"] == n), key=lambda r: r["active"])
-            at, colour = [r["active"] for r in own], COLOURS[i % len(COLOURS)]
-            spread = list(zip(*map(plots.whiskers, own)))
+    for axes, kind, here in plots.panels(canvas, rows, "type"):
+        for n, colour, own in plots.series(here, "tokens", x="active"):
+            at, spread = [r["active"] for r in own], list(zip(*map(plots.whiskers, own)))
             axes.errorbar(at, [r["value"] for r in own], spread, color=colour, marker="o", markersize=4, capsize=2,
                           label=f"{n} token{'s' * (n > 1)}")  # fmt: skip
             axes.plot(at, [r["read"] for r in own], color=colour, linestyle="--", linewidth=1)

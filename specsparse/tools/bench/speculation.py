@@ -242,11 +242,9 @@ class DraftBench(SpeculationBench):
 
     def parts(self, report: Json) -> Iterator[Table | str]:
         """Tokens a second by task and side, those of a target pass under them; ratios; texts that are not plain."""
-        made = tables.new("tok/s", *report["tok_s"]["all"])
-        for task, row in report["tok_s"].items():
-            made.add_row(task, *(f"{rate:.1f}" for rate in row.values()))
-        made.add_row("tokens a pass", *(f"{x:.2f}" for x in report["tokens_per_pass"]["all"].values()))
-        yield made
+        rows = [[task, *(f"{rate:.1f}" for rate in row.values())] for task, row in report["tok_s"].items()]
+        rows.append(["tokens a pass", *(f"{x:.2f}" for x in report["tokens_per_pass"]["all"].values())])
+        yield tables.new("tok/s", *report["tok_s"]["all"], rows=rows)
         names = {"over_plain": "plain decoding", "over_peer_drafts": "the peer's drafts",
                  "over_peer_best": "the peer's best"}  # fmt: skip
         yield "our best over " + ", over ".join(f"{names[key]} {x:.2f}x" for key, x in report["ratios"].items())

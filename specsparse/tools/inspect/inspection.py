@@ -1,7 +1,7 @@
 """A model file: its facts, tensors and traffic, its speed here at best, and how two files fit as a pair."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -207,11 +207,10 @@ def parts(report: Json, device: str) -> Iterator[Table | str]:
     size, form = report["sizes"], report["format"]
     yield f"{report['file']}: {form['magic']} version {form['version']}"
     yield pairs("metadata", report["metadata"])
-    table = _table("tensor", "type", "shape", "count", "size")
-    for g in report["tensors"]:
-        shape = " x ".join(map(str, g["shape"]))
-        table.add_row(Text(g["name"]), g["type"], shape, str(g["count"]), _mib(g["nbytes"]))
-    yield table
+    yield _table(("tensor", "type", "shape", "count", "size"), (
+        (Text(g["name"]), g["type"], " x ".join(map(str, g["shape"])), str(g["count"]), _mib(g["nbytes"]))
+        for g in report["tensors"]
+    ))  # fmt: skip
     yield f"{size['weights'] / 1e6:.1f} M weights, {_mib(size['bytes'])}, {size['bits_per_weight']:.2f} bits a weight"
     yield "  " + ", ".join(f"{name} {_mib(n)}" for name, n in size["bytes_by_type"].items())
     if report["head"]:
@@ -243,10 +242,8 @@ def _pair_parts(pair: Json, device: str) -> Iterator[Table | str]:
     if pair["fits"]:
         yield "the vocabularies fit"
     else:
-        table = _table("differs", "target", "draft")
-        for d in pair["differences"][:_MOST_DIFFERENCES]:
-            table.add_row(d["what"], d["target"], d["draft"])
-        yield table
+        shown = pair["differences"][:_MOST_DIFFERENCES]
+        yield _table(("differs", "target", "draft"), ((d["what"], d["target"], d["draft"]) for d in shown))
         left = len(pair["differences"]) - _MOST_DIFFERENCES
         tli = "drafter.vocabulary=tli drafts the tokens that both have, slem goes by way of text"
         hint = f"they do not fit: {tli}"
@@ -264,13 +261,10 @@ def _mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 0.1 * 2**20 else f"{nbytes / 1024:.1f} KiB"
 
 
-def _table(*columns: str) -> Table:
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
     left = [i for i, name in enumerate(columns) if name not in ("shape", "count", "size")]
-    return tables.new(*columns, left=left, wrap=range(len(columns)))
+    return tables.new(*columns, rows=rows, left=left, wrap=range(len(columns)))
 
 
 def pairs(title: str, values: Mapping[str, str]) -> Table:
-    table = _table(title, "")
-    for key, value in values.items():
-        table.add_row(Text(key), Text(value))
-    return table
+    return _table((title, ""), ((Text(key), Text(value)) for key, value in values.items()))

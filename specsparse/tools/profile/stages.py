@@ -216,16 +216,15 @@ def parts(report: Json) -> Iterator[Table | str]:
     """The stages and the kernels as tables, and their sum."""
     stages, count, kernels, forward_s = (report[name] for name in ("stages", "rounds", "kernels", "forward_s"))
     if count:
-        table = tables.new("stage", "rounds", "ms a round", "share")
-        for name, s in stages.items():
-            table.add_row(name, str(count), f"{1e3 * s / count:.3f}", f"{s / sum(stages.values()):.1%}")
-        yield table
+        whole = sum(stages.values())
+        rows = ((name, str(count), f"{1e3 * s / count:.3f}", f"{s / whole:.1%}") for name, s in stages.items())
+        yield tables.new("stage", "rounds", "ms a round", "share", rows=rows)
     total, nbytes = (sum(kernel[name] for kernel in kernels) for name in ("seconds", "nbytes"))
-    table = tables.new("kernel", "calls", "ms", "GB/s", "share")
-    for k in kernels:
-        rate, share = f"{k['bytes_per_second'] / 1e9:.1f}", f"{k['seconds'] / total:.1%}"
-        table.add_row(k["name"], str(k["calls"]), f"{1e3 * k['seconds']:.3f}", rate, share)
-    yield table
+    yield tables.new("kernel", "calls", "ms", "GB/s", "share", rows=(
+        (k["name"], str(k["calls"]), f"{1e3 * k['seconds']:.3f}", f"{k['bytes_per_second'] / 1e9:.1f}",
+         f"{k['seconds'] / total:.1%}")
+        for k in kernels
+    ))  # fmt: skip
     yield (
         f"a forward of {report['rows']} rows after {report['depth']} tokens: {1e3 * forward_s:.3f} ms as it runs "
         f"({nbytes / forward_s / 1e9:.1f} of {report['read_bandwidth'] / 1e9:.1f} GB/s), "
