@@ -135,15 +135,6 @@ def logit_bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} must be ID=BIAS, such as 42=-5") from None
 
 
-def read_text(path: Path, name: str) -> str:
-    """The text of a file; `name` is how the user gave it. UserError if it cannot be read, or is not UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise UserError(f"{name}: cannot be read: {reason}") from None
-
-
 def piped() -> str:
     """The standard input without the newline at its end; UserError if it is no text in its encoding."""
     with decoding_input():

@@ -13,6 +13,7 @@ from typing import Any
 from specsparse.cli import arguments
 from specsparse.engine import hosts
 from specsparse.errors import GenerationFailed, UserError
+from specsparse.support.files import read_text
 from specsparse.support.options import shown
 
 
@@ -81,7 +82,7 @@ def _prompt(args: argparse.Namespace) -> str | list[dict[str, str]]:
     if args.prompt is not None and args.prompt != "-":
         text = args.prompt
     elif args.file is not None:
-        text = arguments.read_text(Path(args.file), f"--file {args.file}").removesuffix("\n")
+        text = read_text(Path(args.file), f"--file {args.file}").removesuffix("\n")
     else:
         text = "" if sys.stdin.isatty() else arguments.piped()
     if not text:

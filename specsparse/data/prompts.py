@@ -8,14 +8,13 @@
 """
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from specsparse.errors import UserError, pip_install, refuse
-from specsparse.support.files import cache_dir
+from specsparse.support.files import cache_dir, json_lines, read_text
 
 BUILTIN = "builtin"
 SPEC_BENCH_URL = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
@@ -94,19 +93,15 @@ def load(
 
 
 def _read(path: Path, split: str = "blank") -> list[Prompt]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read prompts from {path}: {getattr(error, 'strerror', None) or error}") from error
+    label, prompts = f"prompts {path}", list[Prompt]()
     if path.suffix == ".jsonl":
-        prompts = []
-        for i, line in enumerate(text.split("\n"), 1):
+        for where, row in json_lines(path, label):
             try:
-                prompts += _parsed(json.loads(line)) if line.strip() else []
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}:{i}: {error}") from error
+                prompts += _parsed(row)
+            except ValueError as error:
+                raise UserError(f"{where}: {error}") from error
     elif path.suffix == ".txt":
-        blocks = text.replace("\r\n", "\n").split("\n" if split == "lines" else "\n\n")
+        blocks = read_text(path, label).replace("\r\n", "\n").split("\n" if split == "lines" else "\n\n")
         prompts = [Prompt("", "text", block.strip("\n")) for block in blocks if block.strip()]
     else:
         raise UserError(f"{path}: prompts come as .jsonl or .txt")

@@ -15,7 +15,7 @@ from specsparse.measure import conditions
 from specsparse.measure.conditions import Conditions
 from specsparse.report.record import RECORD_FILE, ROWS_FILE, STOPPED, StandIn
 from specsparse.support import notebook, options
-from specsparse.support.files import Json, kept
+from specsparse.support.files import Json, json_lines, kept, read_text
 
 CELL_FILE = "cell.json"
 _PASS = frozenset({"prompt_id", "task", "side", "repeat", "counters", "decode_s"})
@@ -133,31 +133,18 @@ def _all(paths: Iterable[Path]) -> list[Run]:
 def read(directory: Path) -> Run:
     """The run of one directory. UserError: no record, or one that no run writes."""
     file, rows = directory / RECORD_FILE, directory / ROWS_FILE
-    (record,) = _objects(file, by_line=False).values()
+    try:
+        record = json.loads(read_text(file))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not JSON ({error})") from None
     _check({"record.summary": _GROUP}, {"record": record}, file, needed=("record", "summary"))
     _check(_RECORD, record, file)
-    parsed = _objects(rows, by_line=True) if rows.is_file() else {}
-    found = {where: row for where, row in parsed.items() if isinstance(row, dict)}
+    parsed = json_lines(rows) if rows.is_file() else ()
+    found = {where: row for where, row in parsed if isinstance(row, dict)}
     for where, row in found.items():
         if row.keys() >= _PASS:
             _check(_ROW, row, where, needed=("prompt_id", "side", "repeat", "counters"))
     return Run(directory, record, tuple(found.values()))
-
-
-def _objects(file: Path, *, by_line: bool) -> dict[str, Any]:
-    """The JSON of a file, or of each of its lines, by where it stands."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    lines = {f"{file}:{i}": line for i, line in enumerate(text.splitlines(), 1)} if by_line else {str(file): text}
-    found = {}
-    for where, line in lines.items():
-        try:
-            found |= {where: json.loads(line)} if line.strip() or not by_line else {}
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: not JSON ({error})") from None
-    return found
 
 
 class Measurement(NamedTuple):

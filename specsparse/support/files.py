@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
@@ -107,6 +107,26 @@ def need_memory(what: str, nbytes: int, instead: str) -> None:
     if memory is not None and nbytes > memory:
         there = f"the memory that is available, {size_text(memory)}"
         raise UserError(f"{what}: {size_text(nbytes)} do not fit into {there}: {instead}")
+
+
+def read_text(path: Path, label: object = None) -> str:
+    """The text of a file; UserError, beginning with `label` or the path, if it cannot be read or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise UserError(f"{label or path}: cannot be read: {reason}") from None
+
+
+def json_lines(path: Path, label: object = None) -> Iterator[tuple[str, Any]]:
+    """(FILE:LINE, its value) of a file of JSON Lines, empty ones left out; UserError as `read_text`, or no JSON."""
+    for i, line in enumerate(read_text(path, label).split("\n"), 1):  # not splitlines: JSON may hold U+2028
+        if line.strip():
+            try:
+                found = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{path}:{i}: not JSON ({error})") from None
+            yield f"{path}:{i}", found
 
 
 # Files to write.

@@ -272,7 +272,7 @@ MISTAKES = [
     ("model.path=smollm3", "did you mean smollm2"),
     ("model=llama-3-8b", "model=llama-3-8b: there is no such model; did you mean llama-3.1-8b?"),
     ("download=perhaps", "download=perhaps must be yes, no or ask"),
-    ("data=missing.jsonl", "cannot read prompts from missing.jsonl"),
+    ("data=missing.jsonl", "prompts missing.jsonl: cannot be read"),
     ("data.tasks=[poetry]", "no prompts of task 'poetry'"),
     ("+tracker.mod=x", "tracker.mod is no option"),
     ("--modle", "unrecognized arguments: --modle"),

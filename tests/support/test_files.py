@@ -12,6 +12,7 @@ from specsparse.powerinfer.profiler import ActivationStats, save_stats
 from specsparse.support.files import (
     append_line,
     atomically,
+    json_lines,
     kept,
     need_place,
     read_npz,
@@ -163,3 +164,13 @@ def test_a_catalogue_entry_survives_damaged_facts(tmp_path, monkeypatch):
     monkeypatch.setattr(catalogue, "_facts_file", lambda entry: tmp_path / "facts.json")
     (tmp_path / "facts.json").write_text(json.dumps([1]))
     assert catalogue.known(entry) == entry
+
+
+def test_json_lines_end_at_newlines_alone_and_name_the_line_that_is_none(tmp_path):
+    """U+2028, which Python's splitlines takes for a line's end, stands in texts of our own prompts.jsonl."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "a\u2028b"}\n\n{"text"\n', encoding="utf-8")
+    rows = json_lines(file)
+    assert next(rows) == (f"{file}:1", {"text": "a\u2028b"})
+    with pytest.raises(UserError, match=r"rows\.jsonl:3: not JSON"):
+        next(rows)

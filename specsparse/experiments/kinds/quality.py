@@ -29,7 +29,7 @@ from specsparse.measure.trials import Ours, requantised
 from specsparse.models import catalogue
 from specsparse.report import display
 from specsparse.runtime.perplexity import Scores, Windows, score, windows
-from specsparse.support import tables, terminal
+from specsparse.support import files, tables, terminal
 from specsparse.support.files import Json
 from specsparse.support.options import Count, Range, Size
 
@@ -109,11 +109,7 @@ def read_text(cfg: PerplexitySettings) -> str:
     if cfg.perplexity.text is None:
         return "\n\n".join(prompt.text for prompt in cfg.data.prompts())
     path = Path(cfg.perplexity.text).expanduser()
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "is no UTF-8 text"
-        raise UserError(f"perplexity.text={path}: cannot be read: {reason}") from None
+    return files.read_text(path, f"perplexity.text={path}")
 
 
 def cut(cfg: PerplexitySettings, tokenizer: Tokenizer) -> Windows:

@@ -4,7 +4,6 @@ A line is one text: {"id": "chat-1", "token_ids": [198, 504, ..]}, the ids that 
 `prompts.jsonl` of our runs is such a file; its key of a text is `prompt_id`, and of several repeats the first counts.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,9 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from specsparse.cli.arguments import read_text
 from specsparse.errors import UserError
 from specsparse.support import tables
-from specsparse.support.files import Json, is_unicode
+from specsparse.support.files import Json, is_unicode, json_lines
 from specsparse.tools.audit.same_bits import Rate, rate
 
 ROWS_FILE = "prompts.jsonl"
@@ -69,8 +67,7 @@ def read(path: Path, side: str | None = None) -> Texts:
     none was chosen.
     """
     file = path / ROWS_FILE if path.is_dir() else path
-    lines = read_text(file, str(file)).split("\n")  # not splitlines: JSON may hold U+2028
-    rows = [_row(line, f"{file}:{i}") for i, line in enumerate(lines, 1) if line.strip()]
+    rows = [_row(row, where) for where, row in json_lines(file)]
     sides = list(dict.fromkeys(str(row["side"]) for _, _, row in rows if row.get("side") is not None))
     if len(sides) > 1 if side is None else side not in sides:
         raise UserError(f"{file}: has texts of {', '.join(sides) or 'no side'}: name one of them with --sides, or none")
@@ -81,13 +78,9 @@ def read(path: Path, side: str | None = None) -> Texts:
     return out
 
 
-def _row(line: str, where: str) -> tuple[str, tuple[int, ...], Json]:
+def _row(found: object, where: str) -> tuple[str, tuple[int, ...], Json]:
     """The id of a line's text, its token ids and the whole line."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None
-    row = row if isinstance(row, dict) else {}
+    row = found if isinstance(found, dict) else {}
     name, ids = row.get("id", row.get("prompt_id")), row.get("token_ids")
     whole = isinstance(ids, list) and all(type(i) is int for i in ids)
     if not (isinstance(name, str | int) and is_unicode(str(name)) and whole):

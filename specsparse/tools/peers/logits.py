@@ -13,13 +13,12 @@ from typing import Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.cli.arguments import read_text
 from specsparse.data import prompts
 from specsparse.engine import cache as kv
 from specsparse.engine.model import Model
 from specsparse.engine.prefill import prefill
 from specsparse.engine.text.tokenizer import Tokenizer
-from specsparse.support.files import Json
+from specsparse.support.files import Json, read_text
 
 OURS = "specsparse"
 CHUNK = 16
