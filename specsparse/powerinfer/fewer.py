@@ -195,22 +195,14 @@ class UnionPoint:
 
     n rows that keep a share s each keep 1 - (1 - s)^n together if they choose independently; neighbours in a text do
     not (Mirzadeh et al. 2023, arXiv:2310.04564, "aggregated sparsity").
-
-    Attributes:
-        rows: of a pass, all sequences together.
-        batch: sequences among them.
-        passes: that were looked at.
-        kept: share of the neurons that one row keeps, mean over rows and layers.
-        union: share that some row of the pass keeps, mean over passes and layers.
-        guess: 1 - (1 - kept)^rows, layer by layer.
     """
 
-    rows: int
-    batch: int
-    passes: int
-    kept: float
-    union: float
-    guess: float
+    rows: int  # of a pass, all sequences together
+    batch: int  # sequences among them
+    passes: int  # that were looked at
+    kept: float  # share of the neurons that one row keeps, mean over rows and layers
+    union: float  # share that some row of the pass keeps, mean over passes and layers
+    guess: float  # 1 - (1 - kept)^rows, layer by layer
 
     @staticmethod
     def from_layers(rows: int, batch: int, passes: int, kept_L: np.ndarray, union_L: np.ndarray) -> "UnionPoint":

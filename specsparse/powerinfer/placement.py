@@ -50,54 +50,33 @@ _KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 34 / 32}
 
 @dataclass(frozen=True)
 class Hardware:
-    """Two devices and their link. Bandwidths are bytes per second, above 0.
-
-    Attributes:
-        latency_s: seconds of a transfer of nothing.
-        call_s: seconds that starting one device's part of an FFN takes.
-        overlap: both parts of an FFN run at the same time.
-    """
+    """Two devices and their link. Bandwidths are bytes per second, above 0."""
 
     hot_bandwidth: float
     cold_bandwidth: float
     link_bandwidth: float
-    latency_s: float = 0.0
-    call_s: float = 0.0
-    overlap: bool = True
+    latency_s: float = 0.0  # seconds of a transfer of nothing
+    call_s: float = 0.0  # seconds that starting one device's part of an FFN takes
+    overlap: bool = True  # both parts of an FFN run at the same time
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A model, its activations, two devices and a budget.
+    """A model, its activations, two devices and a budget."""
 
-    Attributes:
-        read: L arrays f64[F], the probability that a forward pass reads a neuron.
-        neuron_bytes: L, bytes of one neuron's rows of gate, up and down.
-        dense_bytes: L, bytes of a layer's attention, norms and predictor.
-        cache_bytes: bytes of one layer's keys and values.
-        output_bytes: of the output matrix and its norm.
-        exchange_bytes: sent both ways for the FFN of a layer with cold neurons.
-        border_bytes: sent if a layer runs on another device than the one before it.
-        width: D.
-        budget: bytes of the accelerator for all of this.
-        matrices: of the FFN: 3, or 2 without a gate.
-        granularity: hot neurons of a layer are a multiple of this, or all.
-        dense_hot: hot neurons are all computed (hot=dense), not the predicted ones alone.
-    """
-
-    read: tuple[np.ndarray, ...]
-    neuron_bytes: tuple[int, ...]
-    dense_bytes: tuple[int, ...]
-    cache_bytes: int
-    output_bytes: int
-    exchange_bytes: int
-    border_bytes: int
-    width: int
-    budget: int
+    read: tuple[np.ndarray, ...]  # L arrays f64[F], the probability that a forward pass reads a neuron
+    neuron_bytes: tuple[int, ...]  # L, bytes of one neuron's rows of gate, up and down
+    dense_bytes: tuple[int, ...]  # L, bytes of a layer's attention, norms and predictor
+    cache_bytes: int  # bytes of one layer's keys and values
+    output_bytes: int  # of the output matrix and its norm
+    exchange_bytes: int  # sent both ways for the FFN of a layer with cold neurons
+    border_bytes: int  # sent if a layer runs on another device than the one before it
+    width: int  # D
+    budget: int  # bytes of the accelerator for all of this
     hardware: Hardware
-    matrices: int = 3
-    granularity: int = GRANULARITY
-    dense_hot: bool = False
+    matrices: int = 3  # of the FFN: 3, or 2 without a gate
+    granularity: int = GRANULARITY  # hot neurons of a layer are a multiple of this, or all
+    dense_hot: bool = False  # hot neurons are all computed (hot=dense), not the predicted ones alone
 
     def __post_init__(self):
         assert len(self.read) == len(self.neuron_bytes) == len(self.dense_bytes) >= 1
@@ -147,23 +126,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """Bytes of a model's parts, L of each but the last two.
+    """Bytes of a model's parts, L of each but the last two."""
 
-    Attributes:
-        attention: with its norm and biases.
-        predictors: 0 if the file has none.
-        norms: of the FFN.
-        neurons: of all neurons' rows.
-        output: matrix and norm; the embedding itself if the two are tied.
-        cache: keys and values of one layer.
-    """
-
-    attention: tuple[int, ...]
-    predictors: tuple[int, ...]
-    norms: tuple[int, ...]
-    neurons: tuple[int, ...]
-    output: int
-    cache: int
+    attention: tuple[int, ...]  # with its norm and biases
+    predictors: tuple[int, ...]  # 0 if the file has none
+    norms: tuple[int, ...]  # of the FFN
+    neurons: tuple[int, ...]  # of all neurons' rows
+    output: int  # matrix and norm; the embedding itself if the two are tied
+    cache: int  # keys and values of one layer
 
     @staticmethod
     def from_gguf(f: GGUFFile, config: ModelConfig, *, context: int, kv_dtype: str = "f16") -> "ModelParts":
@@ -231,26 +201,18 @@ class ModelParts:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """An answer to a `Problem`.
+    """An answer to a `Problem`."""
 
-    Attributes:
-        rule: that made it.
-        hot: L masks bool[F], true on the accelerator.
-        seconds: expected for a forward pass.
-        bytes_on_device: of everything that lies there.
-        bound_s: no placement by neuron at this granularity can be faster (whole layers can: with a layer goes its
-            attention); None if the rule proves nothing.
-        host_layers: layers that run on the host altogether, attention too.
-        output_on_host: whether the output matrix does.
-    """
-
-    rule: str
-    hot: tuple[np.ndarray, ...]
-    seconds: float
-    bytes_on_device: int
+    rule: str  # that made it
+    hot: tuple[np.ndarray, ...]  # L masks bool[F], true on the accelerator
+    seconds: float  # expected for a forward pass
+    bytes_on_device: int  # of everything that lies there
+    # no placement by neuron at this granularity can be faster (whole layers can: with a layer goes its attention);
+    # None if the rule proves nothing
     bound_s: float | None = None
+    # layers that run on the host altogether, attention too
     host_layers: frozenset[int] = field(default_factory=frozenset)
-    output_on_host: bool = False
+    output_on_host: bool = False  # whether the output matrix does
 
     @property
     def hot_neurons(self) -> int:
@@ -437,19 +399,12 @@ def path_for(model: str | os.PathLike[str]) -> Path:
 
 @dataclass(frozen=True, eq=False)
 class GpuIndex:
-    """A placement as PowerInfer's `*.generated.gpuidx` holds it.
+    """A placement as PowerInfer's `*.generated.gpuidx` holds it."""
 
-    Attributes:
-        hot: L masks bool[F], true on the GPU.
-        vram_capacity: bytes it was made for; PowerInfer reads the file only with at least that budget.
-        model, problem: digests of the model file and of the placement problem that it answers; None in PowerInfer's
-            own.
-    """
-
-    hot: tuple[np.ndarray, ...]
-    vram_capacity: int
-    model: str | None = None
-    problem: str | None = None
+    hot: tuple[np.ndarray, ...]  # L masks bool[F], true on the GPU
+    vram_capacity: int  # bytes it was made for; PowerInfer reads the file only with at least that budget
+    model: str | None = None  # digest of the model file; None in PowerInfer's own
+    problem: str | None = None  # digest of the placement problem that it answers; None in PowerInfer's own
 
     def check(self, *, layers: int, d_ff: int, where: str) -> None:
         """Refuses, with a UserError that begins with `where`, a placement of other layers or neurons."""

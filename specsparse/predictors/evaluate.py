@@ -58,23 +58,14 @@ Sums = dict[str, Any]
 
 @dataclass(frozen=True)
 class LayerQuality:
-    """Rates of one layer; a rate over nothing is NaN.
+    """Rates of one layer; a rate over nothing is NaN."""
 
-    Attributes:
-        active: share of neurons that are not zero.
-        kept: share of neurons that are computed.
-        recall: share of the active ones that are kept.
-        precision: share of the kept ones that are active.
-        energy: share of the squares of all neurons that the kept ones hold.
-        error: |sparse - dense| / |dense| of the FFN's output, without the residual.
-    """
-
-    active: float
-    kept: float
-    recall: float
-    precision: float
-    energy: float
-    error: float
+    active: float  # share of neurons that are not zero
+    kept: float  # share of neurons that are computed
+    recall: float  # share of the active ones that are kept
+    precision: float  # share of the kept ones that are active
+    energy: float  # share of the squares of all neurons that the kept ones hold
+    error: float  # |sparse - dense| / |dense| of the FFN's output, without the residual
 
     @staticmethod
     def from_sums(sums: Sums) -> "LayerQuality":
@@ -90,20 +81,13 @@ class LayerQuality:
 
 @dataclass(frozen=True)
 class ModelQuality:
-    """The whole model with the predictor in every layer, against the dense one.
+    """The whole model with the predictor in every layer, against the dense one."""
 
-    Attributes:
-        tokens: judged.
-        kl: mean KL(dense, sparse) of the next token's distribution, nats.
-        perplexity_dense, perplexity: of the text.
-        same_top: share of tokens with the same most likely successor.
-    """
-
-    tokens: int
-    kl: float
-    perplexity_dense: float
-    perplexity: float
-    same_top: float
+    tokens: int  # judged
+    kl: float  # mean KL(dense, sparse) of the next token's distribution, nats
+    perplexity_dense: float  # of the text
+    perplexity: float  # of the text
+    same_top: float  # share of tokens with the same most likely successor
 
     @staticmethod
     def from_sums(sums: Sums) -> "ModelQuality":
@@ -154,20 +138,13 @@ def _ratio(sums: Sums, part: str, whole: str) -> float:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a predictor for one token in one layer, beside the dense FFN.
+    """The cost of a predictor for one token in one layer, beside the dense FFN."""
 
-    Attributes:
-        predictor_bytes: weights that the prediction reads; an oracle is a bound and reads nothing.
-        sparse_bytes: of the FFN's matrices, for the kept neurons.
-        dense_bytes: of the FFN's matrices, all of them.
-        predictor_s, dense_s: seconds of the prediction, and of the dense FFN, by the model's kernels.
-    """
-
-    predictor_bytes: int
-    sparse_bytes: int
-    dense_bytes: int
-    predictor_s: float
-    dense_s: float
+    predictor_bytes: int  # weights that the prediction reads; an oracle is a bound and reads nothing
+    sparse_bytes: int  # of the FFN's matrices, for the kept neurons
+    dense_bytes: int  # of the FFN's matrices, all of them
+    predictor_s: float  # seconds of the prediction, by the model's kernels
+    dense_s: float  # seconds of the dense FFN
 
     @property
     def bytes_share(self) -> float:
@@ -217,21 +194,14 @@ def cost_of(predictor: Predictor, ffn: FFN, weights: Pytree, layer: Layer, *, ke
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A judged predictor.
+    """A judged predictor."""
 
-    Attributes:
-        name: of the predictor.
-        layers: on the residuals of the dense model, so that no layer answers for another's mistakes.
-        mean: the same over all layers together.
-        model: with the predictor in every layer.
-        cost: of one token in one layer, on average.
-    """
-
-    name: str
+    name: str  # of the predictor
+    # on the residuals of the dense model, so that no layer answers for another's mistakes
     layers: tuple[LayerQuality, ...]
-    mean: LayerQuality
-    model: ModelQuality
-    cost: Cost
+    mean: LayerQuality  # the same over all layers together
+    model: ModelQuality  # with the predictor in every layer
+    cost: Cost  # of one token in one layer, on average
 
 
 class Evaluator:

@@ -27,15 +27,10 @@ _FORMAT = "specsparse.predictors.mlp"
 
 @dataclass(frozen=True)
 class Labels:
-    """The active neurons of a layer.
+    """The active neurons of a layer."""
 
-    Attributes:
-        bits: uint8[N, ceil(F/8)], as `numpy.packbits` of the labels.
-        density: share of ones.
-    """
-
-    bits: np.ndarray
-    density: float
+    bits: np.ndarray  # uint8[N, ceil(F/8)], as `numpy.packbits` of the labels
+    density: float  # share of ones
 
 
 def need_zeros(ffn: FFN, active_share: float | None) -> None:
@@ -67,31 +62,22 @@ def label(ffn: FFN, layer: Layer, rows_ND: np.ndarray, *, active_share: float | 
 
 @dataclass(frozen=True)
 class FitOptions:
-    """How to train.
+    """How to train."""
 
-    Attributes:
-        rank: r, rows of fc1.
-        epochs: at most.
-        batch: rows of a step.
-        learning_rate, weight_decay: of AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101).
-        patience: epochs without a lower held-out loss before training ends.
-        held_out: share of the rows, the last ones, that training does not see.
-        negative_weight: of inactive neurons in the loss, the active ones having 1; None is density + 0.005, which
-            gives both classes about the same weight. Smaller raises recall and kept share.
-        init: "svd" starts from the training-free predictor, "random" from normal weights.
-        seed: of the order of rows and of random weights.
-    """
-
-    rank: Count = 128
-    epochs: Count = 20
-    batch: Count = 128
-    learning_rate: Positive = 1e-3
-    weight_decay: float = 0.01
-    patience: Count = 5
+    rank: Count = 128  # r, rows of fc1
+    epochs: Count = 20  # at most
+    batch: Count = 128  # rows of a step
+    learning_rate: Positive = 1e-3  # of AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)
+    weight_decay: float = 0.01  # of AdamW
+    patience: Count = 5  # epochs without a lower held-out loss before training ends
+    # share of the rows, the last ones, that training does not see
     held_out: Annotated[float, Range(0, 1, above=True, below=True)] = 0.1
+    # of inactive neurons in the loss, the active ones having 1; None is density + 0.005, which gives both classes
+    # about the same weight. Smaller raises recall and kept share
     negative_weight: Positive | None = None
+    # "svd" starts from the training-free predictor, "random" from normal weights
     init: Literal["svd", "random"] = "svd"
-    seed: Annotated[int, Internal()] = 0
+    seed: Annotated[int, Internal()] = 0  # of the order of rows and of random weights
 
 
 class Matrices(NamedTuple):
@@ -102,21 +88,14 @@ class Matrices(NamedTuple):
 
 
 class FitState(NamedTuple):
-    """All that a restart needs: a pytree of arrays.
-
-    Attributes:
-        matrices, optimiser: as they are.
-        best: the matrices of the lowest held-out loss.
-        best_loss: f32[].
-        epoch, stale: int32[], epochs done, and those since the best.
-    """
+    """All that a restart needs: a pytree of arrays."""
 
     matrices: Matrices
     optimiser: optax.OptState
-    best: Matrices
-    best_loss: jax.Array
-    epoch: jax.Array
-    stale: jax.Array
+    best: Matrices  # the matrices of the lowest held-out loss
+    best_loss: jax.Array  # f32[]
+    epoch: jax.Array  # int32[], epochs done
+    stale: jax.Array  # int32[], epochs since the best
 
 
 @dataclass(frozen=True)
