@@ -326,7 +326,7 @@ def read_options(given: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def json_or_text(value: str) -> Any:
-    """What the text says as JSON, else the text."""
+    """The value of a JSON text; any other text as it is."""
     try:
         return json.loads(value)
     except (ValueError, RecursionError):

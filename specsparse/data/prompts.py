@@ -140,7 +140,7 @@ def _parsed(row: object) -> list[Prompt]:
 
 
 def spec_bench_file() -> Path:
-    """Where the questions are kept once they were downloaded."""
+    """The file that keeps the downloaded questions."""
     return cache_dir() / "spec_bench" / "question.jsonl"
 
 

@@ -27,7 +27,7 @@ D = TypeVar("D", bound=DecodingSettings)
 
 
 def shape_of(cfg: MethodSettings) -> TreeShape | None:
-    """The shape of the drafts, as far as it is known; None for chains."""
+    """The tree of the drafts; None for chains."""
     return get_tree(cfg.tree.name, **cfg.tree.options)
 
 
@@ -100,5 +100,5 @@ def draft_key(cfg: MethodSettings) -> str:
 
 
 def drafter_choice(cfg: MethodSettings, name: str) -> Choice:
-    """A drafter with the options that a run of it would have, so that the run finds what is measured here."""
+    """A drafter with the options of a run, so that the run finds the costs that are measured here."""
     return cfg.drafter if cfg.drafter.name == name else choice_from_file("drafter", name)

@@ -68,7 +68,7 @@ def load(cfg: ModelSettings, ctx: RunContext) -> Model:
 
 
 def not_decoding(predictor: "Predictor") -> str | None:
-    """Why nothing decodes by a predictor; None for others."""
+    """The reason why no model can decode with this predictor, or None if one can."""
     from specsparse.predictors import Needs
 
     if predictor.name == "oracle" and reads_text(predictor):
@@ -182,7 +182,7 @@ def predictor_of(cfg: ModelSettings, dense: Model) -> "Predictor":
 
 
 def reads_text(predictor: "Predictor") -> bool:
-    """Whether a text sets the predictor's weights, or the thresholds of trained ones."""
+    """Whether the predictor needs a text, for its weights or for the thresholds of trained weights."""
     from specsparse.predictors import Needs
     from specsparse.predictors.scored import Scored
 

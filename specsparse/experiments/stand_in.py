@@ -56,7 +56,7 @@ def replaced(cfg: RunConfig, why: UserError) -> RunConfig:
 
 
 def _held(group: str, own: Json, asked: Json, given: set[str]) -> Json:
-    """The stand-in's part of a group with what the command line sets: another part, or an option that it has too."""
+    """The stand-in's part of a group. A part or an option on the command line takes precedence."""
     if given & {group, f"{group}.name"}:
         return asked
     options = PARTS[group].options(own["name"]) if group in PARTS else asked
@@ -64,7 +64,7 @@ def _held(group: str, own: Json, asked: Json, given: set[str]) -> Json:
 
 
 def _said(group: str, part: Json | None) -> object:
-    """A part by its name and the options that are not their defaults; a model by its name, all that differs."""
+    """A model's path; of another part its name and the options that differ from their defaults."""
     if part is None or group == "model":
         return {"name": "none"} if part is None else part["path"]
     name, default, needed = part["name"], dict[str, object](), {"name", "gamma"} & part.keys()

@@ -187,7 +187,7 @@ class Sweep(NamedTuple):
         return found._replace(cells=[",".join(itertools.compress(cell, several)) for cell in cells])
 
     def lost_worker(self, error: Exception) -> bool:
-        """Whether its launcher raised this, and not a cell, whose errors Hydra itself hands on."""
+        """Whether the launcher raised this error. Hydra passes on the errors of cells."""
         frames = traceback.extract_tb(error.__traceback__)
         return any(frame.name == "launch" and "hydra_plugins" in frame.filename for frame in frames)
 
@@ -217,7 +217,7 @@ class Sweep(NamedTuple):
         return int(bool(broken))
 
     def _ended(self, number: int) -> bool:
-        """Whether a cell has its record, or the line of its refusal; else its worker died or wrote elsewhere."""
+        """Whether a cell left a record or a refusal. If not, its worker died or wrote elsewhere."""
         folder = self.directory / str(number)
         stand_in = folder.with_name(folder.name + STAND_IN)
         return _finished(folder) or _finished(stand_in) or (folder / REFUSED_FILE).is_file()

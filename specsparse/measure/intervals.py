@@ -186,7 +186,7 @@ def _entries(tops: ArrayLike, bottoms: ArrayLike) -> tuple[np.ndarray, np.ndarra
 
 
 def _without_each(value: float, tops: list[np.ndarray], bottoms: list[np.ndarray]) -> Interval:
-    """Of the product of the tops' sums over that of the bottoms': jackknife of its logarithm."""
+    """The jackknife interval of prod(sum(top)) / prod(sum(bottom)), on the logarithm."""
     count = len(tops[0])
     left = [(sum_.sum() - sum_, sign) for sums, sign in ((tops, 1), (bottoms, -1)) for sum_ in sums]
     if count < LEAST_PROMPTS or value <= 0 or any((rest <= 0).any() for rest, _ in left):
@@ -197,12 +197,12 @@ def _without_each(value: float, tops: list[np.ndarray], bottoms: list[np.ndarray
 
 
 def _around(value: float, half: float, prompts: int, *, skewed: bool = False) -> Interval:
-    """The interval that reaches `half` to both sides of the value in the logarithm."""
+    """The interval from log(value) - half to log(value) + half."""
     return Interval(value, float(value * np.exp(-half)), float(value * np.exp(half)), prompts, skewed)
 
 
 def _t(freedom: float) -> float:
-    """Student's t with so many degrees of freedom lies within plus and minus this with probability `LEVEL`."""
+    """The two-sided quantile of Student's t at `LEVEL`."""
     from scipy.special import stdtrit  # here: its import would be a tenth of what a run takes to its first text
 
     return float(stdtrit(freedom, (1 + LEVEL) / 2))

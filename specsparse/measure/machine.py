@@ -42,7 +42,7 @@ def busy_seconds(proc_stat: str, ticks: int) -> float | None:
 
 
 def _core_seconds() -> tuple[float, float] | None:
-    """Core seconds of everybody, and of this process and its children; None if the system does not tell."""
+    """(core seconds of all processes, core seconds of this one and its children); None if the system does not say."""
     try:
         found = busy_seconds(Path("/proc/stat").read_text(encoding="ascii"), os.sysconf("SC_CLK_TCK"))
     except OSError:

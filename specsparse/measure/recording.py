@@ -211,7 +211,7 @@ def _likeliest(probs_V: np.ndarray, top: int) -> np.ndarray:
 
 
 def _at(probs_V: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, float]:
-    """The distribution at the ids, and its mass elsewhere."""
+    """The distribution at the ids, and the mass of all other ids."""
     kept = probs_V[ids]
     return kept, max(0.0, float(probs_V.sum(dtype=np.float64) - kept.sum(dtype=np.float64)))
 

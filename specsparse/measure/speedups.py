@@ -120,7 +120,7 @@ class Width:
         return self.timing if self.interval is None else self.interval
 
     def enough(self) -> Stop | None:
-        """Why no further repeat is needed; None: one is."""
+        """The reason to stop, or None if another repeat is needed."""
         if self.decisive is None:
             return None
         if self.decisive <= WANTED:
@@ -131,7 +131,7 @@ class Width:
 
 
 def _relative(found: Interval) -> float | None:
-    """Half-width of an interval as a share of its value, or None."""
+    """The half-width of an interval relative to its value, or None without an interval."""
     return None if found.low is None or found.high is None else (found.high - found.low) / 2 / found.value
 
 

@@ -440,7 +440,7 @@ def plan(entry: Entry) -> DownloadPlan:
 
 
 def known(entry: Entry) -> Entry:
-    """The entry, its gaps filled with what the Hub has said of it before."""
+    """The entry, with facts that the Hub gave earlier where the entry has none."""
     facts = kept(_facts_file(entry))
     if facts.get("repo") != entry.repo:
         return entry

@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 
 
 class HubError(UserError):
-    """What is wrong with a reference, or with the answer to it: the reference, then `why`."""
+    """A reference that is wrong, or that the Hub refuses. The line is the reference, then `why`."""
 
     def __init__(self, wanted: object, why: str):
         super().__init__(f"{wanted}: {why}")
@@ -88,7 +88,7 @@ class Repository:
         return [*found, *beside] if found else []
 
     def models(self) -> tuple[str, ...]:
-        """The names of its GGUF models, the shortest paths first; files beside a model, as for images, are none."""
+        """The names of its GGUF models, the shortest paths first, without image projectors and importance matrices."""
         names = sorted((file.name for file in self.files), key=lambda name: (name.count("/"), name))
         beside = re.compile("mmproj|imatrix", re.IGNORECASE)
         return tuple(name for name in names if name.lower().endswith(".gguf") and not beside.search(name))
@@ -285,7 +285,7 @@ def cached(name: str, *, repo: str | None = None) -> Iterator[Path]:
 
 
 def at_hand(repo: str, file: RepoFile) -> int:
-    """Bytes of a large file that are in the cache, of it whole or of its beginning."""
+    """Bytes of a large file in the cache; a download that was stopped counts as far as it came."""
     blob = _blob(repo, file.sha256 or "")
     for path in (blob, blob.with_name(blob.name + _PARTIAL)):
         if file.sha256 and path.is_file():

@@ -80,7 +80,7 @@ _ACCEPTANCE = _Measure(
 
 
 def by_task(runs: Sequence[Run], methods: Sequence[ReportedMethod], *, measure: _Measure) -> Drawing | str:
-    """Bars, a colour a method."""
+    """Draws bars for each task, in one colour for each method."""
     rows = []
     for method in fastest(methods, MOST):
         by_task = {task: tuple(s for s in method.samples if s.task == task) for task in method.tasks}
@@ -99,7 +99,7 @@ def by_task(runs: Sequence[Run], methods: Sequence[ReportedMethod], *, measure: 
 def against(
     runs: Sequence[Run], methods: Sequence[ReportedMethod], *, key: str, measure: _Measure, xlabel: str
 ) -> Drawing | str:
-    """A line a method over one key of the config; methods with one value of it are no line."""
+    """Draws a line for each method over one key of the config. A method with one value of the key is left out."""
     if not methods:
         return _NO_METHOD
     values: dict[str, set[float]] = {}

@@ -23,7 +23,7 @@ NOT_A_METHOD = (
     "tracker.", "data.", "compare.", "certify.", "roofline.", "train.", "kind", "stream", "warmup",
     "seed", "repeats", "time_split", "debug", "trace", "record_laws", "loop", "sampling.ignore_eos",
 )  # fmt: skip
-"""What settings that no label has begin with."""
+"""Beginnings of the settings that labels leave out."""
 _IGNORED = frozenset({"name", "download"})
 _CHOICES = {"model": "model.path", "data": "data.source"}
 """The setting of a group that its other settings come with; GROUP.name in the other groups."""
@@ -132,7 +132,7 @@ def from_runs(runs: Sequence[Run]) -> list[ReportedMethod]:
 
 
 def constants(methods: Sequence[ReportedMethod]) -> list[str]:
-    """Words for what all methods share, which their labels leave out."""
+    """Words for the settings that all methods share; labels leave these out."""
     out = []
     if len({len(m.parts) for m in methods}) == 1:
         columns = [set(column) for column in zip(*(m.parts for m in methods), strict=True)]
@@ -159,7 +159,7 @@ def ranked(methods: Sequence[ReportedMethod]) -> list[ReportedMethod]:
 
 
 def grouped(methods: Sequence[ReportedMethod], most: int) -> list[str]:
-    """A group for each method, at most so many: its own label, or its part that makes the most groups."""
+    """The group of each method, at most `most` of them: single methods, or the values of the part that has the most."""
     if len(methods) <= most:
         return [m.label for m in methods]
     keys = dict.fromkeys(key for m in methods for key in m.names)
@@ -169,7 +169,7 @@ def grouped(methods: Sequence[ReportedMethod], most: int) -> list[str]:
 
 
 def _told_apart(methods: list[ReportedMethod]) -> list[ReportedMethod]:
-    """Runs of one config get the name of their sweep if that tells them apart, else the end of their directory."""
+    """Adds the sweep's name to labels that are equal, or the end of the directory if that is equal too."""
     labels = Counter(m.label for m in methods)
     twice = [i for i, m in enumerate(methods) if labels[m.label] > 1]
     if not twice:

@@ -70,7 +70,7 @@ def csv_text(rows: Sequence[Row]) -> str:
 
 @dataclass(frozen=True)
 class Rows:
-    """Numbers that are not drawn; `name` is the stem of their file."""
+    """A CSV file without a drawing; `name` is its stem."""
 
     name: str
     rows: Sequence[Row]
@@ -136,7 +136,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Missing:
-    """A figure that is left out, and why."""
+    """A figure that the page leaves out, and the reason."""
 
     name: str
     title: str

@@ -155,14 +155,14 @@ class Measurement(NamedTuple):
 
 
 def measurement(directory: Path) -> Measurement | None:
-    """The same for a cell as for the one that it was taken over from; None for other directories."""
+    """The measurement of a finished cell, equal for its copies in later sweeps; None for other directories."""
     mark = kept(directory / CELL_FILE)
     key, record = mark.get("key"), mark.get("record")
     return Measurement(key, record) if key and record and record == record_hash(directory) else None
 
 
 def once(directories: Iterable[Path]) -> dict[Path, tuple[Path, ...]]:
-    """The first directory of each measurement, with the later ones that hold it too."""
+    """The first directory of each measurement, and the later directories that hold a copy."""
     places: dict[Measurement | Path, list[Path]] = {}
     for directory in directories:
         places.setdefault(measurement(directory) or directory, []).append(directory)
@@ -183,8 +183,8 @@ def stand_ins(runs: Sequence[Run]) -> list[str]:
 
 
 def disagreements(runs: Sequence[Run]) -> list[str]:
-    """Lines on differences that forbid to compare the seconds of these runs: conditions, machine, kernels, model file,
-    commit."""
+    """A line for each difference that makes seconds of these runs incomparable: conditions, machine, kernels, model
+    file, commit."""
     apart = conditions.differ([conditions.from_record(run.record) for run in runs])
     out = [apart] if apart else []
     for what in runs[0].origin if runs else ():

@@ -196,7 +196,7 @@ def answer(name: str, *, at: str = "python") -> str:
 
 
 def hint(name: str, valid: Iterable[str]) -> str:
-    """What to write instead of a name that is not valid, beginning with "; ": the word here, the nearest, or all."""
+    """The end of a message about an unknown name: our word for it, the nearest name, or all names."""
     said = answer(name)
     return f"; {said}" if said else nearest(name, valid)
 

@@ -82,7 +82,7 @@ class Registry(Generic[T]):
         return known or self._registered_by_its_file(name) is not None
 
     def look(self, name: str) -> Any:
-        """What a name, an alias or `module:Class` stands for; UserError for an unknown name, with the nearest."""
+        """The class, or whatever else, behind a name, an alias or `module:Class`; UserError names the nearest."""
         key = self.canonical(str(name))
         home = self._homes.get(key) or (key if ":" in key else entry_points(self.group).get(key))
         home = home or self._registered_by_its_file(key)
@@ -112,7 +112,7 @@ class Registry(Generic[T]):
         return read(self.find(name), options, group=self.group, name=str(name))
 
     def _registered_by_its_file(self, name: str) -> str | type | None:
-        """The class that the package's file of that name registers: such a part needs no line in the table."""
+        """Imports the package's file of that name, which registers its class: such a part is in no table."""
         module = f"{self._package}.{name}"
         if self._package and name.isidentifier() and importlib.util.find_spec(module):
             importlib.import_module(module)

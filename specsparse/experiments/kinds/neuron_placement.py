@@ -105,8 +105,8 @@ class PlacementSettings(ModelSettings):
 
 @dataclass(frozen=True)
 class Placed:
-    """A placement by every rule, the name of the chosen one, the file that a run would go by, and the timings of the
-    chosen one with their conditions."""
+    """The placement by each rule, the chosen rule, the gpuidx file that a run would use, and the chosen placement's
+    timings with their conditions."""
 
     chosen: str
     found: dict[str, Placement]
@@ -121,7 +121,7 @@ class Placed:
 
 
 class Place(Kind[PlacementSettings]):
-    """Which neurons belong on the accelerator, and the time a token that is expected of it."""
+    """Chooses the neurons for the accelerator and predicts the time of a token."""
 
     def check(self, cfg: PlacementSettings) -> None:
         spec, (_, config) = cfg.placement, header_of(cfg.model)
@@ -261,7 +261,7 @@ def budget_bytes(cfg: PlacementSettings, parts: ModelParts) -> int:
 
 
 def _companion(cfg: PlacementSettings) -> Path | None:
-    """Counts that travel with the model, as its file has it."""
+    """The file of activation counts that comes with the model; None if options change the model."""
     return None if cfg.model.overrides() else catalogue.companion(cfg.model.path, "activations")
 
 
@@ -444,7 +444,7 @@ def _tables(result: Placed, problem: Problem, parts: ModelParts) -> Iterator[Ren
 
 
 def figure(problem: Problem, found: dict[str, Placement], *, title: str) -> Figure:
-    """How far few neurons go, and which each rule places.
+    """The share of reads that few neurons get, and the neurons that each rule places.
 
     Rows: the share of a layer's reads that its hottest neurons get, in a hundred steps; its share of neurons, by rule.
     """

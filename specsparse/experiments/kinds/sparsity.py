@@ -152,7 +152,7 @@ class SparsityKind(Kind[SparsitySettings]):
 
 
 class PointModel(NamedTuple):
-    """A point before it is judged; `model` decodes by the predictor, None if nothing does."""
+    """A point before it is judged. `model` decodes with the predictor; None if no model can."""
 
     value: float | str | None
     predictor: Predictor
@@ -161,7 +161,7 @@ class PointModel(NamedTuple):
 
 
 def sides_of(cfg: SparsitySettings, ctx: RunContext, dense: Model, prompt: np.ndarray) -> Iterator[PointModel]:
-    """Each point; one whose neurons are those of a prompt decodes after `prompt`, int32[1, n]."""
+    """All points. A predictor that is fitted to a prompt is fitted to `prompt`, int32[1, n]."""
     rows, before = None, None
     values = cfg.sparsity.predictors or cfg.sparsity.values or (None,)
     for value, point in zip(values, settings(cfg), strict=True):

@@ -154,7 +154,7 @@ def explain(
 
 
 def _host(passes: Sequence[Pass], findings: dict[str, object], notes: list[str]) -> None:
-    """The ablation: one program against a program a stage."""
+    """Adds the speed of the jitted loop over the host loop, if both were timed."""
     ratio = record.speedup_of(passes, over=HOST)
     if ratio is not None:
         findings["jit_over_host_loop"] = ratio.to_dict()
@@ -165,7 +165,7 @@ def _host(passes: Sequence[Pass], findings: dict[str, object], notes: list[str])
 
 
 def _policy(reports: Sequence[Any], findings: dict[str, object], notes: list[str]) -> None:
-    """How often the policy left a round without a draft."""
+    """Adds how often the policy turned drafting off."""
     if not reports:
         return
     rounds, off = sum(r.rounds_off for r in reports), sum(r.off for r in reports)

@@ -75,7 +75,7 @@ class Accepted:
         return expected.mean_tokens(tokens, self.share)
 
     def rows(self, gamma: int) -> float:
-        """Mean tokens of a draft that may have gamma."""
+        """Mean tokens of a draft if gamma are allowed."""
         return gamma if self.length is None else min(float(gamma), self.length)
 
 
@@ -117,7 +117,7 @@ class AcceptedRates:
 
 
 def swept(alpha: float) -> AcceptedRates:
-    """The same chance at every place of every text."""
+    """One acceptance for all positions and texts."""
     return AcceptedRates(SWEPT, {"any": Accepted(alpha)})
 
 

@@ -47,7 +47,7 @@ class Candidate:
 
     @property
     def chain(self) -> str:
-        """The name of the same drafter of chains."""
+        """The name of the drafter when it drafts chains."""
         return self.name.removesuffix(TREE) if self.tree else self.name
 
 
@@ -115,7 +115,7 @@ DOUBTS = (2.0, -2.0)
 
 @dataclass(frozen=True)
 class Clock:
-    """Times of one target at one length of its cache and one batch size. Every sequence of a batch has n rows."""
+    """Times of one target, for one cache length and batch size. Every sequence of a batch has n rows."""
 
     step_s: float  # seconds of a plain step
     v: Callable[[float], float]  # n -> a forward of n rows a sequence in plain steps
@@ -233,7 +233,7 @@ class Clocks:
 
 
 def device_of(table: CostTable) -> Device:
-    """The machine that a table was measured on."""
+    """The machine on which a table was measured."""
     title = str(table.identity.get("cpu", THIS))
     return Device(THIS, title, table.bandwidth, table.f32, None, table.int8, overlap=0.0, measured=True)
 
@@ -318,7 +318,7 @@ def tree_break_even(clock: Clock, candidate: Candidate, nodes: int) -> float | N
 
 
 def _tree_costs(clock: Clock, candidate: Candidate, nodes: int) -> tuple[tuple[float, ...], float]:
-    """Rounds of 0 .. nodes nodes but for their levels, and a level, in plain steps."""
+    """(cost of a round by its number of nodes, drafting of the levels left out; cost of drafting a level), in steps."""
     costs = [clock.costs(candidate, n) for n in range(nodes + 1)]
     return tuple(round(clock.v(n + 1) + costs[n][1], 4) for n in range(nodes + 1)), round(costs[0][0], 4)
 

@@ -222,7 +222,7 @@ def config_from_shape(shape: Shape) -> ModelConfig:
 
 
 def another_vocabulary(target: ModelOutline, draft: ModelOutline) -> str | None:
-    """Why a draft model cannot draft the target's ids, in a line, or None if nothing speaks against it.
+    """A line if the draft model cannot draft the target's ids, and why; None if the two fit.
 
     Of shapes only the sizes are compared; a difference of a hundredth is taken for a padded matrix.
     """

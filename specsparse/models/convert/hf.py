@@ -82,7 +82,7 @@ class Checkpoint:
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def part(self, config: Json, names: Mapping[str, str]) -> "Checkpoint":
-        """A part of it, with a config of its own; `names` are of its tensors, by their names in this checkpoint."""
+        """A part with its own config. `names` maps tensor names of this checkpoint to names in the part."""
         found = copy.copy(self)
         found.config = config
         found._tensors = {name: self._tensors[stored] for stored, name in names.items()}

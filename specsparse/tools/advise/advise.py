@@ -71,7 +71,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Advice:
-    """The cases of a question, and what holds for all of them."""
+    """The answer to a question: a case for each batch size and context, and the facts that they share."""
 
     question: Question
     target: ModelOutline
@@ -210,7 +210,7 @@ def _measured(
 
 
 def _acceptances(question: Question, candidate: Candidate) -> list[AcceptedRates]:
-    """Those of the question, else those that a run counted, else those of the kept table, else a sweep."""
+    """Acceptances to look at: supposed in the question, else counted in a run, else kept, else a sweep."""
     if question.alphas:
         return [acceptance.swept(alpha) for alpha in question.alphas]
     if question.counted is None:

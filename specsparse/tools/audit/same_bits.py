@@ -168,7 +168,7 @@ def windows_of(ids: Sequence[int], count: int, *, prompt: int, following: int, b
 
 @dataclass(frozen=True)
 class AuditPlan:
-    """The question. Without `types` the file is audited as it is."""
+    """The options of an audit. Without `types` the file is audited as it is."""
 
     model: str  # a name or a file
     engines: tuple[str, ...] = (OURS,)  # "specsparse", and names of `peers.PEERS`

@@ -32,7 +32,7 @@ _MOST_DIFFERENCES = 8
 
 @dataclass(frozen=True)
 class Inspected:
-    """A file and what could be made of it."""
+    """An open file with its config and tokenizer, or its head, or the reason why it has neither."""
 
     file: GGUFFile
     config: ModelConfig | None = None  # None if the file does not run here

@@ -288,7 +288,7 @@ class EventStream(StreamingResponse):
 
 @contextlib.contextmanager
 def _giving_up(handle: RequestHandle) -> Generator[None]:
-    """Ends the decoding if the block fails or is cancelled."""
+    """Stops decoding for this request if the block fails or is cancelled."""
     try:
         yield
     except BaseException:

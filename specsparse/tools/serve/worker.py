@@ -170,7 +170,7 @@ class Worker:
         hosts.agreed([])
 
     def _take(self) -> list[RequestHandle]:
-        """The first that waits, and those after it that may start with it; [] after `close`."""
+        """The first waiting request and those that may start with it; [] after `close`."""
         with self._changed:
             self._forget_gone()
             while not (self._closed or self._waiting):
@@ -232,7 +232,7 @@ class Worker:
             self._metrics.ended("abort", len(session.sequences[b].prompt), counters[b], ended.times)
 
     def _tell(self, session: Session, running: dict[int, _Running]) -> None:
-        """Hands on the texts of the last rounds, and the completions that have ended."""
+        """Sends the new texts and the completions that have ended to their handles."""
         if not running:
             return
         texts, now = read_texts(session, {b: r.text for b, r in running.items()}), time.perf_counter()
