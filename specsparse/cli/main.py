@@ -72,8 +72,6 @@ class Parser(argparse.ArgumentParser):
 
 
 class SubParser(Parser):
-    """The parser of a sub-command."""
-
     def parse_known_args(self, args=None, namespace=None):
         """As argparse's, but nothing may be left: so a sub-command names the nearest of its own options."""
         known, unknown = super().parse_known_args(args, namespace)
@@ -117,7 +115,13 @@ def _dispatch(argv: list[str]) -> int:
         return run_main(rest)
     if name == "version":
         Parser(prog="specsparse version", description=COMMANDS[name]).parse_args(rest)
-        print(f"specsparse {_version()}")
+        try:
+            version = metadata.version("specsparse")
+        except metadata.PackageNotFoundError:
+            version = "(not installed)"
+        git = git_commit()
+        commit = f" {git['commit'][:10]}{' with changes' if git['dirty'] else ''}" if git else ""
+        print(f"specsparse {version}{commit}")
         return 0
     module = importlib.import_module(f"specsparse.{'tools' if name in TOOLS else 'cli'}.{name}")
     parser = Parser(prog=f"specsparse {name}", description=module.__doc__, allow_abbrev=False)
@@ -129,13 +133,3 @@ def _dispatch(argv: list[str]) -> int:
     args = parse(rest)
     with hosts.joined(getattr(args, "distributed", None), argv):
         return int(module.main(args) or 0)
-
-
-def _version() -> str:
-    """The version, and the commit of a checkout."""
-    try:
-        version = metadata.version("specsparse")
-    except metadata.PackageNotFoundError:
-        version = "(not installed)"
-    git = git_commit()
-    return version + (f" {git['commit'][:10]}{' with changes' if git['dirty'] else ''}" if git else "")

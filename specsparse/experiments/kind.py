@@ -65,7 +65,6 @@ class RunContext:
             return self.engine.load(model.path, progress=progress, **{**model.overrides(), **more})
 
     def counting(self, what: str, total: int) -> AbstractContextManager[Callable[..., None]]:
-        """As `terminal.counting`, on the run's console."""
         return terminal.counting(self.console, what, total)
 
 

@@ -82,8 +82,6 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class DataSpec:
-    """The prompts."""
-
     source: str = "builtin"
     path: str | None = None  # of the files of a source that has no place of its own
     tasks: tuple[str, ...] | None = None

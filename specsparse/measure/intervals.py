@@ -37,9 +37,6 @@ class Interval(NamedTuple):
     prompts: int
     skewed: bool = False
 
-    def cells(self) -> dict[str, float | int | None]:
-        return self._asdict()
-
     def ends(self) -> str:
         return shown(self.low, self.high)
 

@@ -16,7 +16,6 @@ import importlib.util
 import math
 import os
 import re
-import shutil
 import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +27,7 @@ from specsparse.engine.gguf.shards import shard_names
 from specsparse.errors import CHECKOUT, UserError, pip_install
 from specsparse.models import hub
 from specsparse.models.hub import RepoFile
-from specsparse.support.files import Json, cache_dir, kept, need_memory, size_text, to_json, write_atomically
+from specsparse.support.files import Json, cache_dir, kept, need_disk, need_memory, size_text, to_json, write_atomically
 from specsparse.support.hub_names import SCHEME, is_reference
 from specsparse.support.options import Count, Internal, Read, Size, read, shown
 
@@ -360,15 +359,9 @@ def obtain(wanted: Mapping[str, Entry], download: Download) -> None:
     except hub.UnreachableError as error:
         raise NotHere(wanted, error.why.rstrip("."), "without a network") from None
     # Room on the disk, and memory to load what is downloaded.
-    folder = model_folder()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    needed = sum(one.missing + (one.loaded if one.entry.convert else 0) for one in plans)
-    free, needed = shutil.disk_usage(there).free, math.ceil(needed * (1 + _SPARE))
-    if needed > free:
-        raise UserError(
-            f"{size_text(needed)} are needed on the disk of {there}, {size_text(free)} are free: make room, or set "
-            "HF_HOME and SPECSPARSE_CACHE to folders of another disk"
-        )
+    needed = math.ceil((1 + _SPARE) * sum(one.missing + (one.loaded if one.entry.convert else 0) for one in plans))
+    elsewhere = "make room, or set HF_HOME and SPECSPARSE_CACHE to folders of another disk"
+    need_disk(model_folder(), needed, elsewhere)
     loaded = sum(one.loaded for one in plans if one.entry.role != "head")
     weights = f"the weights of {' and '.join(one.entry.name for one in plans)}"
     need_memory(weights, loaded, "take a smaller model or a smaller type of weights")

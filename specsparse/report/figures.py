@@ -89,7 +89,7 @@ def by_task(runs: Sequence[Run], methods: Sequence[ReportedMethod], *, measure: 
             parts = {"all": method, **(parts if len(parts) > 1 else {})}
         for task, part in parts.items():
             if (found := measure.value(part)) is not None:
-                rows.append({"method": method.label, "task": task, **found.cells()})
+                rows.append({"method": method.label, "task": task, **found._asdict()})
     if not rows:
         return _NO_DRAFT if methods else _NO_METHOD
     draw = plots.bars("task", ylabel=measure.label, finish=measure.finish)
@@ -113,7 +113,7 @@ def against(
     for method in on_a_line:
         found = measure.value(method)
         if found is not None and method.without(key) in kept:
-            rows.append({"method": method.without(key), xlabel: method.run.setting(key), **found.cells()})
+            rows.append({"method": method.without(key), xlabel: method.run.setting(key), **found._asdict()})
     if not rows:
         return _NO_DRAFT
     cut = f" {len(lines) - len(kept)} slower lines are left out." if len(kept) < len(lines) else ""
@@ -122,7 +122,7 @@ def against(
 
 def acceptance_by_position(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawing | str:
     rows = [
-        {"method": method.label, "position": position + 1, **found.cells()}
+        {"method": method.label, "position": position + 1, **found._asdict()}
         for method in fastest(methods, MOST)
         for position in range(method.positions())
         if (found := method.accepted_at(position)) is not None
@@ -158,7 +158,7 @@ def accepted_in_a_round(runs: Sequence[Run], methods: Sequence[ReportedMethod]) 
                 return sum(at_least[k : k + 1]) - sum(at_least[k + 1 : k + 2])
 
             if (found := method.share(exactly, lambda s: s.method.num_drafts)) is not None:
-                rows.append({"method": method.label, "tokens": k, **found.cells()})
+                rows.append({"method": method.label, "tokens": k, **found._asdict()})
     if not rows:
         return _NO_DRAFT if methods else _NO_METHOD
     caption = (
@@ -181,7 +181,7 @@ def predicted_and_measured(runs: Sequence[Run], methods: Sequence[ReportedMethod
     for (method, found, measured), group in zip(points, groups, strict=True):
         terms = {f"x {f['name']}": f["value"] for f in found["factors"]}
         names = {"method": method.label, "group": group}
-        rows.append({**names, "predicted": found["predicted"], **measured.cells(), **terms})
+        rows.append({**names, "predicted": found["predicted"], **measured._asdict(), **terms})
     if not rows:
         return "no record holds a prediction: +experiment=roofline measures this model's costs, later runs then predict"
     caption = (
@@ -219,7 +219,7 @@ def time_split(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawin
         totals = [sum(t.values()) for t in tasks]
         for stage in _STAGES:
             if (found := intervals.share([t[stage] for t in tasks], totals)) is not None:
-                cells = found.cells()
+                cells = found._asdict()
                 cells["tasks"] = cells.pop("prompts")
                 rows.append({"method": method.label, "stage": stage, **cells})
     cut = f" The {len(shown)} fastest of {len(timed)} methods, by speed-up." if len(shown) < len(timed) else ""

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shutil
 import struct
 import subprocess
 import tempfile
@@ -107,6 +108,14 @@ def need_memory(what: str, nbytes: int, instead: str) -> None:
     if memory is not None and nbytes > memory:
         there = f"the memory that is available, {size_text(memory)}"
         raise UserError(f"{what}: {size_text(nbytes)} do not fit into {there}: {instead}")
+
+
+def need_disk(folder: Path, nbytes: int, instead: str) -> None:
+    """UserError if the disk of a folder, which need not be there yet, has no room for so many bytes."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if nbytes > (free := shutil.disk_usage(there).free):
+        sizes = f"{size_text(nbytes)} are needed on the disk of {there}, {size_text(free)} are free"
+        raise UserError(f"{sizes}: {instead}")
 
 
 def read_text(path: Path, label: object = None) -> str:

@@ -17,8 +17,6 @@ VLLM, HF, LLAMA = "vLLM", "Hugging Face", "llama.cpp"
 
 
 class Word(NamedTuple):
-    """A neighbour's word."""
-
     whose: tuple[str, ...]  # the projects that use it
     # its name here: `sampling.FIELD` of `SamplingParams`, `load.OPTION` of `specsparse.load`, `drafter.OPTION`, an
     # argument of `generate`, or "" if there is no such thing

@@ -105,8 +105,6 @@ class OptionError(UserError):
 
 
 class Option(NamedTuple):
-    """One option of a class."""
-
     name: str  # of its field
     hint: Any  # its type
     marks: tuple[object, ...]  # what is annotated

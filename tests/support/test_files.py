@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from specsparse.errors import UserError
-from specsparse.experiments.kinds import train_predictors
 from specsparse.powerinfer.profiler import ActivationStats, save_stats
 from specsparse.support.files import (
     append_line,
     atomically,
     json_lines,
     kept,
+    need_disk,
     need_place,
     read_npz,
     replacing,
@@ -74,10 +74,10 @@ def test_a_new_file_has_the_users_permissions(tmp_path):
     assert (tmp_path / "x").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-def test_residuals_that_the_disk_cannot_hold_are_not_begun(tmp_path):
-    train_predictors._check_room(tmp_path, 1)
-    with pytest.raises(UserError, match=r"residuals take \d+ MiB, \d+ are free; give fewer train\.tokens"):
-        train_predictors._check_room(tmp_path, 1 << 62)
+def test_work_that_the_disk_cannot_hold_is_not_begun(tmp_path):
+    need_disk(tmp_path / "not" / "yet", 1, "")
+    with pytest.raises(UserError, match=r"are free: give fewer train\.tokens"):
+        need_disk(tmp_path / "not" / "yet", 1 << 62, "give fewer train.tokens")
 
 
 class Full:

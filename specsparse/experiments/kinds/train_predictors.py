@@ -5,7 +5,6 @@ All layers are trained in a directory that a later run goes on from.
 
 import itertools
 import math
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -34,7 +33,7 @@ from specsparse.predictors.scored import mlp_weights, settled
 from specsparse.report import plots
 from specsparse.report.plots import Figure, Row
 from specsparse.support import tables
-from specsparse.support.files import load_state, read_tensors, replacing, save_state, write_tensors
+from specsparse.support.files import load_state, need_disk, read_tensors, replacing, save_state, write_tensors
 
 DEFINITIONS = {
     "recall": "active neurons that are kept / active neurons, on the dense model's residuals, over all rows",
@@ -162,7 +161,8 @@ def trained(
     residuals = folder / "residuals.npy"
     if not residuals.exists():
         shape = (model.config.n_layers, text.size, model.config.d_model)
-        _check_room(folder, 4 * math.prod(shape))
+        # A write into a memory map that the disk cannot hold would end the process.
+        need_disk(folder, 4 * math.prod(shape), "give fewer train.tokens, or train.output on another disk")
         with replacing(residuals) as temporary:
             out = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.float32, shape=shape)
             collected(model, text, ctx.console, out=out)
@@ -193,16 +193,6 @@ def _claim(folder: Path, cfg: TrainSettings, model: Model, text: np.ndarray) -> 
         "active_share": cfg.train.active_share,
         "text": {"windows": list(text.shape), "sum": digest},
     })  # fmt: skip
-
-
-def _check_room(folder: Path, size: int) -> None:
-    """UserError: no room. A write into a memory map that the disk cannot hold would end the process."""
-    free = shutil.disk_usage(folder).free
-    if size > free:
-        raise UserError(
-            f"{folder}: the residuals take {size >> 20} MiB, {free >> 20} are free; "
-            "give fewer train.tokens, or train.output on another disk"
-        )
 
 
 def _layer(

@@ -188,7 +188,7 @@ class SeedAcceptance:
     programs: int  # decode loops compiled by the call, 0 or 1
 
     def to_dict(self) -> Json:
-        return {**asdict(self), "rates": {name: of and of.cells() for name, of in self.rates.items()}}
+        return {**asdict(self), "rates": {name: of and of._asdict() for name, of in self.rates.items()}}
 
     def __str__(self) -> str:
         shown = []

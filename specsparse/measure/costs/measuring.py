@@ -120,8 +120,6 @@ def fit_draft(points: list[tuple[float, float]]) -> DraftCost:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to measure."""
-
     ns: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # rows of the forwards, from 1
     near: int = 128  # tokens in the cache
     far: int = 1024  # tokens in the cache

@@ -33,8 +33,6 @@ class Fork(NamedTuple):
 
 @dataclass(frozen=True)
 class TextsDifference:
-    """The result of `compare_texts`."""
-
     forks: tuple[Fork, ...]  # an entry for each text that both have
     only: tuple[int, int]  # numbers of texts that only A, only B has
     shorter: tuple[str, ...]  # texts of which one is the beginning of the other

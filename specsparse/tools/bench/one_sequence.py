@@ -133,8 +133,6 @@ class SequenceBench(ModelBench):
 
 
 class PassWork(NamedTuple):
-    """Bytes and multiply-adds of one test."""
-
     file_bytes: float  # weights as in the file, once a forward, and the cache: the least that must be read
     moved_bytes: float  # the same with the weights as packed
     macs: float  # of all matrices and of attention

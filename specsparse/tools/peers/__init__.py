@@ -10,8 +10,6 @@ PYTHON_VARIABLE = "SPECSPARSE_PEER_PYTHON"
 
 @dataclass(frozen=True)
 class PeerKind:
-    """The process of a peer."""
-
     script: str  # the child, beside this file
     needs: tuple[str, ...]  # distributions
     arguments: tuple[str, ...] = ()  # of the script

@@ -43,8 +43,6 @@ class TextEvent(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A completion has ended."""
-
     index: int
     generation: Generation
     times: Timings
@@ -63,8 +61,6 @@ _ENDS = Failed("the server ends")
 
 @dataclass(eq=False)
 class RequestHandle:
-    """A request in the queue."""
-
     sequences: list[Request]  # its completions, prompt by prompt
     spec: MethodSpec  # a checked method: a drafter and a verifier
     tell: Callable[[StreamEvent], None]  # called by the worker with each event; must not wait

@@ -126,7 +126,7 @@ def test_acceptance_over_seeds_is_one_compile_and_the_same_as_one_by_one(model):
     assert again.programs == 0
     ends = f"tokens per target pass {interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}], "
     assert "4 seeds" in str(found) and ends in str(found)
-    assert json.loads(json.dumps(found.to_dict()))["rates"]["tokens_per_target_pass"] == interval.cells()
+    assert json.loads(json.dumps(found.to_dict()))["rates"]["tokens_per_target_pass"] == interval._asdict()
 
 
 def test_one_seed_has_no_interval_and_a_failed_one_no_rates(model):
