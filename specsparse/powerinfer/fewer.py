@@ -10,7 +10,7 @@ three:
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -211,12 +211,10 @@ class UnionPoint:
         return UnionPoint(rows, batch, passes, float(kept_L.mean()), float(union_L.mean()), guess)
 
 
-def kept_masks(
-    model: Model, predictor: Predictor, windows_Wn: np.ndarray, *, progress: Callable[[int], None] | None = None
-) -> np.ndarray:
-    """bool[W, L, n, F]: the neurons that every token of every window keeps, each window on its own.
+def kept_masks(model: Model, predictor: Predictor, windows_Wn: np.ndarray) -> np.ndarray:
+    """bool[W, L, n, F]: the neurons that every token of every window int32[W, n] keeps, each window on its own.
 
-    `model` has `predictor`'s weights in its layers, as `gated` makes it; the others as in `predictors.collect.watched`.
+    `model` has `predictor`'s weights in its layers, as `gated` makes it.
     """
     skips = zero_skip.skips(model.params)  # then the dense FFN has the same bits
     ffn = (dense_ffn if skips else partial(make_ffn, predictor=predictor))(model.config, model.kernels)
@@ -224,7 +222,7 @@ def kept_masks(
     def keep(layer, x_RD, n_valid_B):
         return predictor.keep(None if skips else layer.sparse.predictor, layer, x_RD, n_valid_B)
 
-    return np.stack([mask.astype(bool) for mask in watched(model, windows_Wn, keep, ffn=ffn, progress=progress)])
+    return np.stack([mask.astype(bool) for mask in watched(model, windows_Wn, keep, ffn=ffn)])
 
 
 def union_of_text(masks_WLnF: np.ndarray, *, tokens: int, batch: int = 1) -> UnionPoint:

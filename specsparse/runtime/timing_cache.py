@@ -134,15 +134,12 @@ class CostTable:
         costs = self.draft_costs(draft, gamma, kv_length)
         return expected.predicted_speedup(alpha, gamma, lambda n: self.v(n, kv_length), share=share, **costs)
 
-    def predict_tree(
-        self, tokens: float, nodes: float, *, room: int, draft: DraftCost = FREE, kv_length: float | None = None
-    ) -> float:
+    def predict_tree(self, tokens: float, nodes: float, *, room: int, draft: DraftCost = FREE) -> float:
         """Predicted speed-up of trees of `nodes` of at most `room` nodes that give `tokens` tokens a round.
 
         The cost of drafting a whole tree is all in `draft.fixed_s`.
         """
-        costs = self.draft_costs(draft, room, kv_length)
-        return tokens / expected.round_cost(lambda n: self.v(n, kv_length), nodes, **costs)
+        return tokens / expected.round_cost(self.v, nodes, **self.draft_costs(draft, room))
 
     def best_gamma(
         self, alpha: float, *, draft: DraftCost = FREE, kv_length: float | None = None, share: float = 1.0
