@@ -292,14 +292,13 @@ def method_of(args: argparse.Namespace, sampling: "SamplingParams") -> "MethodSp
     twice = [place.format(name) for place, given in places.items() for name in given if name in lengths]
     if args.gamma is not None and twice:
         raise UserError(f"--gamma and {twice[0]} are one thing: give one of them")
-    if drafter.name == "none" and (options["drafter"] or args.gamma is not None):
-        given = f"--option {next(iter(options['drafter']))}" if options["drafter"] else "--gamma"
-        raise UserError(f"{given} needs --drafter NAME: none is plain decoding")
+    of_drafts = [*(f"--option {name}" for name in options["drafter"]), *["--gamma"] * (args.gamma is not None),
+                 *(f"--{group}" for group in GROUPS[1:] if group in chosen)]  # fmt: skip
+    if drafter.name == "none" and of_drafts:
+        raise UserError(f"{of_drafts[0]} needs --drafter NAME: none is plain decoding")
     for group in GROUPS:
         if group not in chosen and options[group]:
             raise UserError(f"{group}.{next(iter(options[group]))} needs --{group} NAME")
-        if group in chosen and group != "drafter" and drafter.name == "none":
-            raise UserError(f"--{group} needs --drafter NAME: none is plain decoding")
     if args.gamma is not None:
         own = chosen.get("policy", Choice("fixed"))
         chosen["policy"] = Choice(own.name, {**own.options, "gamma": args.gamma})
