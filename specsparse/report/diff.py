@@ -101,7 +101,7 @@ def _settings(a: Run, b: Run) -> list[tuple[str, str, str]]:
 
 def _texts(a: Run, b: Run, side_a: str, side_b: str) -> tuple[int, tuple[str, ...]]:
     ours, theirs = (
-        {row["prompt_id"]: row.get("token_ids") for row in run.passes if row["side"] == side and row["repeat"] == 0}
+        {p.prompt_id: p.token_ids for p in run.passes if p.side == side and p.repeat == 0}
         for run, side in ((a, side_a), (b, side_b))
     )
     both = [name for name in ours if name in theirs]

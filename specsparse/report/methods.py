@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from specsparse.measure import intervals
 from specsparse.measure.intervals import Interval
+from specsparse.report import record
 from specsparse.report.record import HOST, PLAIN, SPECULATIVE
 from specsparse.report.runs import Run
-from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Counters
 from specsparse.support.files import Json
 
@@ -91,9 +91,7 @@ class ReportedMethod:
 
     def draws_z(self) -> float | None:
         """As in `metrics.DEFINITIONS`, of the rows, so that older records have it too."""
-        own = [row for row in self.run.passes if row["side"] == self.side]
-        once = {row["prompt_id"]: metrics.from_dict(row["counters"]) for row in reversed(own)}
-        return metrics.draws_z(once.values())
+        return record.draws_z([p for p in self.run.passes if p.side == self.side])
 
     def positions(self) -> int:
         """Draft positions up to the deepest accepted one."""
@@ -111,7 +109,7 @@ class ReportedMethod:
 
 def from_runs(runs: Sequence[Run]) -> list[ReportedMethod]:
     """The methods of all runs that decoded plainly beside them, in order."""
-    sides = [(run, dict.fromkeys(str(row["side"]) for row in run.passes)) for run in runs]
+    sides = [(run, dict.fromkeys(p.side for p in run.passes)) for run in runs]
     found = [(run, side) for run, named in sides for side in named if side not in (PLAIN, HOST)]
     settings = differing_settings([run.config for run, _ in found])
     differing = [s for s in settings if s.key not in _PAIR and not s.key.startswith(NOT_A_METHOD)]
@@ -191,23 +189,15 @@ def _told_apart(methods: list[ReportedMethod]) -> list[ReportedMethod]:
 
 def _samples(run: Run, side: str) -> tuple[Sample, ...]:
     """The prompts that both sides decoded, repeats paired and summed."""
-    plain = {(r["prompt_id"], r["repeat"]): r for r in run.passes if r["side"] == PLAIN}
     sums: dict[str, Sample] = {}
-    for row in run.passes:
-        other = plain.get((row["prompt_id"], row["repeat"]))
-        if row["side"] != side or other is None:
-            continue
-        ours, theirs = metrics.from_dict(row["counters"]), metrics.from_dict(other["counters"])
-        if not (ours.num_emitted_tokens and theirs.num_emitted_tokens and row["decode_s"] and other["decode_s"]):
-            continue
-        seconds = row["decode_s"] * theirs.num_emitted_tokens / ours.num_emitted_tokens
-        nothing = Sample(row["prompt_id"], row["task"], 0.0, 0.0, Counters(), Counters())
-        before = sums.get(row["prompt_id"], nothing)
-        sums[row["prompt_id"]] = before._replace(
-            plain_s=before.plain_s + other["decode_s"],
+    for method, plain, seconds in record.pairs(run.passes, side):
+        nothing = Sample(method.prompt_id, method.task, 0.0, 0.0, Counters(), Counters())
+        before = sums.get(method.prompt_id, nothing)
+        sums[method.prompt_id] = before._replace(
+            plain_s=before.plain_s + plain.decode_s,
             method_s=before.method_s + seconds,
-            plain=before.plain + theirs,
-            method=before.method + ours,
+            plain=before.plain + plain.counters,
+            method=before.method + method.counters,
         )
     return tuple(sums.values())
 

@@ -1,7 +1,7 @@
 """From the passes of a run to its record: sums, rates, speed-up, identity of the texts, bandwidth."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,12 @@ class Pass:
             compile_s=float(stats.compile_s),
             seed=int(generation.seed),
         )
+
+    @classmethod
+    def from_row(cls, row: Json) -> "Pass":
+        """The inverse of `row`; older rows have no seed."""
+        own = {f.name: row[f.name] for f in dataclasses.fields(cls) if f.name in row}
+        return cls(**own | {"token_ids": tuple(row["token_ids"]), "counters": metrics.from_dict(row["counters"])})
 
     def row(self) -> Json:
         return {
@@ -267,29 +273,38 @@ def groups(passes: Sequence[Pass], *, bytes_per_pass: int, read_bandwidth: float
                     seconds,
                     bytes_per_second=achieved,
                     bandwidth_share=achieved / read_bandwidth if achieved and read_bandwidth else None,
-                    draws_z=metrics.draws_z({p.prompt_id: p.counters for p in reversed(own)}.values()),
+                    draws_z=draws_z(own),
                 )
         out[task] = Group(sides, speedup_of(some) if len(sides) == 2 else None)
     return out
 
 
-def speedup_of(passes: Sequence[Pass], side: str = SPECULATIVE, *, over: str = PLAIN) -> Speedup | None:
-    """Plain over speculative time of the passes of one prompt and repeat; None if none decoded a second token.
+def draws_z(passes: Sequence[Pass]) -> float | None:
+    """As in `metrics.DEFINITIONS`, over each prompt's first pass."""
+    return metrics.draws_z({p.prompt_id: p.counters for p in reversed(passes)}.values())
 
-    If the two wrote different numbers of tokens, the speculative time is scaled to the plain count.
-    """
+
+def pairs(
+    passes: Sequence[Pass], side: str = SPECULATIVE, *, over: str = PLAIN
+) -> Iterator[tuple[Pass, Pass, float]]:  # fmt: skip
+    """(pass of `side`, pass of `over`, seconds of the first for the second's number of tokens), prompt by prompt and
+    repeat by repeat; passes without a second token are left out."""
     beside = {(p.prompt_id, p.repeat): p for p in passes if p.side == over}
-    plain_s, method_s, prompts = [], [], []
     for method in passes:
         plain = beside.get((method.prompt_id, method.repeat))
-        if method.side != side or plain is None:
-            continue
-        counts = plain.counters.num_emitted_tokens, method.counters.num_emitted_tokens
-        if all(counts) and plain.decode_s > 0 and method.decode_s > 0:
-            plain_s.append(plain.decode_s)
-            method_s.append(method.decode_s * counts[0] / counts[1])
-            prompts.append(plain.prompt_id)
-    return speedups.speedup(plain_s, method_s, prompts=prompts) if plain_s else None
+        if method.side == side and plain is not None:
+            counts = plain.counters.num_emitted_tokens, method.counters.num_emitted_tokens
+            if all(counts) and plain.decode_s and method.decode_s:  # a record's row may have null
+                yield method, plain, method.decode_s * counts[0] / counts[1]
+
+
+def speedup_of(passes: Sequence[Pass], side: str = SPECULATIVE, *, over: str = PLAIN) -> Speedup | None:
+    """Time of `over` over that of `side` for the same number of tokens; None if no pass has a second token."""
+    found = [(plain.decode_s, seconds, plain.prompt_id) for _, plain, seconds in pairs(passes, side, over=over)]
+    if not found:
+        return None
+    plain_s, method_s, prompts = zip(*found, strict=True)
+    return speedups.speedup(plain_s, method_s, prompts=prompts)
 
 
 def differing_tokens(ours: Sequence[int], theirs: Sequence[int]) -> int:

@@ -6,19 +6,20 @@ A finished cell of a sweep may lie in several folders; it is one measurement.
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from specsparse.errors import UserError
 from specsparse.measure import conditions
 from specsparse.measure.conditions import Conditions
-from specsparse.report.record import RECORD_FILE, ROWS_FILE, STOPPED, StandIn
+from specsparse.report.record import RECORD_FILE, ROWS_FILE, STOPPED, Pass, StandIn
 from specsparse.support import notebook, options
 from specsparse.support.files import Json, json_lines, kept, read_text
 
 CELL_FILE = "cell.json"
-_PASS = frozenset({"prompt_id", "task", "side", "repeat", "counters", "decode_s"})
+_PASS = frozenset(field.name for field in fields(Pass) if field.name != "seed")
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,10 @@ class Run:
     def summary(self) -> Json:
         return self.record.get("summary") or {}
 
-    @property
-    def passes(self) -> list[Json]:
+    @cached_property
+    def passes(self) -> list[Pass]:
         """The rows that are timed passes; kinds of run may log others too."""
-        return [row for row in self.rows if row.keys() >= _PASS]
+        return [Pass.from_row(row) for row in self.rows if row.keys() >= _PASS]
 
     @property
     def conditions(self) -> Conditions:
@@ -143,7 +144,7 @@ def read(directory: Path) -> Run:
     found = {where: row for where, row in parsed if isinstance(row, dict)}
     for where, row in found.items():
         if row.keys() >= _PASS:
-            _check(_ROW, row, where, needed=("prompt_id", "side", "repeat", "counters"))
+            _check(_ROW, row, where, needed=("prompt_id", "side", "repeat", "counters", "token_ids"))
     return Run(directory, record, tuple(found.values()))
 
 
@@ -211,6 +212,7 @@ _RECORD = {
 """Types of the values of a record.json that reports read, by dotted key; * is any key. All may be left out or null."""
 _ROW = {
     "prompt_id": _NAME, "task": _NAME, "side": _NAME, "repeat": _NUMBER, "counters": _GROUP, "decode_s": _NUMBER,
+    "token_ids": _LIST,
 }  # fmt: skip
 """The same of a timed pass in prompts.jsonl."""
 

@@ -433,7 +433,7 @@ def test_a_cell_taken_over_is_one_run(tmp_path):
     assert {r["method"] for r in rows_of(lines)} == {"1"}
 
 
-PASS = {"prompt_id": "a", "task": "t", "side": PLAIN, "repeat": 0, "counters": 3, "decode_s": 1.0}
+PASS = making.one("a", "t", PLAIN, 1.0).row() | {"counters": 3}
 """A row whose counters are none."""
 TIMED = {"speculative": {"counters": {"times": {"draft": "x"}}}}
 """A task whose stage times are none."""

@@ -30,7 +30,7 @@ from specsparse.predictors.evaluate import ModelQuality, matrices, quality_in_ch
 from specsparse.predictors.rules import UnionCap
 from specsparse.report import display, plots
 from specsparse.report.plots import FAINT, Figure, Row
-from specsparse.report.record import SAME_TEXT_VERIFIERS, Pass, differing_tokens
+from specsparse.report.record import SAME_TEXT_VERIFIERS, Pass, differing_tokens, draws_z
 from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Counters
 from specsparse.support import tables, terminal
@@ -234,7 +234,7 @@ def _cells(
             by_bytes=counters.num_emitted_tokens / counters.num_rounds * whole / (rest + read[name].size),
             read=read[name].share,
             differing=sum(differing_tokens(p.token_ids, wanted[p.prompt_id]) for p in some),
-            draws_z=metrics.draws_z({p.prompt_id: p.counters for p in reversed(some)}.values()),
+            draws_z=draws_z(some),
         )
     return out
 
