@@ -241,10 +241,7 @@ def drafter_name(text: str) -> str:
 
 def drafter_of(drafter: str, draft: str | None) -> Choice:
     """The drafter that --drafter and --draft name; the file may be that of a published head, as in llama.cpp.
-
-    Raises:
-        UserError: a drafter that has no file beside one.
-    """
+    UserError: a drafter that has no file beside one."""
     if draft is None:
         return Choice(drafter)
     name = drafter_name(drafter)
@@ -269,10 +266,7 @@ def add_method(parser: argparse.ArgumentParser) -> None:
 
 def method_of(args: argparse.Namespace, sampling: "SamplingParams") -> "MethodSpec":
     """The method that the arguments of `add_draft` or `add_method` say, for these sampling parameters of the target.
-
-    Raises:
-        UserError: an option of a part that is not named, a part beside plain decoding, or one thing said twice.
-    """
+    UserError: an option of a part that is not named, a part beside plain decoding, or one thing said twice."""
     options = read_options(getattr(args, "option", ()))
     chosen = {group: Choice(name, options[group]) for group in GROUPS if (name := getattr(args, group, None))}
     theirs = getattr(args, "speculative_config", None) or {}
@@ -309,10 +303,7 @@ def method_of(args: argparse.Namespace, sampling: "SamplingParams") -> "MethodSp
 
 def read_options(given: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Options by group, of texts KEY=VALUE or GROUP.KEY=VALUE, the last counts. A value that is not JSON is a text.
-
-    Raises:
-        UserError: another form, or an unknown group.
-    """
+    UserError: another form, or an unknown group."""
     out: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
     for text in given:
         path, equals, value = text.partition("=")

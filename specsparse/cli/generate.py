@@ -71,11 +71,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _prompt(args: argparse.Namespace) -> str | list[dict[str, str]]:
-    """A text, or of a chat its messages.
-
-    Raises:
-        UserError: no prompt, or two, or a file that cannot be read.
-    """
+    """A text, or of a chat its messages. UserError: no prompt, or two, or a file that cannot be read."""
     example = 'some text, for instance "Once upon a time"'
     if args.file is not None and args.prompt is not None:
         raise UserError("--file and a prompt: give one of them")

@@ -82,10 +82,7 @@ def timing_lock(announce: Callable[[str], None]) -> Generator[None]:
 
     The lock is the kernel's (flock) on a file of the machine's own temporary folder: it ends with its process, killed
     or not. `SPECSPARSE_TIMING_LOCK` names another file, such as one of a container's host. `announce` is called once
-    with a line if another run holds it.
-
-    Raises:
-        UserError: the lock's file cannot be opened, or is a file of something else.
+    with a line if another run holds it. UserError: the lock's file cannot be opened, or is a file of something else.
     """
     if not hosts.leads():  # process 0 holds it for all, on its machine
         yield

@@ -66,11 +66,7 @@ class Recording:
 
     @classmethod
     def load(cls, path: Path) -> "Recording":
-        """Reads a file, or the one in a run's directory.
-
-        Raises:
-            UserError: no such file, or it is not a recording.
-        """
+        """Reads a file, or the one in a run's directory. UserError: no such file, or it is not a recording."""
         file = path / LAWS_FILE if path.is_dir() else path
         if not file.is_file():
             raise UserError(f"{file}: no such file; a run with record_laws=32 writes it")

@@ -155,11 +155,8 @@ def _gguf_names(repo: str, revision: str | None, endpoint: str | None) -> tuple[
 
 
 def download(text: str) -> Path:
-    """The file of a reference, downloaded if it is not in the cache; of a sharded model the first shard.
-
-    Raises:
-        HubError: another form; no such repository, revision or file; no access; no connection.
-    """
+    """The file of a reference, downloaded if it is not in the cache; of a sharded model the first shard. HubError:
+    another form; no such repository, revision or file; no access; no connection."""
     return _files(Reference.parse(text).with_file())
 
 
@@ -216,10 +213,7 @@ def download_header(text: str) -> Path:
     """A file of the whole size that holds the header alone; of a split model the first of such files.
 
     A file that is in the Hub's cache is returned as it is. Weights read as zeros: for `engine.gguf.reader.open_gguf`
-    and for nothing that decodes.
-
-    Raises:
-        HubError: as `download`, or a file whose header is damaged.
+    and for nothing that decodes. HubError: as `download`, or a file whose header is damaged.
     """
     wanted = Reference.parse(text).with_file()
     if offline():

@@ -38,11 +38,8 @@ class PredictorFile(NamedTuple):
 
 
 def read_predictor(directory: str | os.PathLike[str], layer: int, *, d_model: int, d_ff: int) -> PredictorFile:
-    """The predictor of one layer, checked.
-
-    Raises:
-        UserError: the file is missing or damaged, has a bias, or shapes that do not fit the model.
-    """
+    """The predictor of one layer, checked. UserError: the file is missing or damaged, has a bias, or shapes that do not
+    fit the model."""
     path = Path(directory) / f"model_{layer}.pt"
     state = read_torch(path)
     matrices = state if isinstance(state, dict) else {type(state).__name__: state}
@@ -60,11 +57,8 @@ def read_predictor(directory: str | os.PathLike[str], layer: int, *, d_model: in
 
 
 def read_threshold(directory: str | os.PathLike[str]) -> float | None:
-    """`sparse_threshold` of the directory's config.json; None if there is none.
-
-    Raises:
-        UserError: the file is no JSON object, or the threshold no number.
-    """
+    """`sparse_threshold` of the directory's config.json; None if there is none. UserError: the file is no JSON object,
+    or the threshold no number."""
     path = Path(directory) / "config.json"
     if not path.exists():
         return None
@@ -182,9 +176,7 @@ def from_powerinfer(
     """Splits a PowerInfer file into a dense GGUF, which says its activation in a key of ours, and its predictors.
 
     Matrices keep their bytes; the down matrix is transposed, in F16 if it was F16, else in F32: nothing is lost.
-
-    Raises:
-        UserError: it is no PowerInfer file, or something cannot be written.
+    UserError: it is no PowerInfer file, or something cannot be written.
     """
     f, tensors = open_gguf(source), []
     if f.magic != POWERINFER_MAGIC:

@@ -284,11 +284,8 @@ def powerinfer(problem: Problem) -> Placement:
 
 
 def layers(problem: Problem, *, n_gpu_layers: int | None = None) -> Placement:
-    """llama.cpp's offload of the last layers, and of the output with one more; None is as many as fit.
-
-    Raises:
-        UserError: more layers than the budget holds.
-    """
+    """llama.cpp's offload of the last layers, and of the output with one more; None is as many as fit. UserError: more
+    layers than the budget holds."""
     most, left = 0, problem.budget
     for size in (*reversed(problem.layer_bytes), problem.output_bytes):
         left -= size
@@ -416,10 +413,7 @@ class GpuIndex:
 
 def read_gpuidx(path: str | os.PathLike[str]) -> GpuIndex:
     """A file's placement. Tensors are taken by position, 2i and 2i + 1, as PowerInfer does; their names must agree.
-
-    Raises:
-        UserError: no gpuidx file, or one that contradicts itself; the line names the file and the layer.
-    """
+    UserError: no gpuidx file, or one that contradicts itself; the line names the file and the layer."""
     f = open_gguf(path)
     if f.magic != POWERINFER_MAGIC or f.metadata.get("general.architecture") != ARCHITECTURE:
         raise UserError(

@@ -41,9 +41,7 @@ def read_activations(path: str | os.PathLike[str], *, layers: int, d_ff: int) ->
     """Reads a file of `save_stats`, or a folder of `activation_0.pt` ..
 
     A folder's files are taken by number; PowerInfer's own exporter takes them in the order of their names as text.
-
-    Raises:
-        UserError: a file is missing, damaged, or of another model.
+    UserError: a file is missing, damaged, or of another model.
     """
     tokens = None
     if Path(path).is_dir():
@@ -85,11 +83,7 @@ Active = Callable[[Layer, jax.Array, jax.Array], jax.Array]
 
 
 def nonzero(ffn: FFN) -> Active:
-    """Neurons whose activation is not 0, those that an oracle reads.
-
-    Raises:
-        UserError: an activation without zeros.
-    """
+    """Neurons whose activation is not 0, those that an oracle reads. UserError: an activation without zeros."""
     if not ffn.has_zeros:
         raise UserError("with SiLU no neuron is ever zero: give placement.active_share=0.3 to count the largest 30 %")
     return lambda layer, x_RD, n_valid_B: ffn.neurons(layer, x_RD, n_valid_B) != jnp.float32(0)
@@ -149,10 +143,8 @@ def probabilities(stats: ActivationStats, *, rows: int = 1) -> tuple[np.ndarray,
     """L arrays f64[F]: the probability that a forward pass of `rows` tokens reads a neuron, were tokens independent.
 
     Frequencies count as they are; counts of a file that does not say over how many tokens are taken as shares of the
-    hottest neuron, which is then read always: that ranks neurons rightly and overstates the time.
-
-    Raises:
-        UserError: a count above the number of tokens.
+    hottest neuron, which is then read always: that ranks neurons rightly and overstates the time. UserError: a count
+    above the number of tokens.
     """
     most = max(float(c.max(initial=0)) for c in stats.counts)
     tokens = stats.tokens or (1.0 if most <= 1 else most)

@@ -29,11 +29,8 @@ _NAME_OF = {dtype: name for name, dtype in _STORAGES.items()}
 
 
 def read_torch(path: str | os.PathLike[str]) -> Any:
-    """The content of a file: an array, or containers of arrays.
-
-    Raises:
-        UserError: the file is missing, damaged, older than torch 1.6, or holds anything but tensors and plain values.
-    """
+    """The content of a file: an array, or containers of arrays. UserError: the file is missing, damaged, older than
+    torch 1.6, or holds anything but tensors and plain values."""
     try:
         with zipfile.ZipFile(path) as archive:
             return _TensorReader(archive).load()

@@ -171,10 +171,7 @@ def need_place(path: str | os.PathLike[str], *sources: str | os.PathLike[str] | 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Generator[Path]:
     """An empty file that becomes `path` when the block ends without an error, and leaves nothing behind otherwise.
-
-    Raises:
-        UserError: it cannot be written: the folder, the disk.
-    """
+    UserError: it cannot be written: the folder, the disk."""
     path, temporary = Path(path), None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

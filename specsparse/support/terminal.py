@@ -90,10 +90,8 @@ def until_the_reader_leaves() -> Generator[None]:
     """Ends the block in silence once nobody reads the standard output; the rest of the output is dropped.
 
     An exit out of the block keeps its code. Characters that the output's encoding lacks are written as JSON escapes. A
-    stream that the caller closed (`>&-`) is an empty one.
-
-    Raises:
-        UserError: the standard output cannot be written, on a full disk for instance.
+    stream that the caller closed (`>&-`) is an empty one. UserError: the standard output cannot be written, on a full
+    disk for instance.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # Python's stand-in for a closed stream

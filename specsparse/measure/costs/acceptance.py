@@ -123,10 +123,7 @@ def swept(alpha: float) -> AcceptedRates:
 
 def from_record(path: Path) -> dict[str, AcceptedRates]:
     """The rates by drafter that a run's record.json counted: a run with one method, or one that compared several.
-
-    Raises:
-        UserError: no such file, or a record in which no chain was drafted.
-    """
+    UserError: no such file, or a record in which no chain was drafted."""
     source, kept, why = f"{path.parent.name}/{path.name}", {}, "no method of this run drafted chains"
     try:
         record = json.loads(path.read_text(encoding="utf-8"))

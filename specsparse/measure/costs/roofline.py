@@ -191,11 +191,8 @@ class ModelOutline:
 
 
 def outline(spec: str) -> ModelOutline:
-    """The model of a name, a path or a reference to the Hub; weights are neither needed nor read.
-
-    Raises:
-        UserError: an unknown name, a file that is no model, or a model that is not here and whose shape nobody knows.
-    """
+    """The model of a name, a path or a reference to the Hub; weights are neither needed nor read. UserError: an unknown
+    name, a file that is no model, or a model that is not here and whose shape nobody knows."""
     if is_reference(spec):
         return ModelOutline.from_file(spec, hub.download_header(spec), source="its header on the Hub")
     entry = catalogue.find(spec)
@@ -242,11 +239,7 @@ def another_vocabulary(target: ModelOutline, draft: ModelOutline) -> str | None:
 
 
 def get_device(name: str) -> Device:
-    """The device of that name; "this" is measured here, in a fraction of a second.
-
-    Raises:
-        UserError: an unknown name.
-    """
+    """The device of that name; "this" is measured here, in a fraction of a second. UserError: an unknown name."""
     return measure_device() if known(name) == THIS else sheets()[name]
 
 

@@ -118,11 +118,8 @@ def tensors_hash(f: GGUFFile) -> str:
 
 
 def make_delta(base: str | os.PathLike[str], model: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
-    """Writes the tensors and metadata of `model` that `base` has not, or not so; returns how many tensors.
-
-    Raises:
-        UserError: tensors of other names or shapes, a key that only the base has, or nothing that differs.
-    """
+    """Writes the tensors and metadata of `model` that `base` has not, or not so; returns how many tensors. UserError:
+    tensors of other names or shapes, a key that only the base has, or nothing that differs."""
 
     def same(a: Any, b: Any) -> bool:
         if isinstance(a, TensorInfo) and isinstance(b, TensorInfo):

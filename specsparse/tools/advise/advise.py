@@ -140,11 +140,8 @@ def verdict(case: Sizes) -> str:
 
 
 def advise(question: Question, *, bar: Bar = silent) -> Advice:
-    """The answer. This machine is measured if it is the device, the file is here and no table is kept.
-
-    Raises:
-        UserError: an unknown model or device, a context that the model has no room for, or a task that was not counted.
-    """
+    """The answer. This machine is measured if it is the device, the file is here and no table is kept. UserError: an
+    unknown model or device, a context that the model has no room for, or a task that was not counted."""
     if question.task is not None:
         kept = (rates for (model, _), rates in acceptance.kept_rates().items() if model == _usual(question.target))
         known = {

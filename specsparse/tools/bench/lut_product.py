@@ -92,10 +92,7 @@ def make_tables(x_RD: jax.Array, zero: int, sums: Sums) -> Tables:
 
 def lut_linear(x_RD: jax.Array, w: BitPlanes, *, sums: Sums = "int16", residual: jax.Array | None = None) -> jax.Array:
     """`reference_linear` by the C++ kernels behind `jax.ffi`; with "int16" sums `native.cpu.linear`, bit for bit.
-
-    Raises:
-        UserError: the kernels were not built.
-    """
+    UserError: the kernels were not built."""
     _check(x_RD, w, sums, residual)
     shape = (x_RD.shape[0], w.shape[0])
     attributes = {"matrices": cpu.describe(w), "sums": np.int64(SUMS.index(sums))}

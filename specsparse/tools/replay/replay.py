@@ -185,10 +185,8 @@ def at_temperature(recording: Recording, temperature: float) -> Recording:
     """p at another temperature: p^(T / T') at the recorded tokens; the mass beyond them must hardly count.
 
     That mass counts as one token's, the most it can come to if the distribution gets colder and the least if it gets
-    hotter. The recorded target tokens are drawn anew.
-
-    Raises:
-        UserError: a greedy or truncated record, a temperature of 0, or too much mass beyond the recorded tokens.
+    hotter. The recorded target tokens are drawn anew. UserError: a greedy or truncated record, a temperature of 0, or
+    too much mass beyond the recorded tokens.
     """
     about = recording.about
     why, power = None, about["temperature"] / max(temperature, GREEDY_TEMPERATURE)
