@@ -28,10 +28,8 @@ def read_bandwidth(*, mebibytes: int = 256, passes: int = 8) -> float:
 def busy_seconds(proc_stat: str, ticks: int) -> float | None:
     """Core seconds since boot that all processes, and other guests of the host, took; None if nothing is counted.
 
-    Args:
-        proc_stat: text of /proc/stat (proc(5)); its first line counts user, nice, system, idle, iowait, irq, softirq
-            and steal time.
-        ticks: of a second.
+    `proc_stat` is the text of /proc/stat (proc(5)), whose first line counts user, nice, system, idle, iowait, irq,
+    softirq and steal time in `ticks` of a second.
     """
     words = proc_stat.split("\n", 1)[0].split()
     if words[:1] != ["cpu"] or len(words) < 8:

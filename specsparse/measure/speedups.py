@@ -49,9 +49,8 @@ class Speedup(NamedTuple):
 def speedup(plain_s: Sequence[float], method_s: Sequence[float], *, prompts: Sequence[Hashable]) -> Speedup:
     """How many times faster the method decodes the same prompts to the same token counts, prefill excluded.
 
-    Args:
-        plain_s, method_s: positive seconds of both, one entry per prompt and repeat, at least one.
-        prompts: which prompt each entry is of. Repeats of a prompt are summed before prompts are compared.
+    `plain_s` and `method_s` are positive seconds, one entry for each prompt and repeat. `prompts` names the prompt of
+    each entry; repeats of a prompt are summed before prompts are compared.
     """
     plain, method = np.asarray(plain_s, np.float64), np.asarray(method_s, np.float64)
     assert plain.shape == method.shape == (len(prompts),) and len(prompts) and (plain > 0).all() and (method > 0).all()

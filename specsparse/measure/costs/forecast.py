@@ -164,11 +164,9 @@ class Clock:
     ) -> "Clock":
         """By times that were measured here with one sequence.
 
-        Args:
-            keys: of the drafters' costs in it, by the candidates' names. Trees have the usual width of a level.
-            footprint: bytes of the target, by which a draft that was not timed is weighed.
-            kv_length, batch: tokens in each cache, sequences.
-            doubt: relative deviations of the timings by which v(n) is moved.
+        `keys` are those of the drafters' costs in the table, by the candidates' names; trees have the usual width of a
+        level. A draft that was not timed is weighed against the `footprint`, bytes of the target. v(n) is moved by
+        `doubt` relative deviations of the timings.
         """
         step_s, spread = table.step(kv_length, batch), _spread(table)
 

@@ -167,13 +167,8 @@ def publish(args: argparse.Namespace, report: Json) -> None:
 
 
 def from_report(report: Json, *, machine: str | None = None, source: str) -> list[VnEntry]:
-    """An entry for each engine of a report of `one_sequence.SequenceBench` with v(n) beyond 1.
-
-    Args:
-        report: the report.
-        machine: its short name; by default its processor's.
-        source: where it is logged, with the command.
-    """
+    """An entry for each engine of a report of `one_sequence.SequenceBench` with v(n) beyond 1. `machine` is its short
+    name, by default its processor's; `source` says where it is logged, with the command."""
     manifest, model, plan = report["manifest"], report["model"], report["plan"]
     cpu, git = manifest["cpu"]["model"], manifest.get("git") or {}
     builds = {OURS: f"{str(git.get('commit') or 'no checkout')[:10]}, {report['backend']} {manifest['kernels']['isa']}"}
