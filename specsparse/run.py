@@ -22,12 +22,9 @@ from specsparse.support.cgroup import cpus
 from specsparse.support.files import conf_dir, package_line
 from specsparse.support.terminal import FULL, until_the_reader_leaves
 
-_checked: list[Any] = []
-"""The `CheckedRun` of this process, from the callback to the task."""
-_refusals: dict[object, UserError] = {}
-"""Why models could not be had: the first answer holds for a whole sweep."""
-_sweeps: list[Any] = []
-"""The `Sweep` of this process while it runs."""
+_checked: list[Any] = []  # the `CheckedRun` of this process, from the callback to the task
+_refusals: dict[object, UserError] = {}  # why models could not be had: the first answer holds for a whole sweep
+_sweeps: list[Any] = []  # the `Sweep` of this process while it runs
 
 
 class CheckBeforeStart:

@@ -34,8 +34,7 @@ NOTHING = {"drafter": "none", "tree": CHAIN}
 """Choices that are no part and have no options."""
 ELSEWHERE = {"max_nodes": "policy.gamma", "policy": "policy=NAME", "tree": "tree=NAME"}
 """Options of drafters that have a group of their own in the config."""
-_OPEN_GROUPS = (*PARTS, "predictor")
-"""Groups that take a user's own part."""
+_OPEN_GROUPS = (*PARTS, "predictor")  # groups that take a user's own part
 _SAID = {
     r"Ambiguous value for argument '([^']+)'": "{}: several values are a sweep, add -m; a list is written KEY=[a,b]",
     r"Could not append to config\. An item is already at '([^']+)'": "{} is there already: write it without the +",
@@ -43,12 +42,9 @@ _SAID = {
 }
 """Hydra's sentence, and ours."""
 
-_MOST_LISTED = 24
-"""Keys of one group that a line may list."""
-_NEAR = 0.7
-"""Least likeness of two keys of which one may be a slip for the other."""
-_AS_NEAR = 0.15
-"""A key less like than the best by more than this is not named beside it."""
+_MOST_LISTED = 24  # keys of one group that a line may list
+_NEAR = 0.7  # least likeness of two keys of which one may be a slip for the other
+_AS_NEAR = 0.15  # a key less like than the best by more than this is not named beside it
 _OLD_KEYS = {"certify.museum": "certify.known_bugs"}
 _FLAGS = ("-m", "--multirun", "-h", "--help", "-r", "--run", "--resolve")
 

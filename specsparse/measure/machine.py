@@ -14,8 +14,7 @@ from specsparse.engine import hosts
 from specsparse.errors import UserError
 from specsparse.measure.conditions import Conditions, deviation
 
-_SIGNATURE = "process "
-"""Beginning of a lock's file once it was held."""
+_SIGNATURE = "process "  # beginning of a lock's file once it was held
 
 
 def read_bandwidth(*, mebibytes: int = 256, passes: int = 8) -> float:

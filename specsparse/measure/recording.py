@@ -27,8 +27,7 @@ from specsparse.support.files import Json, append_line, atomically, read_npz, to
 LAWS_FILE, TRACE_FILE = "laws.npz", "trace.jsonl"
 VERSION = 1
 _REAL = ("coins", "p", "p_rest", "q", "q_rest")
-_ROUNDING = 1e-2
-"""Most that the sum of a distribution in float32 may be off."""
+_ROUNDING = 1e-2  # most that the sum of a distribution in float32 may be off
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,8 +211,7 @@ def _at(probs_V: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, float]:
     return kept, max(0.0, float(probs_V.sum(dtype=np.float64) - kept.sum(dtype=np.float64)))
 
 
-_SHOWN = 48
-"""Prompt ids shown in the terminal; the file has all."""
+_SHOWN = 48  # prompt ids shown in the terminal; the file has all
 
 
 def explain_round(view: RoundView) -> Json:

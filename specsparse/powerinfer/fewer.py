@@ -40,8 +40,7 @@ from specsparse.support.options import options_of
 
 SetRule = TypeVar("SetRule", bound=Hot | OfPrompt)
 """A rule that keeps one set of neurons for all tokens."""
-_WINDOW = 128
-"""Tokens of a window of the text that neurons are chosen by."""
+_WINDOW = 128  # tokens of a window of the text that neurons are chosen by
 
 
 def gated(model: Model, predictor: Predictor, weights: Sequence[Pytree], *, down_type: str | None = None) -> Model:

@@ -39,8 +39,7 @@ from specsparse.errors import UserError
 
 GRANULARITY = 256
 """Hot neurons of a layer come in multiples of this: what PowerInfer's CUDA kernels ask for."""
-_CELLS = 1 << 18
-"""Cells of the table over the budget at most; sizes are rounded up to a coarser unit to keep to it."""
+_CELLS = 1 << 18  # cells of the table over the budget at most; sizes are rounded up to a coarser unit to keep to it
 _COUNTED = {2: 2.0, 3: 4.5}
 """Matrices of an FFN -> c; PowerInfer counts 4 neurons as c F elements (llama.cpp:3115), not as those they have."""
 _NEURONS = ("ffn_gate", "ffn_up", "ffn_down", "ffn_down_t")
@@ -385,8 +384,7 @@ def _relaxation(menus, budget: int) -> float:
 ARCHITECTURE = "generic.gpu_index"
 _BLOCKS = f"{ARCHITECTURE}.block_count"
 _CAPACITY = "split.vram_capacity"
-_MODEL, _PROBLEM = "specsparse.model", "specsparse.problem"
-"""Keys of our own, which PowerInfer does not look at."""
+_MODEL, _PROBLEM = "specsparse.model", "specsparse.problem"  # keys of our own, which PowerInfer does not look at
 
 
 def path_for(model: str | os.PathLike[str]) -> Path:

@@ -21,8 +21,7 @@ from specsparse.predictors.base import FFN, Needs, Predictor, gate_matrix
 from specsparse.predictors.rules import GateThreshold, Oracle, Teal
 from specsparse.support.interleaved import interleaved, seconds
 
-_REPEATS, _CALLS = 7, 20
-"""Timings of a predictor's cost, and calls of each timing."""
+_REPEATS, _CALLS = 7, 20  # timings of a predictor's cost, and calls of each timing
 
 
 def kept_neurons(

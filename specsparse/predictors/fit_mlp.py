@@ -20,8 +20,7 @@ from specsparse.support.options import Count, Internal, Positive, Range
 
 DENSITY_OFFSET = 0.005
 """Added to the density for the weight of an inactive neuron, as the scripts of Deja Vu do."""
-_CHUNK = 256
-"""Rows of a product when labels are made."""
+_CHUNK = 256  # rows of a product when labels are made
 _FORMAT = "specsparse.predictors.mlp"
 
 

@@ -40,8 +40,7 @@ _MOST_BARS = 16
 _UNIONS = {"text": "consecutive tokens of a text", "seen": "passes that verified drafts"}
 _MOST_UNIONS = MOST // len(_UNIONS)
 _NORMAL_95 = 1.96
-_MOST_NAMES = 12
-"""Names beside the points of a panel; more would lie on each other."""
+_MOST_NAMES = 12  # names beside the points of a panel; more would lie on each other
 
 
 class Drawing(NamedTuple):

@@ -50,8 +50,7 @@ _STYLE = {
     "lines.markersize": 5,
 }
 _CAP = 2.5
-_LETTERS_AN_INCH = 10
-"""Of a legend's text, so that a line of the widest letters and its key fit."""
+_LETTERS_AN_INCH = 10  # of a legend's text, so that a line of the widest letters and its key fit
 
 
 def columns(rows: Sequence[Row]) -> list[str]:

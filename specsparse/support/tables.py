@@ -9,8 +9,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 _ANY_WIDTH = 10_000
-_READABLE = 20
-"""Characters that a column of long texts has at least, or its longest word."""
+_READABLE = 20  # characters that a column of long texts has at least, or its longest word
 
 
 def new(

@@ -43,8 +43,7 @@ DEFINITIONS = {
     "advice": "speed-up by the cost model: times measured here before the run, acceptance and share of rounds with a "
     "draft as this run counted them; over_measured: predicted / measured",
 }
-_FEW = 2
-"""Methods that a line names; more are counted."""
+_FEW = 2  # methods that a line names; more are counted
 
 
 @dataclass(frozen=True)

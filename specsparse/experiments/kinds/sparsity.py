@@ -46,8 +46,7 @@ DEFINITIONS = {
     "by_bytes": "bytes that a dense step reads / bytes of a sparse one, prediction included; a bound on the speed-up",
     "speedup": "dense seconds per token / sparse ones, decoded in turn after the same prompt",
 }
-_PROMPT = 64
-"""Tokens of the prompt that is decoded after."""
+_PROMPT = 64  # tokens of the prompt that is decoded after
 _TITLES = (
     "kept", "recall", "energy", "error", "KL, nats", "ppl", "top-1", "by bytes", "tok/s", "speed-up",
     "95 % over repeats",

@@ -31,10 +31,8 @@ PASSES = "passes"
 _BINS = 12
 _COLUMNS = ("prompt_id", "task", "side", "repeat", "prompt", "text", "tokens", "tokens_per_second", "finish_reason")
 _OF_THE_STEP = ("prompt_id", "task", "repeat")
-_ID_FILE = "wandb.json"
-"""In the folder that a stopped training goes on from: which run of W&B it is."""
-_FINISH_S = 600
-"""Seconds that the end of a run waits for its data to be sent, unless WANDB_FINISH_TIMEOUT says another."""
+_ID_FILE = "wandb.json"  # in the folder that a stopped training goes on from: which run of W&B it is
+_FINISH_S = 600  # seconds that the end of a run waits for its data to be sent, unless WANDB_FINISH_TIMEOUT says another
 
 Mode = Literal["offline", "online", "disabled"]
 Resume = Literal["allow", "must", "never", "auto"]

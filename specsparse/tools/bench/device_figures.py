@@ -473,8 +473,7 @@ def predictions(plan: CardPlan) -> list[Json]:
 LAYERS = 8
 """Of the larger shape: its host half is packed here, which all 32 layers would take too long for."""
 RANK = 1024
-_HOT = 0.25
-"""Share of the neurons on the card."""
+_HOT = 0.25  # share of the neurons on the card
 _DEVIATIONS, _COLDER, _ALIKE = 0.84, 0.4, 0.55
 """A token keeps the neurons whose score is so many deviations of a hot one's: a fifth of these. The scores of cold ones
 are so much smaller, and a fiftieth of them is kept; if a layer lies on one side, as many of all its neurons."""

@@ -48,8 +48,7 @@ PROMPT = 900
 """Tokens of a prompt at most, the last ones."""
 TASKS = ("summarise", "code-edit", "chat", "maths")
 """Of the built-in prompts: each size of batch decodes every one of them equally often."""
-_MOST_PROMPT = 512
-"""Tokens of a prompt in a batch."""
+_MOST_PROMPT = 512  # tokens of a prompt in a batch
 _RATE, _SPEEDUP = "tokens a second, all sequences", "speed-up over plain decoding"
 Result = TypeVar("Result")
 

@@ -22,8 +22,7 @@ from specsparse.support.options import Count, Positive, Range, Read, options_of,
 
 VERSION = 1
 """Of the schema."""
-_SHOWN = (2, 4, 8, 16)
-"""The rows of the page's table."""
+_SHOWN = (2, 4, 8, 16)  # the rows of the page's table
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,7 @@ _EXPECTED_SHAPE = (30, 576, 49152)
 _LONGEST_S = 900.0
 _PAUSE_S = 0.05
 """After each timed request: OpenMP's threads spin for some milliseconds after their work, which would be our time."""
-_BATCH_STEPS = 8
-"""Tokens of each sequence in the batches by which the attention is chosen."""
+_BATCH_STEPS = 8  # tokens of each sequence in the batches by which the attention is chosen
 _FAILURE = re.compile(r"assert|error|abort|terminate", re.IGNORECASE)
 
 

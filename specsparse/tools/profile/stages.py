@@ -29,8 +29,7 @@ from specsparse.support import tables
 from specsparse.support.files import Json
 from specsparse.support.interleaved import seconds
 
-_LONG_ENOUGH = 0.03
-"""Seconds that a timing should take."""
+_LONG_ENOUGH = 0.03  # seconds that a timing should take
 
 
 def profile(

@@ -53,8 +53,7 @@ _OURS = ("messages", "add_generation_prompt", "continue_final_message", "tools",
 """Names that `chat_template_kwargs` may not set."""
 _USAGE = ("include_usage", "continuous_usage_stats")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_NO_LOGPROB = -9999.0
-"""OpenAI's number for the log probability of an impossible token."""
+_NO_LOGPROB = -9999.0  # OpenAI's number for the log probability of an impossible token
 
 
 class HttpError(Exception):
