@@ -79,7 +79,7 @@ def test_newcomer_has_a_prompt_a_line(tmp_path):
         ("a.jsonl", b'{"id": "a", "text": "x"}\n{"id": "a", "text": "y"}', "'a' is there twice"),
         ("a.jsonl", b'{"messages": ["a"]}', '"messages" must be a list'),
         ("a.jsonl", b'{"messages": [{"role": "assistant", "content": "x"}]}', "of role 'assistant'"),
-        ("a.txt", b"\xff\xfe\xfa", "cannot read"),
+        ("a.txt", b"\xff\xfe\xfa", "cannot be read"),
         ("a.txt", b"\n \n", "no prompts"),
         ("a.csv", b"x", "come as .jsonl or .txt"),
     ],
@@ -101,7 +101,7 @@ def test_a_text_may_hold_other_marks_of_an_end_of_line(tmp_path):
 def test_unknown_task_names_the_known_ones(tmp_path):
     with pytest.raises(UserError, match="tasks: chat, code"):
         prompts.load(tasks=["chats"])
-    with pytest.raises(UserError, match=r"none\.txt: No such file"):
+    with pytest.raises(UserError, match=r"none\.txt: cannot be read: No such file"):
         prompts.load(str(tmp_path / "none.txt"))
 
 
