@@ -267,7 +267,7 @@ class DraftQuality:
         return cls(int(reach[0]), agreement, float(1 + reach[1:].sum() / max(reach[0], 1)))
 
 
-class Judged(NamedTuple):
+class Qualities(NamedTuple):
     """Drafts begun at every position equally often; and where decoding begins them, when the round before has ended."""
 
     every: DraftQuality
@@ -276,7 +276,7 @@ class Judged(NamedTuple):
 
 def evaluator(
     model: Model, form: Form, texts: Sequence[Text], *, gamma: int, shape: tuple[int, int]
-) -> Callable[[Pytree, Frozen], Judged]:
+) -> Callable[[Pytree, Frozen], Qualities]:
     """Judges drafts of `gamma` tokens on greedy answers, as often as it is called, with the weights and the target's
     part; `shape` is (rows, drafting rows) of a window.
 
@@ -294,14 +294,14 @@ def evaluator(
     groups = pack(texts, range(len(texts)), **size)
     windows = [fill([texts[i] for i in group], **size, width=model.config.d_model) for group in groups]
 
-    def judge(weights: Pytree, frozen: Frozen) -> Judged:
+    def judge(weights: Pytree, frozen: Frozen) -> Qualities:
         every, live = np.zeros(gamma + 1), np.zeros(gamma + 1)
         for window in windows:
             found = drafted(weights, frozen, model.params.embedding, jax.tree.map(jnp.asarray, window))
             right_sm, begins_m, depth_m = map(np.asarray, (*found, window.depth))
             every += reached(right_sm, depth_m, depth_m >= 0)
             live += reached(right_sm, depth_m, begins_m)
-        return Judged(DraftQuality.from_reached(every), DraftQuality.from_reached(live))
+        return Qualities(DraftQuality.from_reached(every), DraftQuality.from_reached(live))
 
     depths = [np.asarray(window.depth) for window in windows]
     if not any(reached(np.ones((gamma, drafting)), depth_m, depth_m >= 0)[0] for depth_m in depths):
