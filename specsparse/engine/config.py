@@ -36,13 +36,12 @@ ROUTER = "ffn_gate_inp"
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 """The matrices of all experts of a layer, stacked."""
 
-_UNSUPPORTED_EXPERTS = {
+_UNSUPPORTED_EXPERTS = {  # parts of names of tensors, and what they are
     "_shexp": "shared experts",
     "exp_probs_b": "biases of the choice of experts",
     "ffn_gate_up_exps": "gate and up of experts in one tensor",
     "_exps.scale": "scales of experts",
 }
-"""Parts of names of tensors, and what they are."""
 
 _IGNORED = ("attn_rot_embd.weight", "rope_freqs.weight", "attn.rotary_emb.inv_freq")
 """Endings of tensors that old converters wrote and nothing reads (`rope_freqs.weight` without a layer is read)."""

@@ -11,8 +11,7 @@ from specsparse.engine.weights import Layer
 from specsparse.kernels import Kernels
 from specsparse.kernels.reference import dense
 
-_LEAST_SUM = 2.0**-14
-"""Weights are divided by their sum or by this, float16's least normal number, as llama.cpp does."""
+_LEAST_SUM = 2.0**-14  # weights are divided by their sum or by this, float16's least normal number, as in llama.cpp
 
 
 class ChosenExperts(NamedTuple):
