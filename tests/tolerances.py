@@ -18,6 +18,10 @@ LINEAR_NMSE = {
 """A product against float64, by call of `tests/kernels/test_kernels.py`; quantised weights where not "float": the
 native kernels then round activations to int8, which costs 1/12 of a step of max|x| / 127, squared, over x^2."""
 
+EXPERTS_NMSE = {"float": 1e-12, "rounded": 3e-4}
+"""Weighted sums of experts against float64; "rounded": native on quantised weights, where rows and hidden neurons are
+rounded to int8."""
+
 SPARSE_NMSE = {"reglu": 2e-4, "drelu": 2e-4, "swiglu": 2e-4, "fatrelu": 2e-4, "relu2": 2e-4, "linear": 1e-4}
 """A sparse FFN on quantised weights against float64, by kind: one rounding of the row for each factor."""
 

@@ -9,7 +9,7 @@ from functools import partial
 import jax
 
 from specsparse.errors import UserError
-from specsparse.kernels.experts import Experts
+from specsparse.kernels.experts import Experts, skipping
 from specsparse.kernels.gpu import ops
 from specsparse.kernels.gpu.fragments import Fragments
 from specsparse.kernels.gpu.weights import Kept, Matrix, PlainMatrix, described, kept_as, on_card, take_rows
@@ -37,7 +37,7 @@ __all__ = [
     "BACKENDS", "TILE_ROWS", "ChosenFfn", "Experts", "Fragments", "Kept", "Kernels", "Layout", "Matrix", "NeuronChoice",
     "NeuronRows", "PlainMatrix", "QTensor", "SignRows", "SkipWeights", "SparseStats", "automatic_width",
     "depends_on_rows", "described", "get", "kept_as", "on_card", "pack_neurons", "pack_signs", "platform", "promise",
-    "regroup_neurons", "set_threads", "skippable", "status", "stripes", "take_rows", "unpack_neurons",
+    "regroup_neurons", "set_threads", "skippable", "skipping", "status", "stripes", "take_rows", "unpack_neurons",
 ]  # fmt: skip
 
 
@@ -54,7 +54,7 @@ class Kernels:
         argmax: the lowest index of the largest value of each row.
         sparse_ffn: an FFN in which each row computes only its own neurons; see `reference.sparse`.
         signbit_keep: neurons predicted from sign bits.
-        experts: the sum of each row's experts; see `reference.experts`, which computes it for all backends.
+        experts: the sum of each row's experts; see `reference.experts`.
         layers: all layers of a dense model in one call, equal to their composition from `linear` and `attend` bit for
             bit. It skips the zeros of a ReLU model if it is given `SkipWeights`, computes `sparse_ffn` if it is given
             `ChosenFfn`, and keeps the rows that enter chosen layers. None if the backend has no such call.
@@ -79,7 +79,7 @@ class Kernels:
 
 NATIVE = Kernels(
     "native", cpu.linear, cpu.add_normed, cpu.embed, cpu.attend, cpu.argmax,
-    layers.sparse_ffn, layers.signbit_keep, layers.layers,
+    layers.sparse_ffn, layers.signbit_keep, layers.layers, experts=cpu.experts,
 )  # fmt: skip
 REFERENCE = Kernels(
     "reference", dense.linear, dense.add_normed, dequant.embed_rows, dense.attend, dense.argmax,

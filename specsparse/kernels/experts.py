@@ -1,10 +1,14 @@
 """The weights of a layer's experts, as the kernels read them."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
+import numpy as np
 
+from specsparse.kernels.arena import aligned_empty
+from specsparse.kernels.neurons import NeuronRows, SkipWeights, regroup_neurons, stripes
 from specsparse.kernels.qtensor import QTensor
 
 ACTS = ("silu", "relu", "clamped_swiglu")
@@ -14,7 +18,7 @@ g sigmoid(1.702 g) (u + 1); the other two are act(gate) up."""
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["gate", "up", "down", "gate_bias", "up_bias", "down_bias"],
+    data_fields=["gate", "up", "down", "gate_bias", "up_bias", "down_bias", "skip"],
     meta_fields=["act"],
 )
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Experts:
         act: of `ACTS`.
         gate_bias, up_bias: f32[E, F], or None.
         down_bias: f32[E, D], or None.
+        skip: `SkipWeights` of each expert, one after the other; native kernels then leave idle neurons of an expert
+            out that a single row chose. None: none are left out.
     """
 
     gate: QTensor
@@ -36,7 +42,20 @@ class Experts:
     gate_bias: jax.Array | None = None
     up_bias: jax.Array | None = None
     down_bias: jax.Array | None = None
+    skip: SkipWeights | None = None
 
     @property
     def count(self) -> int:
         return self.gate.data.shape[0]
+
+
+def skipping(experts: Experts) -> Experts:
+    """ReLU experts without biases, of `skippable` matrices, with what leaving idle neurons out reads beside them."""
+
+    def stacked(matrix: QTensor, packed: Callable[[QTensor], jax.Array]) -> jax.Array:
+        each = [np.asarray(packed(replace(matrix, data=data))) for data in matrix.data]
+        return jax.device_put(np.stack(each, out=aligned_empty(len(each), *each[0].shape)))
+
+    up = stacked(experts.up, lambda matrix: regroup_neurons(matrix).data)
+    rows = NeuronRows(up, experts.up.layout, experts.up.shape)
+    return replace(experts, skip=SkipWeights(rows, stacked(experts.down, stripes)))

@@ -21,8 +21,8 @@ from specsparse.support.options import shown
 
 LIBRARY = Path(__file__).parents[1] / "libspecsparse_kernels.so"
 OPERATIONS = (
-    "linear", "add_normed", "embed", "attend", "layers", "argmax", "check", "probs", "draw_token", "sample", "propose",
-    "judge", "sparse_ffn", "signbit_keep", "lut_linear",
+    "linear", "experts", "add_normed", "embed", "attend", "layers", "argmax", "check", "probs", "draw_token", "sample",
+    "propose", "judge", "sparse_ffn", "signbit_keep", "lut_linear",
 )  # fmt: skip
 
 ISAS = ("portable", "avx2", "avxvnni", "avx512", "amx")
@@ -31,7 +31,7 @@ MOST_THREADS = 1024
 """`kMaxThreads` of csrc/pool/pool.h."""
 _CODES = ("nibble", "int8", "f32", "f16", "bf16")
 _SCALES = ("none", "d", "dm", "f32", "super", "super_min")
-ACTS = {None: 0, "silu": 1, "relu": 2, "relu2": 3, "gelu_tanh": 4}
+ACTS = {None: 0, "silu": 1, "relu": 2, "relu2": 3, "gelu_tanh": 4, "clamped_swiglu": 5}
 
 
 @functools.cache
@@ -163,7 +163,7 @@ def describe(*matrices: Packed, places: Sequence[tuple[int, int]] = ()) -> np.nd
         record["codes"], record["scales"] = _CODES.index(layout.codes), _SCALES.index(layout.scales)
         record["sub"], record["zero"], record["lut"] = layout.sub, layout.zero, layout.lut or 0
         record["rows"], record["cols"] = w.shape
-        record["bytes"] = w.data.shape[1]
+        record["bytes"] = w.data.shape[-1]
     if places:
         records["data"], records["bias"] = np.array(places, np.int64).T
     return records.view(np.int64)
@@ -207,6 +207,18 @@ def linear(x, weights, *, n_valid, norm=None, eps=0.0, biases=None, residual=Non
     return tuple(
         call("linear", results, x, given(norm), given(residual), n_valid, *operands, matrices=matrices, **attributes)
     )
+
+
+def experts(x_RD, chosen_Rk, weights_Rk, experts):
+    operands, matrices = Operands(), (experts.gate, experts.up, experts.down)
+    biases = (experts.gate_bias, experts.up_bias, experts.down_bias)
+    places = [(operands.place(w.data), operands.place(bias)) for w, bias in zip(matrices, biases, strict=True)]
+    up_rows, down_stripes = (None, None) if experts.skip is None else (experts.skip.up.data, experts.skip.down)
+    skip = {"up_rows": np.int64(operands.place(up_rows)), "down_stripes": np.int64(operands.place(down_stripes))}
+    return call(
+        "experts", ((x_RD.shape[0], experts.down.shape[0]), jnp.float32), x_RD, chosen_Rk, weights_Rk, *operands,
+        matrices=describe(*matrices, places=places), act=np.int64(ACTS[experts.act]), **skip,
+    )  # fmt: skip
 
 
 def add_normed(x, y, norm, *, n_valid, eps):

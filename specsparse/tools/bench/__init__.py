@@ -4,6 +4,7 @@
     bench batch 1,2,4,8        pp, tg and speculation by the number of sequences at once
     bench draft NAME           texts with drafts by a drafter, a known draft model or a GGUF file
     bench ffn 4096x11008       one FFN, sparse and dense
+    bench experts              experts of a layer by rows of a pass
     bench products Q4_0,Q8_0   products by type of weights
     bench lut                  look-up tables beside integer products, four-bit weights
     bench device gpu --all     an accelerator in stages, on models made from their shapes
@@ -101,6 +102,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shares = (0.05, 0.1, 0.2, 0.5, 1.0)
     add("--active", type=list_of(share), default=shares, metavar="LIST", help="shares of neurons kept (0.05 .. 1)")
 
+    add = sub("experts", "experts of a layer by rows of a pass", "types repeats threads", types=("Q4_0",), repeats=15)
+    add("--widths", dest="ns", type=sizes, default=(1, 2, 4, 8), metavar="LIST", help="rows of a pass (1,2,4,8)")
+    add("--shape", type=_shape, default=(1536, 768), metavar="DxF", help="width and neurons of an expert (1536x768)")
+    add("--experts", type=positive, default=32, metavar="N", help="experts of the layer (%(default)s)")
+    add("--chosen", type=positive, default=4, metavar="N", help="experts of each row (%(default)s)")
+    about = "share of neurons idle, to leave them out and not: 0.6 (%(default)s: left out of nothing)"
+    add("--idle", type=share, default=0.0, metavar="SHARE", help=about)
+
     add = sub("products", "products by type of weights", "repeats threads", repeats=15, ns=(1, 4, 8, 64, 256))
     add("types", type=_types, metavar="LIST", help="types of weights: Q4_0,Q8_0,Q6_K")
     add("--widths", dest="ns", type=sizes, metavar="LIST", help="rows of activations (1,4,8,64,256)")
@@ -176,6 +185,7 @@ _BENCHES = {
     "batch": "speculation:BatchBench",
     "draft": "speculation:DraftBench",
     "ffn": "kernel_benches:FfnBench",
+    "experts": "kernel_benches:ExpertsBench",
     "products": "kernel_benches:ProductsBench",
     "lut": "kernel_benches:LutBench",
     "device": "device_stages:DeviceBench",

@@ -1,4 +1,4 @@
-"""`bench products`, `bench ffn`, `bench lut`: kernels on random weights, without a model.
+"""`bench products`, `bench ffn`, `bench experts`, `bench lut`: kernels on random weights, without a model.
 
 All time the same way. Weights of one type are made and copied; a case is one program that goes through the copies, so
 that none is in a cache when its turn comes back; cases are interleaved, and the machine's own speed is measured between
@@ -11,7 +11,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -28,7 +28,7 @@ from rich.table import Table
 
 from specsparse import kernels
 from specsparse.errors import UserError
-from specsparse.kernels import Kernels, processor
+from specsparse.kernels import Experts, Kernels, processor, skipping
 from specsparse.kernels.native import cpu
 from specsparse.kernels.neurons import NeuronRows, SignRows, pack_neurons, pack_signs
 from specsparse.kernels.packing.pack import KINDS, SUPPORTED, aligned_empty, pack_qtensor
@@ -497,6 +497,126 @@ def _ffn_programs(chosen: Kernels) -> dict[str, Callable]:
 
     ways = {"dense": dense, "ffn": ffn, "ffn+mlp": mlp, "ffn+signbit": signbit}
     return {name: over_copies(one) for name, one in ways.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsBench(KernelBench):
+    """The experts of a layer by rows of a pass, each of which chooses its own at random.
+
+    Bytes are those of the experts that some row chose; what they predict, time over that of one row, stands beside what
+    was measured.
+    """
+
+    title = "experts"
+    known = tuple(sorted(kind.name for kind in SUPPORTED))
+    shape_option = "--shape"
+
+    shape: tuple[int, int] = (1536, 768)  # width and neurons of an expert, D and F
+    experts: int = 32
+    chosen: int = 4  # of each row
+    idle: float = 0.0  # share of neurons that a row's gate closes, which are then left out and read in turn
+    ns: tuple[int, ...] = (1, 2, 4, 8)  # ascending; 1 first, which v(n) divides by
+    types: tuple[str, ...] = ("Q4_0",)
+    repeats: int = 15
+    memory_bytes: int = 512 << 20  # least bytes of all copies of the layer
+
+    def all_shapes(self) -> Sequence[tuple[int, int]]:
+        return (self.shape,)
+
+    def block_lengths(self, shape: tuple[int, int]) -> Sequence[int]:
+        return shape
+
+    def check(self) -> None:
+        if self.chosen > self.experts:
+            raise UserError(f"--chosen {self.chosen}: a row chooses at most --experts {self.experts}")
+        if self.idle and (self.types != ("Q4_0",) or self.idle < 0.5):
+            raise UserError(f"--idle {self.idle}: from 0.5 on, as half of random neurons are idle, and with Q4_0 alone")
+        super().check()
+
+    def bytes_of(self, kind: str, shape: tuple[int, int]) -> int:
+        D, F = shape
+        each = self.experts * (2 * packed_bytes(kind, F, D) + packed_bytes(kind, D, F))
+        return MADE_BYTES * D * F + each + bounded(self.memory_bytes, each) * each * (2 if self.idle else 1)
+
+    def make(self, kind: str, shape: tuple[int, int]) -> list[Experts]:
+        (D, F), rng = shape, np.random.default_rng(0)
+        gated = rng.random((F, 1)) >= 2 * self.idle - 1  # half of these are idle; a gate of zeros always is
+
+        def matrices(rows: int, cols: int, seed: int) -> QTensor:
+            raw = random_raw(kind, rows, cols, seed)
+            one = pack_qtensor(raw * gated if seed == 0 else raw, GGML[kind], (rows, cols))
+            data = aligned_empty(self.experts, *one.data.shape)
+            data[...] = np.asarray(one.data)
+            return replace(one, data=jax.device_put(data))
+
+        made = Experts(matrices(F, D, 0), matrices(F, D, 1), matrices(D, F, 2), "relu")
+        made = skipping(made) if self.idle else made
+        return copies_of(made, bounded(self.memory_bytes, _bytes_of(made)))
+
+    def cases(self) -> Sequence[tuple[int, bool]]:
+        """(rows, whether idle neurons are left out)."""
+        return list(itertools.product(self.ns, (False, True) if self.idle else (False,)))
+
+    def once(self, chosen: Kernels, weights: list[Experts], case: tuple[int, bool]) -> tuple[float, float]:
+        """Seconds of a layer, and the experts that it read on average."""
+        (n, skip), seed = case, next(_SEEDS)
+        rng, x = np.random.default_rng([seed, n]), random_rows(n, self.shape[0], [seed, n])[0]
+        weights = weights if skip else [replace(layer, skip=None) for layer in weights]
+        order = rng.random((len(weights), n, self.experts)).argsort(axis=-1)[..., : self.chosen].astype(np.int32)
+        routed = jax.block_until_ready((jnp.asarray(order), jnp.full(order.shape[1:], 1 / self.chosen, jnp.float32)))
+        spent = seconds(lambda: jax.block_until_ready(_through_experts(chosen)(weights, x, *routed))) / len(weights)
+        return spent, float(np.mean([len(np.unique(layer)) for layer in order]))
+
+    def row(
+        self, weights: list[Experts], case: tuple[int, bool], taken: Mapping[Any, list[tuple[float, float]]],
+        machine: MachinePeaks,
+    ) -> Json:  # fmt: skip
+        (n, skip), each = case, _bytes_of(weights[0]) / self.experts
+        results = (taken[key] for key in (case, (self.ns[0], skip), (n, False)))
+        (times, woken), (one, woken_by_one), (whole, _) = (zip(*found, strict=True) for found in results)
+        predicted = [a / b for a, b in zip(woken, woken_by_one, strict=True)]
+        v = [a / b for a, b in zip(times, one, strict=True)]
+        rates = [each * w / s for w, s in zip(woken, times, strict=True)]
+        return {
+            "n": n, "skip": skip, "woken": summary(woken), "bytes": each * statistics.fmean(woken),
+            "ms": summary([1e3 * s for s in times]), "share_of_read": paired_ratio(rates, machine.read),
+            "v": summary(v), "v_over_bytes": paired_ratio(v, predicted), "over_reading_all": paired_ratio(times, whole),
+        }  # fmt: skip
+
+    def table(self, report: Json) -> Table:
+        """A row a case.
+
+        Rates are of the experts that were chosen, whole; "/ bytes" is v(n) over what their bytes predict, "x all" time
+        over that of leaving nothing out.
+        """
+        columns = ("type", "rows", "idle", "experts", "ms", "GB/s", "of read", "v(n)", "/ bytes", "x all")
+        made = tables.new(*columns, left=(0, 2), close=True)
+        for row in report["rows"]:
+            ms = row["ms"]["median"]
+            medians = (f"{row[name]['median']:.2f}" for name in ("v", "v_over_bytes", "over_reading_all"))
+            rates = (f"{ms:.3f}", f"{1e-6 * row['bytes'] / ms:.1f}", f"{row['share_of_read']['median']:.0%}")
+            idle = "left out" if row["skip"] else "read"
+            made.add_row(row["type"], str(row["n"]), idle, f"{row['woken']['mean']:.1f}", *rates, *medians)
+        return made
+
+    def about(self) -> str:
+        return f"; {self.experts} experts of {self.shape[0]}x{self.shape[1]}, {self.chosen} of each row"
+
+
+def _bytes_of(layer: Experts) -> int:
+    return layer.gate.nbytes + layer.up.nbytes + layer.down.nbytes
+
+
+@functools.cache
+def _through_experts(chosen: Kernels) -> Callable:
+    """(layers, x_nD, chosen_Lnk, weights_nk) -> x_nD."""
+
+    def run(layers, x, choices, weights):
+        for layer, choice in zip(layers, choices, strict=True):
+            x = x + chosen.experts(x, choice, weights, layer)
+        return x
+
+    return jax.jit(run)
 
 
 class LutCase(NamedTuple):

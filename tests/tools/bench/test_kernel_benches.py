@@ -11,7 +11,7 @@ from specsparse.errors import UserError
 from specsparse.kernels.native import cpu
 from specsparse.support import files
 from specsparse.tools.bench import kernel_benches
-from specsparse.tools.bench.kernel_benches import FfnBench, LutBench, ProductsBench, active_share, bounded
+from specsparse.tools.bench.kernel_benches import ExpertsBench, FfnBench, LutBench, ProductsBench, active_share, bounded
 
 GIB = 1 << 30
 native = pytest.mark.skipif(not cpu.available(), reason=f"no native kernels: {cpu.why_missing()}")
@@ -74,6 +74,21 @@ def test_products(capsys, monkeypatch):
 
 
 @native
+def test_experts(capsys, monkeypatch):
+    monkeypatch.setattr(kernel_benches, "ExpertsBench", smaller(ExpertsBench, memory_bytes=1 << 15))
+    args = ("--shape", "64x96", "--experts", 6, "--chosen", 2, "--widths", "1,3", "--idle", "0.6", "--repeats", 2)
+    code, out, err = bench(capsys, "experts", *args, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out.splitlines()[-1])
+    assert [(r["n"], r["skip"]) for r in found["rows"]] == [(1, False), (1, True), (3, False), (3, True)]
+    for row in found["rows"]:
+        assert row["woken"]["mean"] == 2 if row["n"] == 1 else 2 <= row["woken"]["mean"] <= 6
+        assert row["bytes"] == pytest.approx(row["woken"]["mean"] * 3 * 64 * 96 / 32 * 18)
+        assert row["share_of_read"]["median"] > 0 and row["v_over_bytes"]["median"] > 0
+    assert "left out" in out and "6 experts of 64x96" in out
+
+
+@native
 def test_look_up_tables(capsys, monkeypatch):
     monkeypatch.setattr(kernel_benches, "LutBench", smaller(LutBench, cold_bytes=1 << 15))
     args = ("--shapes", "80x256", "--widths", "1,3", "--types", "q4_0", "--repeats", 2, "--json")
@@ -105,6 +120,9 @@ def test_look_up_tables(capsys, monkeypatch):
         (("products", "Q4_0", "--peer", "llama.cpp"), "unknown argument --peer"),
         (("lut", "--shapes", "64x40"), "--shapes 64x40: multiples of 32 fit Q4_0"),
         (("lut", "--types", "Q8_0"), "no type 'Q8_0'; there are Q4_0, Q4_1"),
+        (("experts", "--experts", "4", "--chosen", "5"), "--chosen 5: "),
+        (("experts", "--idle", "0.3"), "--idle 0.3: "),
+        (("experts", "--idle", "0.6", "--types", "Q8_0"), "--idle 0.6: "),
         (("ffn", "576x1536", "--types", "Q4_0,Q4_K"), "bench ffn 576x1536: multiples of 256 fit Q4_K"),
         (("ffn", "60x1536", "--types", "Q4_0"), "60x1536: multiples of 32 fit Q4_0"),
         (("ffn", "1024x1024", "--active", "0"), "--active"),

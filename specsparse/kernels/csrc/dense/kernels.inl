@@ -89,13 +89,17 @@ void dot(const Matrix& w, int64_t g, const Activations& x, int64_t row, int toke
 
 void glu(float* gate, const float* up, int64_t count, Act act) {
   for (int64_t i = 0; i < count; i += 16) {
-    const F g = load(gate + i), u = load(up + i);
-    F a;
+    F g = load(gate + i), u = load(up + i), a;
     if (act == Act::kSilu) {
       a = div(g, add(set1(1.0f), exp16(sub(zero(), g))));
     } else if (act == Act::kGeluTanh) {  // g / 2 * (1 + tanh(z)) = g / (1 + exp(-2 z)), z = sqrt(2 / pi) (g + 0.044715 g^3)
       const F minus_2z = mul(g, fma(mul(g, g), set1(-0.0713548162726f), set1(-1.59576912161f)));
       a = div(g, add(set1(1.0f), exp16(minus_2z)));
+    } else if (act == Act::kClampedSwiglu) {  // g sigmoid(1.702 g) (u + 1), both held within 7, g from above alone
+      const F limit = set1(7.0f), least = set1(-7.0f);
+      g = where_less(limit, g, limit, g), u = where_less(limit, u, limit, u);
+      a = div(g, add(set1(1.0f), exp16(mul(set1(-1.702f), g))));
+      u = add(where_less(u, least, least, u), set1(1.0f));
     } else {
       a = max(g, zero());
       if (act == Act::kRelu2) a = mul(a, a);

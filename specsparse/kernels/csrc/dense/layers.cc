@@ -107,7 +107,7 @@ class Forward final : public Phases {
     if (l.predicted) return stage == kProjectOutput ? l.predicted->prefetch(kAhead, self, threads) : void();
     const Ffn& f = *l.ffn;
     if (stage == kProjectOutput)
-      return skip_ ? f.skip.prefetch(kAhead, self, threads) : f.gate_up.prefetch(kAhead, self, threads);
+      return skip_ ? f.skip.prefetch(kAhead, share_begin(f.skip.hidden_items(), self, threads)) : f.gate_up.prefetch(kAhead, self, threads);
     if (stage == kGateUp && !skip_) f.down.prefetch(kAhead, self, threads);
   }
 
@@ -173,8 +173,8 @@ class Forward final : public Phases {
           prepare_down(f.prepare(f.work_.hidden.data(), nullptr, {&l.matrices[kDown]})),
           down(f.block_end(l.matrices[kDown], prepare_down, l.post_ffn)),
           add_ffn(f.sum(l.post_ffn, l.matrices[kDown].matrix.rows)),
-          skip(&l.matrices[kGate], &l.skip, prepare_ffn.to, f.work_.hidden.data(), prepare_down.to, f.work_.x.data(), f.act_,
-               counts),
+          skip(&l.matrices[kGate], &l.skip, prepare_ffn.to, f.work_.hidden.data(), prepare_down.to, f.work_.x.data(),
+               f.work_.x.data(), f.act_, counts),
           counts(counts), width(l.matrices[kGate].matrix.rows) {}
   };
 

@@ -47,9 +47,16 @@ bool Description::read(const MatrixDescriptor& d, const void* data, int64_t byte
   return has_kernels(matrix) && bytes >= matrix.groups() * matrix.group_bytes;
 }
 
+Description::Description(const Description& first, int64_t place)
+    : matrix(first.matrix), bias(first.bias ? first.bias + place * first.matrix.rows : nullptr) {
+  matrix.data += place * matrix.groups() * matrix.group_bytes;
+}
+
+int64_t tile_of(int64_t rows) { return rows <= 1 ? 1 : rows <= 4 ? 4 : ops().tile; }
+
 Activations ActivationBuffer::reserve(int64_t rows, int64_t cols, bool quantise) {
   const int64_t blocks = quantise ? cols / kBlock : 0;
-  const int64_t tile = rows <= 1 ? 1 : rows <= 4 ? 4 : ops().tile;  // filled up with rows of no meaning
+  const int64_t tile = tile_of(rows);
   const int64_t whole = (rows + tile - 1) / tile * tile;
   if (static_cast<int64_t>(x.size()) < rows * cols) x.resize(rows * cols);
   if (static_cast<int64_t>(q.size()) < whole * blocks) q.resize(whole * blocks);
@@ -165,8 +172,8 @@ void Product::write(const Output& out, const float* y, int64_t row, int tokens, 
   }
 }
 
-void Product::prefetch(int64_t bytes, int self, int threads) const {
-  const int64_t group = share_begin(items(), self, threads) % parts_ * step_;
+void Product::prefetch(int64_t bytes, int64_t item) const {
+  const int64_t group = item % parts_ * step_;
   int m = 0;
   while (group >= first_[m + 1]) ++m;
   const int pair = act_ == Act::kNone ? 1 : 2;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "dense/descriptor.h"
+#include "pool/pool.h"
 #include "simd/ops.h"
 
 namespace specsparse {
@@ -16,12 +17,17 @@ struct Description {
   const float* bias = nullptr;  // of the outputs, or null
 
   Description() = default;
+  // Matrix `place` of those that lie one after the other from `first` on; their biases too. `first` has the table: it must outlive this.
+  Description(const Description& first, int64_t place);
   Description(const Description&) = delete;
   Description& operator=(const Description&) = delete;
 
   // False if there are no kernels for it or the `bytes` of data do not hold the matrix.
   bool read(const MatrixDescriptor& d, const void* data, int64_t bytes);
 };
+
+// Rows of a tile of `rows` rows of activations, which is filled up with rows of no meaning.
+int64_t tile_of(int64_t rows);
 
 // Rows of activations: memory that grows, and is kept from call to call.
 struct ActivationBuffer {
@@ -84,8 +90,9 @@ class Product {
 
   int64_t items() const { return parts_ * chunks_; }
   void run(int64_t item) const;
-  // Fetches the beginning of the weights.
-  void prefetch(int64_t bytes, int self, int threads) const;
+  // Fetches the beginning of the weights of an item, or of a thread's share of the items.
+  void prefetch(int64_t bytes, int64_t item) const;
+  void prefetch(int64_t bytes, int self, int threads) const { prefetch(bytes, share_begin(items(), self, threads)); }
 
  private:
   bool run_groups(int m, int64_t g, int64_t row0, int64_t row1) const;

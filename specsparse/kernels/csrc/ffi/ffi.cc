@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "dense/attention.h"
+#include "dense/experts.h"
 #include "dense/layers.h"
 #include "dense/linear.h"
 #include "dense/unpack.h"
@@ -224,23 +225,52 @@ bool read_predicted(const LayerWeights& l, const LayerDescriptor& d, const Opera
   return down.rows == up.rows && down.cols == up.cols && l.matrices[kO].matrix.rows == up.cols && signs_fit && scores_fit && gate_fits;
 }
 
-// What zero skipping reads of a layer whose matrices are Q4_0; false if the data do not hold it.
-bool read_skip(const LayerWeights& l, const std::optional<AnyBuffer>& up, const std::optional<AnyBuffer>& down, SkipWeights* out) {
+// What zero skipping reads of `count` FFNs whose matrices are Q4_0, the first one's are given; false if the data do not hold it.
+bool read_skip(const Description& gate_of, const Description& up_of, const Description& down_of, int64_t count,
+               const std::optional<AnyBuffer>& up, const std::optional<AnyBuffer>& down, SkipWeights* out) {
   if (!up || !down) return false;
-  const Matrix &gate = l.matrices[kGate].matrix, &last = l.matrices[kDown].matrix;
-  for (int m : {kGate, kUp, kDown}) {
-    const Matrix& w = l.matrices[m].matrix;
-    if (w.codes != Codes::kNibble || w.scales != Scales::kD || w.zero != kNibbleZero || w.lut || l.matrices[m].bias) return false;
+  for (const Description* d : {&gate_of, &up_of, &down_of}) {
+    const Matrix& w = d->matrix;
+    if (w.codes != Codes::kNibble || w.scales != Scales::kD || w.zero != kNibbleZero || w.lut || d->bias) return false;
   }
+  const Matrix &gate = gate_of.matrix, &middle = up_of.matrix, &last = down_of.matrix;
   out->up = {static_cast<const uint8_t*>(up->untyped_data()), gate.rows, gate.cols, up->dimensions().back(), gate.codes,
              gate.scales, gate.sub, gate.zero, nullptr};
   out->down = static_cast<const uint8_t*>(down->untyped_data());
-  const Matrix& middle = l.matrices[kUp].matrix;
   const int64_t stripes = (last.rows + kStripe - 1) / kStripe, blocks = last.cols / kBlock, inputs = gate.cols / kBlock;
   const int64_t row = out->up.chunks() * (kChunk / 2) + (inputs + 15) / 16 * 32;  // scales are read by sixteen
   return gate.rows == last.cols && middle.rows == gate.rows && middle.cols == gate.cols && last.rows == gate.cols &&
-         out->up.row_bytes >= row && static_cast<int64_t>(up->size_bytes()) >= gate.rows * out->up.row_bytes &&
-         static_cast<int64_t>(down->size_bytes()) >= stripes * blocks * kStripeBytes;
+         out->up.row_bytes >= row && static_cast<int64_t>(up->size_bytes()) >= count * gate.rows * out->up.row_bytes &&
+         static_cast<int64_t>(down->size_bytes()) >= count * stripes * blocks * kStripeBytes;
+}
+
+// The matrices are gate, up and down of all experts.
+ffi::Error experts(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> chosen, ffi::Buffer<ffi::F32> weights,
+                   ffi::RemainingArgs args, ffi::ResultBuffer<ffi::F32> y, Ints matrices, int64_t act,
+                   int64_t up_rows, int64_t down_stripes) {
+  const Operands operands{args, matrices};
+  ExpertWeights w;
+  w.act = Act(act), w.count = -1;
+  Description* all[] = {&w.gate, &w.up, &w.down};
+  for (int64_t m = 0; m < 3; ++m) {
+    if (!operands.read_biased(m, all[m])) return ffi::Error::InvalidArgument("specsparse experts: a matrix does not fit");
+    const MatrixDescriptor& d = records<MatrixDescriptor>(matrices)[m];
+    const int64_t each = all[m]->matrix.groups() * d.bytes, bytes = operands.at(d.data)->size_bytes();
+    if (w.count < 0) w.count = bytes / each;
+    if (bytes != w.count * each || (all[m]->bias && static_cast<int64_t>(operands.at(d.bias)->element_count()) != w.count * d.rows))
+      return ffi::Error::InvalidArgument("specsparse experts: matrices or biases of another number of experts");
+  }
+  const Matrix &gate = w.gate.matrix, &up = w.up.matrix, &down = w.down.matrix;
+  const int64_t rows = x.dimensions()[0], ranks = chosen.dimensions().back();
+  if (w.act == Act::kNone || gate.cols != x.dimensions().back() || up.cols != gate.cols || up.rows != gate.rows ||
+      down.cols != gate.rows || down.rows != y->dimensions().back() ||
+      static_cast<int64_t>(chosen.element_count()) != rows * ranks || weights.element_count() != chosen.element_count())
+    return ffi::Error::InvalidArgument("specsparse experts: matrices, rows and choices do not go together");
+  if (up_rows >= 0 && ((w.act != Act::kRelu && w.act != Act::kRelu2) ||
+                       !read_skip(w.gate, w.up, w.down, w.count, operands.at(up_rows), operands.at(down_stripes), &w.skip)))
+    return ffi::Error::InvalidArgument("specsparse experts: zeros are skipped of ReLU and Q4_0, without biases");
+  run_experts(w, {rows, ranks, x.typed_data(), chosen.typed_data(), weights.typed_data(), y->typed_data()});
+  return ffi::Error::Success();
 }
 
 ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
@@ -272,7 +302,8 @@ ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffe
     l.keys = updated(*operands.at(d.keys), keys), l.values = updated(*operands.at(d.values), values);
     l.predicted.choice = Choice(choice), l.predicted.relu = relu != 0, l.predicted.ffn.eps = eps;
     l.predicted.ffn.act = {Activation::Kind(act), threshold}, l.predicted.ffn.up_act = {Activation::Kind(up_act), up_threshold};
-    if ((skip && (l.post_ffn || !read_skip(l, operands.at(d.up_rows), operands.at(d.down_stripes), &l.skip))) ||
+    if ((skip && (l.post_ffn || !read_skip(l.matrices[kGate], l.matrices[kUp], l.matrices[kDown], 1, operands.at(d.up_rows),
+                                            operands.at(d.down_stripes), &l.skip))) ||
         (predicted && (l.post_ffn || !read_predicted(l, d, operands, &rows_of[3 * i], &l.predicted))))
       return ffi::Error::InvalidArgument("specsparse layers: the neurons of layer " + std::to_string(i) + " do not fit");
   }
@@ -344,6 +375,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_linear, linear,
                               (args<Floats, Floats, Floats, Ints32>().RemainingArgs().RemainingRets()
                                    .Attr<Ints>("matrices").Attr<int64_t>("act").Attr<float>("eps")
                                    .Attr<int64_t>("zeros")));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_experts, experts,
+                              (results<Floats>(args<Floats, Ints32, Floats>().RemainingArgs())
+                                   .Attr<Ints>("matrices").Attr<int64_t>("act").Attr<int64_t>("up_rows")
+                                   .Attr<int64_t>("down_stripes")));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_add_normed, add_normed,
                               (results<Floats>(args<Floats, Floats, Floats, Ints32>()).Attr<float>("eps")));

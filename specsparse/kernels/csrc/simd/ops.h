@@ -7,7 +7,7 @@ namespace specsparse {
 
 enum class Codes : int64_t { kNibble, kInt8, kF32, kF16, kBf16 };
 enum class Scales : int64_t { kNone, kD, kDm, kF32, kSuper, kSuperMin };
-enum class Act : int64_t { kNone, kSilu, kRelu, kRelu2, kGeluTanh };
+enum class Act : int64_t { kNone, kSilu, kRelu, kRelu2, kGeluTanh, kClampedSwiglu };
 enum class KvType : int64_t { kF32, kF16, kBf16, kQ8 };
 
 constexpr int kRows = 16;    // rows of a group

@@ -35,9 +35,9 @@ void count_neurons(const float* hidden, int64_t width, int64_t rows, int64_t beg
 }
 
 ZeroSkip::ZeroSkip(const Description* gate, const SkipWeights* weights, const Activations& z, float* hidden,
-                   const Activations& h, float* x, Act act, const SkipCounts& counts)
-    : gate_(gate), weights_(weights), z_(z), h_(h), hidden_(hidden), x_(x), groups_(gate->matrix.groups()), act_(act),
-      counts_(counts) {
+                   const Activations& h, const float* residual, float* out, Act act, const SkipCounts& counts)
+    : gate_(gate), weights_(weights), z_(z), h_(h), residual_(residual), hidden_(hidden), out_(out),
+      groups_(gate->matrix.groups()), act_(act), counts_(counts) {
   // Long items: what is fetched comes in time, and few of a kernel's sixteen lanes are idle.
   step_ = std::clamp<int64_t>(groups_ / (4 * threads()), 1, kMostGroups);
 }
@@ -82,12 +82,12 @@ void ZeroSkip::output(int64_t stripe) const {
   alignas(64) float y[kStripe] = {};
   sparse_ops().project_stripe(weights_->down + stripe * h_.blocks * kStripeBytes, h_.blocks,
                               static_cast<int>((count + 31) / 32), h_.q, y);
-  for (int64_t c = 0; c < count; ++c) x_[begin + c] = x_[begin + c] + y[c];
+  for (int64_t c = 0; c < count; ++c) out_[begin + c] = residual_ ? residual_[begin + c] + y[c] : y[c];
 }
 
-void ZeroSkip::prefetch(int64_t bytes, int self, int threads) const {
+void ZeroSkip::prefetch(int64_t bytes, int64_t item) const {
   const Matrix& w = gate_->matrix;
-  const int64_t from = share_begin(hidden_items(), self, threads) * step_ * w.group_bytes;
+  const int64_t from = item * step_ * w.group_bytes;
   for (int64_t at = from; at < std::min(from + bytes, groups_ * w.group_bytes); at += 64) __builtin_prefetch(w.data + at, 0, 2);
 }
 

@@ -27,22 +27,24 @@ void count_neurons(const float* hidden, int64_t width, int64_t rows, int64_t beg
 // Hidden neurons from the gate, then the output from the hidden neurons. In between the caller quantises them.
 class ZeroSkip {
  public:
-  // gate: of Q4_0, [F, D]. z: the input, normalised and quantised; hidden: f32[F], h: the same quantised; x: f32[D], to which
-  // the output is added. All must outlive this.
+  // gate: of Q4_0, [F, D]. z: the input, normalised and quantised; hidden: f32[F], h: the same quantised; out: f32[D],
+  // residual (or null) + the output. All must outlive this.
   ZeroSkip(const Description* gate, const SkipWeights* weights, const Activations& z, float* hidden, const Activations& h,
-           float* x, Act act, const SkipCounts& counts);
+           const float* residual, float* out, Act act, const SkipCounts& counts);
 
   int64_t hidden_items() const { return (groups_ + step_ - 1) / step_; }
   void hidden(int64_t item) const;
   int64_t output_items() const { return (z_.cols + kStripe - 1) / kStripe; }
   void output(int64_t stripe) const;
-  void prefetch(int64_t bytes, int self, int threads) const;
+  // Fetches the beginning of what an item reads of the gate.
+  void prefetch(int64_t bytes, int64_t item) const;
 
  private:
   const Description* gate_;
   const SkipWeights* weights_;
   Activations z_, h_;
-  float *hidden_, *x_;
+  const float* residual_;
+  float *hidden_, *out_;
   int64_t groups_, step_;
   Act act_;
   SkipCounts counts_;
