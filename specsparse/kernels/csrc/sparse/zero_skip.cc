@@ -49,13 +49,16 @@ void ZeroSkip::hidden(int64_t item) const {
   int32_t live[kMostGroups * kRows + 1];  // one past the end is written too
   alignas(64) float gates[kMostGroups * kRows + kRows];
   int64_t count = 0;
-  for (int64_t g = first; g < last; ++g) {
-    alignas(64) float found[kRows];
-    ops().dot(gate, g, z_, 0, 1, found);
-    const int64_t before = count, some = std::min<int64_t>(kRows, gate.rows - g * kRows);
-    for (int64_t r = 0; r < some; ++r) {  // no branch: which neurons are active cannot be guessed
-      live[count] = static_cast<int32_t>(g * kRows + r), gates[count] = found[r];
-      count += found[r] > 0;
+  alignas(64) float found[kGroupsAtOnce * kGroupTile * kRows];
+  for (int64_t g = first, next; g < last; g = next) {
+    next = g + kGroupsAtOnce;
+    if (next > last || !ops().dot_groups || !ops().dot_groups(gate, g, z_, 0, 1, found))
+      ops().dot(gate, g, z_, 0, 1, found), next = g + 1;
+    const int64_t before = count;
+    for (int64_t r = g * kRows; r < std::min(gate.rows, next * kRows); ++r) {  // no branch: which are active cannot be guessed
+      const float value = found[(r / kRows - g) * kGroupTile * kRows + r % kRows];
+      live[count] = static_cast<int32_t>(r), gates[count] = value;
+      count += value > 0;
     }
     for (int64_t i = before; i < count; ++i)
       for (int64_t at = 0; at < up.row_bytes; at += 64) __builtin_prefetch(up.row(live[i]) + at, 0, 2);
