@@ -125,6 +125,7 @@ METHODS: dict[str, Callable[[ModelConfig], AnyDrafter]] = {
     "head": lambda config: get_drafter("head", policy=RowLengths(GAMMA)),
     "head drawn": lambda config: get_drafter("head", policy=RowLengths(GAMMA), temperature=0.7),
     "lookup_head": lambda config: get_drafter("lookup_head", policy=RowLengths(GAMMA)),
+    "mixed": lambda config: get_drafter("mixed", policy=RowLengths(GAMMA)),
     "static tree": _tree("static", widths=(3, 2, 1)),
     "p_split tree": _tree("p_split", nodes=8, n_parallel=4, p_split=0.1),
     "dynamic tree": _tree("dynamic", total=10, depth=4, top_k=3),

@@ -75,8 +75,12 @@ def commit_path(cache: KVCache, nodes_Bm: jax.Array, count_B: jax.Array) -> KVCa
     def move_k(k, src, dst):
         return k.at[:, dst // LANES, :, dst % LANES].set(k[:, src // LANES, :, src % LANES])
 
-    k = tuple(jax.vmap(move_k)(k, source, target) for k in cache.k)
-    v = tuple(jax.vmap(move_v)(v, source, target) for v in cache.v)
+    def move(keys, values):
+        k = tuple(jax.vmap(move_k)(k, source, target) for k in keys)
+        return k, tuple(jax.vmap(move_v)(v, source, target) for v in values)
+
+    # The first rows of the pass, as those of a draft's first path, lie where they are kept.
+    k, v = jax.lax.cond((source != target).any(), move, lambda *same: same, cache.k, cache.v)
     return KVCache(k, v, base_B + count_B)
 
 

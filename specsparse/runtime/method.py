@@ -179,7 +179,8 @@ def resolve(spec: MethodSpec, target: Model | None = None, *, batch: int = 1) ->
     made = loaded.drafter
     if name is not None or (spec.policy is None and drafter.any_length):
         gamma = made.max_nodes if made.tree else SHORT_GAMMA
-        batch, levels = batch if same_text(verifier.name) else 1, made.max_depth if made.tree else None
+        batch = batch if same_text(verifier.name) else 1
+        levels = made.max_depth if made.tree and not made.asks_worth else None
         times = policy_times(target, gamma, name, share=share, levels=levels, batch=batch)
         policy = default_policy(times, gamma=gamma, tree=made.tree)
     policy = _fitting(policy or drafter.length_policy, made)

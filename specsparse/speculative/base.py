@@ -191,6 +191,15 @@ class DraftContext(NamedTuple):
         """int32[B]: how many of the nodes that this source drafted are verified."""
         return self.policies[0].keep(count_B) if self.policies else count_B
 
+    def worth(self, reach_BK: "jax.Array") -> "jax.Array":
+        """int32[B]: how many nodes of a one-hot tree pay, of those in the order of float32[B, K] `reach`, which falls:
+        the chance that each is accepted."""
+        return self.policies[0].worth(reach_BK) if self.policies else self.budget
+
+    def deeper(self, gain_B: "jax.Array") -> "jax.Array":
+        """bool[B]: whether the time of drafting one more level of a tree pays if it brings `gain` tokens."""
+        return self.policies[0].deeper(gain_B) if self.policies else gain_B > 0
+
 
 class Drafted(NamedTuple):
     """Result of `Drafter.draft`.
@@ -338,6 +347,11 @@ class Drafter(AnyDrafter):
     @property
     def asks_stop(self) -> bool:
         """Whether `draft` asks `ctx.stop` before each node, as policies that read the draft's q need."""
+        return False
+
+    @property
+    def asks_worth(self) -> bool:
+        """Whether `draft` asks `ctx.worth` and `ctx.deeper`, so that a tree takes no more time than pays."""
         return False
 
     @property

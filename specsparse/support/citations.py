@@ -77,6 +77,10 @@ WORKS: Mapping[str, Work] = {
         "Accelerating Speculative Decoding with Block Diffusion Draft Trees",
         ("Liran Ringel", "Yaniv Romano"), 2026, "2604.12989",
     ),
+    "caddtree": Work(
+        "Cost-Aware Diffusion Draft Trees for Speculative Decoding",
+        ("Hongliang He", "Huachuan Qiu", "Shuai Zhang", "Yong Dai"), 2026, "2606.01813",
+    ),
     "hass": Work(
         "Learning Harmonized Representations for Speculative Sampling",
         ("Lefan Zhang", "Xiaodan Wang", "Yanhua Huang", "Ruiwen Xu"), 2024, "2408.15766",
@@ -146,6 +150,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "eagle3": ("eagle3",),
     "dflash": ("dflash",),
     "lookup_head": ("prompt_lookup", "eagle", "hass", "eagle3"),
+    "mixed": ("prompt_lookup", "recycle", "eagle", "hass", "eagle3", "caddtree"),
     # verifiers
     "greedy": _SPECULATIVE,
     "match": _SPECULATIVE,
@@ -162,7 +167,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     # trees
     "sequoia": ("sequoia",),
     "dynamic": ("eagle2",),
-    "ddtree": ("ddtree",),
+    "ddtree": ("ddtree", "caddtree"),
     "p_split": ("llama_cpp",),
     "static": ("medusa", "eagle", "specinfer"),
     "sampled_iid": ("specinfer",),

@@ -157,7 +157,7 @@ def model_case(folder: Path, source: str, *, vocab: int, capacity: int, **option
 
     Args:
         folder: for the files.
-        source: "model" (a draft model of its own), "layer_skip", "head", "lookup_head", "eagle3" or
+        source: "model" (a draft model of its own), "layer_skip", "head", "lookup_head", "mixed", "eagle3" or
             "dflash".
         vocab, capacity: of the models.
         options: of the drafter.
@@ -166,7 +166,7 @@ def model_case(folder: Path, source: str, *, vocab: int, capacity: int, **option
     given: dict[str, Any] = {}
     if source == "model":
         given = {"model": tiny_model(folder, vocab=vocab, capacity=capacity, seed=1, layers=1)}
-    elif source in ("head", "lookup_head"):
+    elif source in ("head", "lookup_head", "mixed"):
         given = {"head": random_head(folder, target)}
     elif source == "eagle3":
         given = {"path": random_eagle3(target, ids=range(1, vocab))}

@@ -47,6 +47,8 @@ MODEL_CASES = {
     "tree_dynamic": ("model", {"tree": get_tree("dynamic", total=K, depth=3, top_k=2)}),
     "lookup_head": ("lookup_head", {"ngram_min": 3}),
     "lookup_head drawn": ("lookup_head", {"ngram_min": 3, "temperature": 0.7}),
+    "mixed": ("mixed", {"levels": 2}),
+    "mixed of tables": ("mixed", {"levels": 0}),
     "eagle3_sampled": ("eagle3", {"temperature": 0.8}),
     "eagle3_dynamic": ("eagle3", {"tree": get_tree("dynamic", total=K, depth=3, top_k=2)}),
     "head_sampled": ("head", {"temperature": 0.8}),
@@ -60,7 +62,7 @@ MODEL_CASES = {
 # Every drafter and tree stays (`head` inside `lookup_head`); argmax and drawn drafts as chain and as tree, of a model,
 # of the target's own layers and of heads. The slow ones pair them another way.
 ORDINARY = (
-    "layer_skip_p_min", "sparse_self", "tree_wor", "lookup_head drawn", "eagle3_dynamic", "dflash_ddtree",
+    "layer_skip_p_min", "sparse_self", "tree_wor", "lookup_head drawn", "mixed", "eagle3_dynamic", "dflash_ddtree",
 )  # fmt: skip
 
 judge = jax.jit(match_verdict)

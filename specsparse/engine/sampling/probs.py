@@ -105,6 +105,8 @@ def reference_argmax(logits_RV: jax.Array) -> jax.Array:
 
 def ranked(kernels: SamplingKernels, logits_RV: jax.Array, count: int) -> jax.Array:
     """The most likely tokens in order, int32[R, count], equal ones by index; by `count` passes, not by a sort."""
+    if count == 1:
+        return kernels.argmax(logits_RV)[:, None]
     row_R = jnp.arange(logits_RV.shape[0], dtype=jnp.int32)
 
     def step(i, carry):

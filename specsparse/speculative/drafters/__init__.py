@@ -31,6 +31,7 @@ DRAFTERS: "Registry[Drafter | DrafterSpec]" = Registry(
         "sparse_self": "self_draft:SparseSelf",
         "head": "heads.head:Head",
         "lookup_head": "heads.head:LookupHead",
+        "mixed": "mixed:Mixed",
         "eagle3": "heads.eagle3:Eagle3",
         "dflash": "heads.dflash:DFlash",
         "scripted": "synthetic:Scripted",

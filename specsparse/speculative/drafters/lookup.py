@@ -108,8 +108,8 @@ class NGrams(Drafter):
 
     def draft(self, params: Pytree, state: Pytree, ctx: DraftContext) -> Drafted:
         """Copies the tokens behind the match; consumes no noise."""
-        start_B, found_B = self.find(ctx.tokens, ctx.length)
-        follow_B = jnp.where(found_B, ctx.length - start_B, 0)
+        start_B, match_B = self.find(ctx.tokens, ctx.length)
+        follow_B = jnp.where(match_B > 0, ctx.length - start_B, 0)
         if self.copy_max is not None:
             follow_B = jnp.minimum(follow_B, self.copy_max)
         follow_B = jnp.where(follow_B >= self.min_copy, follow_B, 0)
@@ -117,7 +117,7 @@ class NGrams(Drafter):
         return drafted(copy_chain(ctx, start_B, count_B, max_nodes=self.max_nodes), state, ctx)
 
     def find(self, tokens_BC: jax.Array, length_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Position after the winning match, int32[B], and whether there is one, bool[B]."""
+        """Position after the winning match, and its length, 0 if there is none, both int32[B]."""
         C = tokens_BC.shape[1]
         position_C = jnp.arange(C, dtype=jnp.int32)[None]
         match_BC = suffix_matches(tokens_BC, length_B, longest=self.ngram_max)
@@ -126,7 +126,8 @@ class NGrams(Drafter):
             rank_C = position_C if self.newest else C - 1 - position_C
             best_B = jnp.max(jnp.where(match_BC >= self.ngram_min, match_BC * C + rank_C, -1), axis=1)
             rank_B = best_B % C
-            return jnp.where(best_B >= 0, (rank_B if self.newest else C - 1 - rank_B) + 1, 0), best_B >= 0
+            start_B = jnp.where(best_B >= 0, (rank_B if self.newest else C - 1 - rank_B) + 1, 0)
+            return start_B, jnp.maximum(best_B, 0) // C
         n_B = jnp.zeros_like(match_BC[:, 0])  # the n that is looked up, 0 if none has enough matches
         for n in range(self.ngram_min, self.ngram_max + 1):
             hits_B = jnp.sum(match_BC >= n, axis=1, dtype=jnp.int32)
@@ -136,7 +137,7 @@ class NGrams(Drafter):
             end_B = jnp.max(jnp.where(hit_BC, position_C, -1), axis=1)
         else:
             end_B = jnp.min(jnp.where(hit_BC, position_C, C), axis=1)
-        return end_B + 1, n_B > 0
+        return end_B + 1, n_B
 
 
 @dataclass(frozen=True)

@@ -68,21 +68,12 @@ class Recycle(Drafter):
 
     def init(self, params: Pytree, ctx: DraftContext, *, hidden: jax.Array | None = None) -> RecycleState:
         """The successors that the prompt shows."""
-        assert ctx.vocab is not None
-        batch, C = ctx.tokens.shape
-        row_B1, position_C = jnp.arange(batch)[:, None], jnp.arange(C, dtype=jnp.int32)[None]
-        follows_BC = position_C < ctx.length[:, None] - 1
-        latest_BV = jnp.full((batch, ctx.vocab), -1, jnp.int32)
-        latest_BV = latest_BV.at[row_B1, ctx.tokens].max(jnp.where(follows_BC, position_C, -1), mode="drop")
-        after_BV = jnp.take_along_axis(ctx.tokens, jnp.minimum(latest_BV + 1, C - 1), axis=1)
-        first_BV = jnp.where(latest_BV >= 0, after_BV, PAD)
-        more = [(0, 0), (0, 0), (0, self.wants_top - 1)]
-        return RecycleState(jnp.pad(first_BV[..., None], more, constant_values=PAD), _last(ctx))
+        return RecycleState(shown_successors(ctx, ranks=self.wants_top), last_token(ctx))
 
     def draft(self, params: Pytree, state: RecycleState, ctx: DraftContext) -> Drafted:
         """The nodes of the template that have a known token; consumes no noise."""
         t, batch = self.template, ctx.length.shape[0]
-        row_B1, root_B = jnp.arange(batch)[:, None], _last(ctx)
+        row_B1, root_B = jnp.arange(batch)[:, None], last_token(ctx)
         parent_K, depth_K, rank_K = map(np.array, (t.parents, t.depths, t.ranks))
         # Column 0 is the root, column 1 + i node i: a node is found behind its parent.
         tokens_Bn = jnp.full((batch, t.size + 1), PAD, jnp.int32).at[:, 0].set(root_B)
@@ -106,22 +97,42 @@ class Recycle(Drafter):
         return drafted(draft, state._replace(root=root_B), ctx)
 
     def commit(self, params: Pytree, state: RecycleState, ctx: DraftContext, feedback: Feedback) -> RecycleState:
-        """The successors behind the verified rows. Of rows with the same token an accepted one counts, or the last."""
-        draft, top_BnR = feedback.draft, feedback.top
-        assert top_BnR is not None
-        batch, n = top_BnR.shape[:2]
-        row_Bn = jnp.arange(n, dtype=jnp.int32)[None]
-        tokens_Bn = jnp.concatenate([state.root[:, None], draft.tokens], axis=1)
-        verified_Bn = row_Bn <= draft.count[:, None]
-        accepted_Bn = (feedback.verdict.nodes[:, None, :] == row_Bn[:, :, None] - 1).any(axis=2) | (row_Bn == 0)
-        rank_Bn = row_Bn + jnp.where(accepted_Bn, jnp.int32(n), jnp.int32(0))
-        same_Bnn = (tokens_Bn[:, :, None] == tokens_Bn[:, None]) & verified_Bn[:, None]
-        beaten_Bn = (same_Bnn & (rank_Bn[:, None] > rank_Bn[:, :, None])).any(axis=2)
-        at_Bn = jnp.where(verified_Bn & ~beaten_Bn, tokens_Bn, state.successors.shape[1])
-        successors = state.successors.at[jnp.arange(batch)[:, None], at_Bn].set(top_BnR, mode="drop")
-        return state._replace(successors=successors)
+        """The successors behind the verified rows."""
+        return state._replace(successors=overwritten(state.successors, state.root, feedback))
 
 
-def _last(ctx: DraftContext) -> jax.Array:
+def shown_successors(ctx: DraftContext, *, ranks: int) -> jax.Array:
+    """int32[B, V, ranks]: of each token the one that last followed it in the text, at rank 0."""
+    assert ctx.vocab is not None
+    batch, C = ctx.tokens.shape
+    row_B1, position_C = jnp.arange(batch)[:, None], jnp.arange(C, dtype=jnp.int32)[None]
+    follows_BC = position_C < ctx.length[:, None] - 1
+    latest_BV = jnp.full((batch, ctx.vocab), -1, jnp.int32)
+    latest_BV = latest_BV.at[row_B1, ctx.tokens].max(jnp.where(follows_BC, position_C, -1), mode="drop")
+    after_BV = jnp.take_along_axis(ctx.tokens, jnp.minimum(latest_BV + 1, C - 1), axis=1)
+    first_BV = jnp.where(latest_BV >= 0, after_BV, PAD)
+    return jnp.pad(first_BV[..., None], [(0, 0), (0, 0), (0, ranks - 1)], constant_values=PAD)
+
+
+def overwritten(successors_BVR: jax.Array, root_B: jax.Array, feedback: Feedback) -> jax.Array:
+    """The successors with those behind the verified rows: of rows with one token an accepted row counts, or the last.
+
+    `root` is the last committed token before the draft.
+    """
+    draft, top_BnR = feedback.draft, feedback.top
+    assert top_BnR is not None
+    batch, n = top_BnR.shape[:2]
+    row_Bn = jnp.arange(n, dtype=jnp.int32)[None]
+    tokens_Bn = jnp.concatenate([root_B[:, None], draft.tokens], axis=1)
+    verified_Bn = row_Bn <= draft.count[:, None]
+    accepted_Bn = (feedback.verdict.nodes[:, None, :] == row_Bn[:, :, None] - 1).any(axis=2) | (row_Bn == 0)
+    rank_Bn = row_Bn + jnp.where(accepted_Bn, jnp.int32(n), jnp.int32(0))
+    same_Bnn = (tokens_Bn[:, :, None] == tokens_Bn[:, None]) & verified_Bn[:, None]
+    beaten_Bn = (same_Bnn & (rank_Bn[:, None] > rank_Bn[:, :, None])).any(axis=2)
+    at_Bn = jnp.where(verified_Bn & ~beaten_Bn, tokens_Bn, successors_BVR.shape[1])
+    return successors_BVR.at[jnp.arange(batch)[:, None], at_Bn].set(top_BnR, mode="drop")
+
+
+def last_token(ctx: DraftContext) -> jax.Array:
     """int32[B], the last committed token."""
     return jnp.take_along_axis(ctx.tokens, jnp.maximum(ctx.length - 1, 0)[:, None], axis=1)[:, 0]

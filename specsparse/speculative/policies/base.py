@@ -141,6 +141,14 @@ class Policy:
         """int32[B]: how many of the nodes drafted to verify."""
         return count_B
 
+    def worth(self, state: Any, reach_BK: jax.Array) -> jax.Array:
+        """int32[B]: how many nodes of a one-hot tree to verify, the first ones of falling chance `reach`."""
+        return jnp.full(reach_BK.shape[:1], reach_BK.shape[1], jnp.int32)
+
+    def deeper(self, state: Any, gain_B: jax.Array) -> jax.Array:
+        """bool[B]: whether to draft one more level of such a tree, from which so many tokens are expected."""
+        return gain_B > 0
+
     def reports(self, state: Any, off_B: np.ndarray) -> list[PolicyReport]:
         """What it did to each sequence, of which it drafted nothing in `off_B` rounds."""
         return [PolicyReport(off) for off in off_B.tolist()]
@@ -161,6 +169,14 @@ class ActivePolicy:
     def keep(self, count_B: jax.Array) -> jax.Array:
         """`Policy.keep` in this state."""
         return self.policy.keep(self.state, count_B)
+
+    def worth(self, reach_BK: jax.Array) -> jax.Array:
+        """`Policy.worth` in this state."""
+        return self.policy.worth(self.state, reach_BK)
+
+    def deeper(self, gain_B: jax.Array) -> jax.Array:
+        """`Policy.deeper` in this state."""
+        return self.policy.deeper(self.state, gain_B)
 
 
 def check_policy(policy: Policy, kind: DraftKind) -> None:

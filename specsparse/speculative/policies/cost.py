@@ -6,6 +6,10 @@ token, c0 for a round's fixed overhead. With acceptance alpha a draft of g token
     E(g) = (1 - alpha^(g+1)) / (1 - alpha)   tokens (Leviathan et al. 2211.17192, eq. 1)
 
 in time T(g) = v(g+1) + c g + c0 (T(0) = v(1)), so the predicted speed-up is E(g) / T(g).
+
+A tree that shows the chance of each node (`worth`) is verified as far as its nodes bring more tokens than the run does
+in the time that they take. CaDDTree (arXiv:2606.01813) maximises the ratio of each round instead; over many rounds the
+ratio of the sums is the speed.
 """
 
 import dataclasses
@@ -102,6 +106,17 @@ class CostModel:
             found.append(tokens_B * jnp.float32(self.times[0] / self.time(g)))
         return jnp.stack(found, axis=1)
 
+    def worth(self, reach_BK: jax.Array, rate_B: jax.Array) -> jax.Array:
+        """int32[B]: the first nodes, of falling chance, that are worth most beside `rate` tokens in a plain step."""
+        most = min(reach_BK.shape[1], len(self.times) - 1)
+        v_n = jnp.array(self.times[: most + 1], jnp.float32) / jnp.float32(self.times[0])
+        tokens_Bn = jnp.pad(jnp.cumsum(reach_BK[:, :most], axis=1), ((0, 0), (1, 0)))
+        return jnp.argmax(tokens_Bn - rate_B[:, None] * v_n[None], axis=1).astype(jnp.int32)
+
+    def deeper(self, gain_B: jax.Array, rate_B: jax.Array) -> jax.Array:
+        """bool[B]: whether `gain` tokens are worth the time c of drafting one and that of a row."""
+        return gain_B >= rate_B * jnp.float32(((self.c or 0.0) + self.times[1] - self.times[0]) / self.times[0])
+
     def time(self, g: int) -> float:
         """T(g)."""
         return expected.round_cost(lambda n: self.times[n - 1], g, c=self.c or 0.0, c0=self.c0 or 0.0)
@@ -140,6 +155,16 @@ class CostOptimal(Policy):
 
     def update(self, state: FadingCounts, verdict: Verdict, count_B: jax.Array) -> FadingCounts:
         return self.cost.update(state, verdict, count_B)
+
+    def worth(self, state: FadingCounts, reach_BK: jax.Array) -> jax.Array:
+        return jnp.maximum(self.cost.worth(reach_BK, self._rate(state)), self.least)
+
+    def deeper(self, state: FadingCounts, gain_B: jax.Array) -> jax.Array:
+        return self.cost.deeper(gain_B, self._rate(state))
+
+    def _rate(self, state: FadingCounts) -> jax.Array:
+        """float32[B]: the best predicted speed-up."""
+        return jnp.max(self.cost.speedups(self.cost.alpha(state), self.gamma), axis=1)
 
 
 class AutoOffState(NamedTuple):
@@ -283,6 +308,15 @@ class AutoOff(Policy):
     def keep(self, state: AutoOffState, count_B: jax.Array) -> jax.Array:
         """As `inner` where it pays; a probe is verified however short it is."""
         return jnp.where(self.pays(state), self.paying.keep(state.inner, count_B), count_B)
+
+    def worth(self, state: AutoOffState, reach_BK: jax.Array) -> jax.Array:
+        """Where it pays, beside the tokens over time of the run; a probe whole."""
+        whole_B = super().worth(state, reach_BK)
+        rate_B = jnp.maximum(self.predicted(state), 1)
+        return jnp.where(self.pays(state), self.cost.worth(reach_BK, rate_B), whole_B)
+
+    def deeper(self, state: AutoOffState, gain_B: jax.Array) -> jax.Array:
+        return self.cost.deeper(gain_B, jnp.maximum(self.predicted(state), 1))
 
     def reports(self, state: AutoOffState, off_B: np.ndarray) -> list[PolicyReport]:
         """Whether it was off at the end, too, and what it predicted."""

@@ -178,7 +178,8 @@ class DynamicTree(TreeShape):
 @dataclasses.dataclass(frozen=True)
 class DDTree(TreeShape):
     """The nodes whose paths are the most likely ones under the product of the block's distributions (Ringel and Romano,
-    arXiv:2604.12989, algorithm 1); for the distributions of `dflash`.
+    arXiv:2604.12989, algorithm 1); for the distributions of `dflash`. As many are verified as the policy finds worth
+    their time (`ctx.worth`).
 
     A path takes the token of some rank at each position. The search keeps a frontier: the best node leaves it, and its
     first child and its next sibling, the only ones whose elders are then in the tree, enter.
@@ -217,27 +218,29 @@ class DDTree(TreeShape):
         p_Rr = jnp.take_along_axis(by.sampling.confidence(rows_RN), column_Rr, axis=1)
         log_BDr = jnp.log(jnp.maximum(p_Rr, _LEAST)).reshape(batch, D, ranks)
         token_BDr = by.token_ids(column_Rr).reshape(batch, D, ranks)
-        tokens, parents, found = jax.vmap(self._search)(log_BDr, token_BDr, room_B)
-        count_B = jnp.minimum(jnp.clip(budget_B, 0, K), found)
+        tokens, parents, reach_BK, found = jax.vmap(self._search)(log_BDr, token_BDr, room_B)
+        count_B = jnp.minimum(jnp.clip(budget_B, 0, K), jnp.minimum(found, by.ctx.worth(reach_BK)))
         kept_BK = jnp.arange(K, dtype=jnp.int32)[None] < count_B[:, None]
         draft = Draft(jnp.where(kept_BK, tokens, 0), jnp.where(kept_BK, parents, ROOT), count_B)
         return Expanded(draft, cache, jnp.full((batch, K), -1, jnp.int32))
 
     def _search(self, log_Dr: jax.Array, token_Dr: jax.Array, room: jax.Array):
-        """Tokens and parents int32[K] in the order in which nodes leave the frontier, and how many there are.
+        """Tokens and parents int32[K] in the order in which nodes leave the frontier, the chance of each float32[K],
+        and how many there are.
 
         A place of the frontier holds score, parent, depth (from 0) and rank; node i makes places 2i + 1 and 2i + 2.
         """
         K, (D, ranks) = self.nodes, log_Dr.shape
 
         def step(i, carry):
-            score, parent, depth, rank, tokens, parents, count = carry
+            score, parent, depth, rank, tokens, parents, reach, count = carry
             at = jnp.argmax(score)
             best, d, r, above = score[at], depth[at], rank[at], parent[at]
             alive = best > _NEVER
             node = jnp.where(alive, i, K)
             tokens = tokens.at[node].set(token_Dr[d, r], mode="drop")
             parents = parents.at[node].set(above, mode="drop")
+            reach = reach.at[node].set(jnp.exp(best), mode="drop")
             deeper = jnp.minimum(d + 1, D - 1)
             child = jnp.where(alive & (d + 1 < jnp.minimum(D, room)), best + jnp.minimum(log_Dr[deeper, 0], 0), _NEVER)
             later = jnp.minimum(r + 1, ranks - 1)
@@ -249,13 +252,13 @@ class DDTree(TreeShape):
 
             score = put(score.at[at].set(_NEVER), child, sibling)
             parent, depth, rank = put(parent, i, above), put(depth, deeper, d), put(rank, jnp.int32(0), later)
-            return score, parent, depth, rank, tokens, parents, count + alive.astype(jnp.int32)
+            return score, parent, depth, rank, tokens, parents, reach, count + alive.astype(jnp.int32)
 
         places, none = jnp.zeros((2 * K + 1,), jnp.int32), jnp.zeros((K,), jnp.int32)
         score = jnp.full((2 * K + 1,), _NEVER).at[0].set(jnp.minimum(log_Dr[0, 0], 0))
-        start = (score, places + ROOT, places, places, none, none, jnp.int32(0))
-        *_, tokens, parents, count = jax.lax.fori_loop(0, K, step, start)
-        return tokens, parents, count
+        start = (score, places + ROOT, places, places, none, none, none.astype(jnp.float32), jnp.int32(0))
+        *_, tokens, parents, reach, count = jax.lax.fori_loop(0, K, step, start)
+        return tokens, parents, reach, count
 
 
 RANKS = 8
