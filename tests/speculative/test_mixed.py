@@ -80,9 +80,10 @@ def test_as_many_nodes_as_pay(slope, nodes):
     assert int(cost.worth(reach, jnp.ones(1))[0]) == nodes
     for gain in (0.05, 0.2, 0.5, 1.0):
         assert bool(cost.deeper(jnp.array([gain]), jnp.ones(1))[0]) == (gain >= 0.1 + slope)
-    for policy in (CostOptimal(gamma=K, cost=cost, least=0), AutoOff(gamma=K, cost=cost, margin=0.1)):
-        # Beside the run's own rate, which is above 1 where drafts pay.
-        assert int(ActivePolicy(policy, policy.init(1)).worth(reach)[0]) <= nodes
+    # Beside the run's own rate, which is above 1 where drafts pay; one that is on keeps on learning.
+    exact, on = CostOptimal(gamma=K, cost=cost, least=0), AutoOff(gamma=K, cost=cost, margin=0.1)
+    least, some = (int(ActivePolicy(policy, policy.init(1)).worth(reach)[0]) for policy in (exact, on))
+    assert least <= nodes and 1 <= some <= max(nodes, 1)
 
 
 def test_ddtree_has_the_same_budget():

@@ -310,10 +310,11 @@ class AutoOff(Policy):
         return jnp.where(self.pays(state), self.paying.keep(state.inner, count_B), count_B)
 
     def worth(self, state: AutoOffState, reach_BK: jax.Array) -> jax.Array:
-        """Where it pays, beside the tokens over time of the run; a probe whole."""
+        """Where it pays, beside the tokens over time of the run, but one at least, since a round without a draft says
+        nothing; a probe whole."""
         whole_B = super().worth(state, reach_BK)
-        rate_B = jnp.maximum(self.predicted(state), 1)
-        return jnp.where(self.pays(state), self.cost.worth(reach_BK, rate_B), whole_B)
+        some_B = jnp.maximum(self.cost.worth(reach_BK, jnp.maximum(self.predicted(state), 1)), 1)
+        return jnp.where(self.pays(state), some_B, whole_B)
 
     def deeper(self, state: AutoOffState, gain_B: jax.Array) -> jax.Array:
         return self.cost.deeper(gain_B, jnp.maximum(self.predicted(state), 1))
