@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, what, forms, default in (
         ("eagle3", "an EAGLE-3 head", ("original", "speculators"), "original"),
         ("dflash", "a DFlash drafter", ("authors", "speculators"), "the first that can say what it is"),
+        ("dspark", "a DSpark drafter", ("authors", "speculators"), "the first that can say what it is"),
     ):
         arg = add(name, _head, f"{what} into another of its forms: a folder, or a GGUF file for llama.cpp")
         arg("source", metavar="HEAD", help="a folder, a GGUF file, a known name or hf://owner/repo")

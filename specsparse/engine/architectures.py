@@ -148,7 +148,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 """`general.architecture` -> how it differs."""
 
-DRAFT_HEADS = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
+DRAFT_HEADS = {"eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark"}
 """Architectures of GGUF files that hold a draft head and no model, and their names."""
 
 

@@ -73,6 +73,11 @@ WORKS: Mapping[str, Work] = {
         "DFlash: Block Diffusion for Flash Speculative Decoding",
         ("Jian Chen", "Yesheng Liang", "Zhijian Liu"), 2026, "2602.06036",
     ),
+    "dspark": Work(
+        "DSpark: Confidence-Scheduled Speculative Decoding with Semi-Autoregressive Generation",
+        ("Xin Cheng", "Xingkai Yu", "Chenze Shao", "Jiashi Li", "Yunfan Xiong", "Yi Qian", "Jiaqi Zhu", "Shirong Ma",
+         "Xiaokang Zhang", "Jiasheng Ye", "others"), 2026, "2607.05147",
+    ),
     "ddtree": Work(
         "Accelerating Speculative Decoding with Block Diffusion Draft Trees",
         ("Liran Ringel", "Yaniv Romano"), 2026, "2604.12989",
@@ -149,6 +154,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "head": ("eagle", "hass", "eagle3"),
     "eagle3": ("eagle3",),
     "dflash": ("dflash",),
+    "dspark": ("dspark", "dflash"),
     "lookup_head": ("prompt_lookup", "eagle", "hass", "eagle3"),
     "mixed": ("prompt_lookup", "recycle", "eagle", "hass", "eagle3", "caddtree"),
     # verifiers

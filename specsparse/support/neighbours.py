@@ -153,6 +153,7 @@ METHODS = {
     "draft-simple": "model",
     "draft-eagle3": "eagle3",
     "draft-dflash": "dflash",
+    "draft-dspark": "dspark",
     "layer-skip": "layer_skip",
     "eagle": "head",
 }
@@ -163,9 +164,9 @@ FLAGS = {
     "-sys": "system_prompt",
 }  # fmt: skip
 """Short flags of llama.cpp that are answered by their long words."""
-SPECULATIVE_METHODS = ("ngram", "draft_model", "suffix", "eagle", "eagle3", "dflash")
+SPECULATIVE_METHODS = ("ngram", "draft_model", "suffix", "eagle", "eagle3", "dflash", "dspark")
 """Methods of vLLM's `speculative_config` that we have."""
-DRAFT_FILES = {"model": "model", "head": "head", "eagle3": "path", "dflash": "path"}
+DRAFT_FILES = {"model": "model", "head": "head", "eagle3": "path", "dflash": "path", "dspark": "path"}
 """The option of each drafter that names its file: vLLM's key `model`, llama.cpp's -md."""
 _PLACES = {
     "python": {

@@ -105,7 +105,8 @@ def check_policy(policy: Policy) -> None:
     def step(state: Any, ctx: DraftContext, verdict: Verdict, count_B: jax.Array) -> tuple:
         traces.append(len(ctx.length))
         budget_B = policy.budget(state, ctx)
-        look = DraftView(jnp.zeros_like(ctx.length), *(jnp.full(ctx.length.shape, x) for x in (0.5, 0.6, 1.0, 0.3)))
+        seen = (jnp.full(ctx.length.shape, x) for x in (0.5, 0.6, 1.0, 0.3, 0.4))
+        look = DraftView(jnp.zeros_like(ctx.length), *seen)
         keep_BG = jax.vmap(lambda n: policy.keep(state, jnp.full_like(count_B, n)), out_axes=1)(counts_G)
         return budget_B, policy.stop(state, look), keep_BG, policy.update(state, verdict, count_B)
 

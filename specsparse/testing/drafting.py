@@ -18,8 +18,9 @@ from specsparse.engine.weights import Params
 from specsparse.runtime.method import load_drafter
 from specsparse.speculative.base import AnyDrafter, Draft, DraftContext, Drafter, Vocabulary
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.heads import dflash, eagle3, head
+from specsparse.speculative.drafters.heads import dflash, dspark, eagle3, head
 from specsparse.speculative.drafters.heads.dflash import BlockShape, DFlashFile
+from specsparse.speculative.drafters.heads.dspark import DSparkFile, MarkovForm, SparkShape
 from specsparse.speculative.drafters.heads.eagle3 import Eagle3File, HeadShape
 from specsparse.testing.tiny import DummyTokenizer, model_of, write_tiny_gguf
 
@@ -127,25 +128,31 @@ def random_eagle3(
 def random_dflash(
     target: Model, *, seed: int = 0, block_size: int = 6, layers: int = 2, ids: Sequence[int] | None = None,
     windows: Sequence[int | None] = (), causal: Sequence[bool] = (), from_anchor: bool = False,
+    windows_of_block: bool = False, markov: MarkovForm | None = None, **heads: Any,
 ) -> DFlashFile:  # fmt: skip
     """A block drafter of `target` with random weights, which reads the rows that enter layer 1 and leave the last.
 
-    With `ids` it has an output matrix of its own for them. Windows and causality are those of the layers.
+    With `ids` it has an output matrix of its own for them. Windows and causality are those of the layers. With `markov`
+    it is a DSpark drafter of that form; `heads` are its other options.
     """
     rng, c = np.random.default_rng(seed), target.config
-    shape = BlockShape(
+    facts: dict[str, Any] = dict(
         width=c.d_model, heads=4, kv_heads=2, head_dim=16, d_ff=48, eps=c.norm_eps,
-        features=(1, c.n_layers), feature_width=c.d_model,
+        features=(1, c.n_layers), feature_width=c.d_model, windows_of_block=windows_of_block,
         windows=tuple(windows) or (None,) * layers, causal=tuple(causal) or (False,) * layers,
     )  # fmt: skip
+    shape, file = BlockShape(**facts), DFlashFile
     sizes = dict(dflash.tensor_shapes(shape))
+    if markov is not None:
+        shape, file = SparkShape(**facts, markov_rank=32, markov_head_type=markov, **heads), DSparkFile
+        sizes |= dspark.markov_shapes(shape, c.vocab_size, c.vocab_size if ids is None else len(ids))
     if ids is not None:
         sizes["output.weight"] = (len(ids), c.d_model)
     arrays = {
         name: rng.normal(float(len(size) == 1), 0.1 if len(size) == 1 else 1 / np.sqrt(size[-1]), size)
         for name, size in sizes.items()
     }
-    return DFlashFile.from_arrays(
+    return file.from_arrays(
         arrays, path=Path("random_dflash"), shape=shape, block_size=block_size, mask_token=c.vocab_size - 1,
         rope=RopeConfig(1e4, shape.head_dim, "neox"), context=c.context_length, ids=ids, from_anchor=from_anchor,
         target="random/target",
@@ -157,8 +164,8 @@ def model_case(folder: Path, source: str, *, vocab: int, capacity: int, **option
 
     Args:
         folder: for the files.
-        source: "model" (a draft model of its own), "layer_skip", "head", "lookup_head", "mixed", "eagle3" or
-            "dflash".
+        source: "model" (a draft model of its own), "layer_skip", "head", "lookup_head", "mixed", "eagle3",
+            "dflash" or "dspark".
         vocab, capacity: of the models.
         options: of the drafter.
     """
@@ -172,6 +179,8 @@ def model_case(folder: Path, source: str, *, vocab: int, capacity: int, **option
         given = {"path": random_eagle3(target, ids=range(1, vocab))}
     elif source == "dflash":
         given = {"path": random_dflash(target, block_size=7, layers=1)}
+    elif source == "dspark":
+        given = {"path": random_dflash(target, block_size=6, layers=1, from_anchor=True, markov="rnn")}
     spec = get_drafter(source, gamma=6, **given, **options)
     drafter, weights, prepare = on_spec(folder, spec, vocab=vocab, capacity=capacity, target=target)
     return drafter, weights, (lambda ctx: ctx) if source == "model" else prepare

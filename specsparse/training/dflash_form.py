@@ -1,4 +1,5 @@
-"""A DFlash block drafter in training (arXiv:2602.06036): a function to differentiate, its start, its file.
+"""DFlash and DSpark block drafters in training (arXiv:2602.06036, 2607.05147): a function to differentiate, a start, a
+file.
 
 One pass over a block drafts all of its tokens, so nothing is run on its own rows: block and window are one forward. The
 layers are those that decode (`speculative.drafters.heads.dflash`), with the products of training.
@@ -7,7 +8,7 @@ layers are those that decode (`speculative.drafters.heads.dflash`), with the pro
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,12 @@ import numpy as np
 from specsparse.engine.rope import RopeConfig, rope_tables
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import embed_rows
-from specsparse.speculative.drafters.heads import dflash
+from specsparse.speculative.drafters.heads import dflash, dspark
 from specsparse.speculative.drafters.heads.dflash import BlockKeys, BlockLayer, BlockShape, BlockWeights, DFlashFile
+from specsparse.speculative.drafters.heads.dspark import DSparkFile, MarkovWeights, SparkShape
 from specsparse.training import form
 from specsparse.training.corpus import Features, Text, Window, fill, pack
-from specsparse.training.form import FeatureForm, Frozen, ridge, unit
+from specsparse.training.form import Aim, FeatureForm, Frozen, ridge, unit
 from specsparse.training.layer import Keys, attention, linear, rms_norm, times
 
 _ROWS, _DRAFTING = 512, 224
@@ -53,16 +55,15 @@ def blocks(
     found = []
 
     def attend(i: int, q_RHd: jax.Array, own: BlockKeys) -> jax.Array:
-        window = shape.windows[i]
         base = Keys(*(a.swapaxes(0, 1) for a in context[i]))
         k, v = (a.reshape(m, K, *a.shape[1:]) for a in own)
         each = [Keys(k[:, j].swapaxes(0, 1), v[:, j].swapaxes(0, 1)) for j in range(K)]
         q_mKHd = q_RHd.reshape(m, K, *q_RHd.shape[1:])
         with jax.ensure_compile_time_eval():
-            block = np.asarray(dflash.sees_block(shape.causal[i], window, K))
+            block = np.asarray(dflash.sees_block(shape, i, K))
         out = []
         for s in range(K):
-            seen = seen_mn & dflash.sees_context(window, at_mK[:, s], position_n)
+            seen = seen_mn & dflash.sees_context(shape, i, at_m, s, position_n)
             out.append(attention(q_mKHd[:, s], base, seen, [key for j, key in enumerate(each) if block[s, j]]))
         found.append(jnp.stack(out, axis=1))
         return found[-1].reshape(m * K, -1)
@@ -194,19 +195,96 @@ class DFlashForm(FeatureForm):
         self, weights: BlockWeights, frozen: Frozen, embedding: QTensor, window: Window, count: int
     ) -> list[jax.Array]:
         """Stream s is the s-th place of the block that began s rows before; no more than a block has."""
+        return [z_mN for z_mN, _ in self._places(weights, frozen, embedding, window, count)]
+
+    def _places(
+        self, weights: BlockWeights, frozen: Frozen, embedding: QTensor, window: Window, count: int
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        """Of each stream, the block's logits and rows after the output norm."""
         y_mKD, _ = self._rows(weights, embedding, window)
         m, K, D = y_mKD.shape
-        y_RD = rms_norm(y_mKD.reshape(m * K, D), weights.output_norm, self.shape.eps)
-        z_mKN = times(y_RD, frozen.head).reshape(m, K, -1)
-        return [jnp.roll(z_mKN[:, s], s, axis=0) for s in range(min(count, K))]
+        h_RD = rms_norm(y_mKD.reshape(m * K, D), weights.output_norm, self.shape.eps)
+        z_mKN, h_mKD = times(h_RD, frozen.head).reshape(m, K, -1), h_RD.reshape(m, K, D)
+        return [
+            (jnp.roll(z_mKN[:, s], s, axis=0), jnp.roll(h_mKD[:, s], s, axis=0)) for s in range(min(count, K))
+        ]  # fmt: skip
 
     def write(self, path: Path, weights: BlockWeights, ids: np.ndarray, *, quant: str) -> Path:
-        """A GGUF file for `drafter=dflash` and for llama.cpp, with the target's output rows of the draft vocabulary."""
+        """A GGUF file for the drafter and for llama.cpp, with the target's output rows of the draft vocabulary."""
         arrays = {name: np.asarray(getattr(weights, field)) for field, name in _NAMES.items()}
         arrays |= {f"blk.0.{name}.weight": np.asarray(a) for name, a in weights.layers[0]._asdict().items()}
         arrays["output.weight"] = self.output_rows(ids)
-        file = DFlashFile.from_arrays(
+        kind, own = self._own(weights, ids)
+        arrays |= own
+        file = kind.from_arrays(
             arrays, path=path, shape=self.shape, block_size=self.block, mask_token=self.mask_token, rope=self.rope,
             context=self.model.config.context_length, ids=ids, from_anchor=True,
         )  # fmt: skip
         return file.write_gguf(path, tokenizer=form.tokenizer_keys(self.model), quant=quant)
+
+    def _own(self, weights: BlockWeights, ids: np.ndarray) -> tuple[type[DFlashFile], dict[str, np.ndarray]]:
+        """The class of its file, and its tensors beside those of DFlash."""
+        return DFlashFile, {}
+
+
+@dataclass(frozen=True)
+class DSparkForm(DFlashForm):
+    """The same with a vanilla Markov head and a confidence head (arXiv:2607.05147), trained as its authors do.
+
+    Attributes:
+        rank: of the Markov head.
+    """
+
+    name: ClassVar[str] = "dspark"
+    drafter: ClassVar[str] = "dspark"
+
+    rank: int = 64
+
+    @property
+    def shape(self) -> SparkShape:
+        return SparkShape(**vars(super().shape), markov_rank=self.rank)
+
+    def zeros(self) -> BlockWeights:
+        vocab = self.model.config.vocab_size
+        sizes = dspark.markov_shapes(self.shape, vocab, vocab)
+        own = MarkovWeights(
+            *(jnp.zeros(sizes[f"{name}.weight"]) for name in (dspark.W1, dspark.W2)),
+            confidence=jnp.zeros(sizes[f"{dspark.CONFIDENCE}.weight"]), confidence_bias=jnp.zeros((1,)),
+        )  # fmt: skip
+        return super().zeros()._replace(markov=own)
+
+    def first(self, texts: Sequence[Text]) -> BlockWeights:
+        """As a DFlash block, to which a random W1 and a W2 of zeros add nothing yet."""
+        own: MarkovWeights = self.zeros().markov
+        w1 = np.random.default_rng(0).normal(0, 1, own.w1.shape).astype(np.float32)
+        return super().first(texts)._replace(markov=own._replace(w1=jnp.asarray(w1)))
+
+    def _places(
+        self, weights: BlockWeights, frozen: Frozen, embedding: QTensor, window: Window, count: int
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        """The token before a place is the one that the text has there, in every stream."""
+        bias_mN = times(self._before(weights, window), weights.markov.w2[frozen.ids])
+        return [(z_mN + bias_mN, h_mD) for z_mN, h_mD in super()._places(weights, frozen, embedding, window, count)]
+
+    def _before(self, weights: BlockWeights, window: Window) -> jax.Array:
+        """W1's rows of the tokens before: float32[m, R]."""
+        return weights.markov.w1[window.tokens[window.rows]].astype(jnp.float32)
+
+    def losses(
+        self, weights: BlockWeights, frozen: Frozen, embedding: QTensor, window: Window, count: int, aim: Aim
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        """0.1 times the divergence, 0.9 times the total variation, and the cross entropy of the confidence against the
+        acceptance, which is 1 less the total variation."""
+        before_mR, found = self._before(weights, window), []
+        for y_mN, h_mD in self._places(weights, frozen, embedding, window, count):
+            tv_m = 0.5 * jnp.sum(jnp.abs(jax.nn.softmax(y_mN, axis=-1) - aim.p), axis=-1)
+            c_m = dspark.confidence_logits(linear, self.shape, weights.markov, before_mR, h_mD)
+            surprise_m = jax.nn.softplus(c_m) - (1 - jax.lax.stop_gradient(tv_m)) * c_m
+            found.append((y_mN, 0.1 * aim.divergence(y_mN) + 0.9 * tv_m + surprise_m))
+        return found
+
+    def _own(self, weights: BlockWeights, ids: np.ndarray) -> tuple[type[DFlashFile], dict[str, np.ndarray]]:
+        w: MarkovWeights = weights.markov
+        arrays: dict[str, Any] = {f"{dspark.W1}.weight": w.w1, f"{dspark.W2}.weight": np.asarray(w.w2)[ids]}
+        arrays |= {f"{dspark.CONFIDENCE}.weight": w.confidence, f"{dspark.CONFIDENCE}.bias": w.confidence_bias}
+        return DSparkFile, {name: np.asarray(a) for name, a in arrays.items()}

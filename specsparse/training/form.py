@@ -43,6 +43,17 @@ class Frozen(NamedTuple):
     sin: jax.Array
 
 
+class Aim(NamedTuple):
+    """The target's distribution at the drafting rows: float32[m, N], and its entropy in nats, float32[m]."""
+
+    p: jax.Array
+    entropy: jax.Array
+
+    def divergence(self, logits_mN: jax.Array) -> jax.Array:
+        """float32[m]: KL(target, drafter) in nats."""
+        return jax.nn.logsumexp(logits_mN, axis=-1) - jnp.sum(self.p * logits_mN, axis=-1) - self.entropy
+
+
 @dataclass(frozen=True)
 class Form(abc.ABC):
     """Base of the drafters that can be trained. Its weights are a pytree of float32 arrays.
@@ -92,6 +103,12 @@ class Form(abc.ABC):
 
         `weights` are differentiated; `embedding` is the target's, as the model keeps it.
         """
+
+    def losses(
+        self, weights: Pytree, frozen: Frozen, embedding: QTensor, window: Window, count: int, aim: Aim
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        """`logits`, and with each float32[m], what training lowers: by default the divergence from the target."""
+        return [(y_mN, aim.divergence(y_mN)) for y_mN in self.logits(weights, frozen, embedding, window, count)]
 
     @abc.abstractmethod
     def write(self, path: Path, weights: Pytree, ids: np.ndarray, *, quant: str) -> Path:

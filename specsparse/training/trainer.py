@@ -1,4 +1,4 @@
-"""Training a drafter by the divergence from the target's distribution on every stream of a draft, and judging it."""
+"""Training a drafter against the target's distribution on every stream of a draft, and judging it."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ from specsparse.kernels.packing.dequant import dequantize
 from specsparse.kernels.qtensor import take_rows
 from specsparse.support.options import Count, Internal, Positive, Range, Size
 from specsparse.training.corpus import Features, Text, Window, fill, pack, spans
-from specsparse.training.form import Form, Frozen, id_counts
+from specsparse.training.form import Aim, Form, Frozen, id_counts
 from specsparse.training.layer import Precision, halved, rms_norm, times
 from specsparse.training.training_loop import OnStep, endless, train, trapezoid, updated
 
@@ -86,7 +86,7 @@ class HeadBatch(NamedTuple):
 
 
 class HeadLosses(NamedTuple):
-    """KL(target, head) in nats and the share whose argmax is the target's, by stream, of the rows that count."""
+    """What `Form.losses` gives and the share whose argmax is the target's, by stream, of the rows that count."""
 
     loss: jax.Array
     agreement: jax.Array
@@ -200,19 +200,18 @@ class Trainer:
     ) -> tuple[jax.Array, HeadLosses]:
         """Rows that count, and sums over them, by stream."""
         o = self.options
-        drafts = self.form.logits(halved(weights, o.precision), frozen, embedding, window, o.streams)
-        counts_sm = jnp.stack([window.depth >= s for s in range(len(drafts))])
-        if replay:
-            counts_sm = rounds(right_tokens(drafts, frozen, window), window.depth)[1]
         z_mN = times(rms_norm(window.after, frozen.output_norm, self.config.norm_eps), frozen.head)  # the target's own
         log_sum, best = jax.nn.logsumexp(z_mN, axis=-1), jnp.argmax(z_mN, axis=-1)
         p_mN = jnp.exp(z_mN - log_sum[:, None])
-        entropy = log_sum - jnp.sum(p_mN * z_mN, axis=-1)
+        aim = Aim(p_mN, log_sum - jnp.sum(p_mN * z_mN, axis=-1))
+        drafts = self.form.losses(halved(weights, o.precision), frozen, embedding, window, o.streams, aim)
+        counts_sm = jnp.stack([window.depth >= s for s in range(len(drafts))])
+        if replay:
+            counts_sm = rounds(right_tokens([y_mN for y_mN, _ in drafts], frozen, window), window.depth)[1]
         found = []
-        for y_mN, counts in zip(drafts, counts_sm.astype(jnp.float32), strict=True):
+        for (y_mN, loss_m), counts in zip(drafts, counts_sm.astype(jnp.float32), strict=True):
             same = (jnp.take_along_axis(y_mN, best[:, None], axis=1)[:, 0] >= y_mN.max(axis=-1)).astype(jnp.float32)
-            divergence = jax.nn.logsumexp(y_mN, axis=-1) - jnp.sum(p_mN * y_mN, axis=-1) - entropy
-            found.append(HeadLosses(jnp.sum(counts * divergence), jnp.sum(counts * same)))
+            found.append(HeadLosses(jnp.sum(counts * loss_m), jnp.sum(counts * same)))
         return counts_sm.sum(axis=1).astype(jnp.float32), jax.tree.map(lambda *each: jnp.stack(each), *found)
 
 

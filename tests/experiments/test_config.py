@@ -155,8 +155,8 @@ def test_every_choice_of_every_group_is_valid(choices):
         pytest.importorskip(plugin, reason="needs specsparse[sweep]")
     needed = {
         "model=custom": ["model.path=x.gguf"], "drafter=model": ["drafter.model=x.gguf"],
-        "drafter=dflash": ["drafter.path=x"], "drafter=eagle3": ["drafter.path=x"],
-    }  # fmt: skip
+        **{f"drafter={name}": ["drafter.path=x"] for name in ("eagle3", "dflash", "dspark")},
+    }
     more = [override for choice in choices for override in needed.get(choice, [])]
     assert isinstance(settings.from_omegaconf(composed(*choices, *more)), RunConfig)
 
@@ -188,7 +188,7 @@ def test_an_experiment_takes_another_drafter(experiment, drafter):
     """No experiment sets an option that only its own drafter has."""
     cfg = composed(f"+experiment={experiment}", f"drafter={drafter}", "model.path=x.gguf")
     options = OmegaConf.to_container(cfg.drafter)
-    needed = {"model": {"model": "x.gguf"}, "eagle3": {"path": "x"}, "dflash": {"path": "x"}}
+    needed = {"model": {"model": "x.gguf"}} | {name: {"path": "x"} for name in ("eagle3", "dflash", "dspark")}
     get_drafter(options.pop("name"), **options | needed.get(drafter, {}))
 
 

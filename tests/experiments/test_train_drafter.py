@@ -61,6 +61,7 @@ HEADS = {
     "below": {**OPTIONS, "below": [0]},
     "eagle3": {**OPTIONS, "form": "eagle3", "below": [0]},
     "dflash": {**OPTIONS, "form": "dflash", "below": [0], "streams": 3},
+    "dspark": {**OPTIONS, "form": "dspark", "below": [0], "streams": 3},
 }
 
 
@@ -72,6 +73,7 @@ HEADS = {
         ("head", {**HEADS["below"], "replay": 0.34}, "head"),
         ("eagle3", HEADS["eagle3"], "eagle3"),
         ("dflash", HEADS["dflash"], "dflash"),
+        ("dspark", HEADS["dspark"], "dspark"),
         ("model", MODEL, "draft"),
     ],
 )
@@ -273,7 +275,7 @@ def test_reach_counts_drafts_by_the_place_of_their_first_error():
         ({"options": {"gamma": 0}}, "train.gamma=0 must be a whole number of at least 1"),
         ({"options": {"decay": 2.0}}, "train.decay=2.0"),
         ({"options": {"quantise": "Q5_X"}}, "train.quantise: type Q5_X cannot be written: choose F32"),
-        ({"options": {"form": "tree"}}, "train.form=tree must be one of head, eagle3, dflash, model"),
+        ({"options": {"form": "tree"}}, "train.form=tree must be one of head, eagle3, dflash, dspark, model"),
         ({"options": {"heads": 3}}, "train.width=128 must be a multiple of 2 train.heads, 6"),
         ({"options": {"temperatures": 1.0}}, "train.temperatures=1.0 must be a list"),
         ({"options": {"documents": ["nowhere.txt"]}}, "train.documents: nowhere.txt: cannot be read"),
@@ -287,7 +289,7 @@ def test_mistakes_are_found_before_anything_is_loaded(cfg, changes, message):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"form": "model", "below": [0]}, r"train\.below belongs to train\.form=head, eagle3 and dflash"),
+        ({"form": "model", "below": [0]}, r"train\.below belongs to train\.form=head, eagle3, dflash and dspark"),
         ({"form": "eagle3", "begin": "smollm2-head"}, r"train\.begin belongs to train\.form=head"),
         ({"below": [5]}, r"train\.below=\[5\] must be ascending ids of layers under 1"),
         ({"form": "dflash", "below": [0]}, r"train\.gamma=3: a block of train\.streams=2 tokens has no more"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -23,7 +24,7 @@ from specsparse.kernels.packing.dequant import dequantize, embed_rows
 from specsparse.models.convert.heads import read_dflash, write_folder
 from specsparse.runtime.method import load_drafter
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.heads.dflash import BlockLayer, BlockWeights, rms_norm
+from specsparse.speculative.drafters.heads.dflash import BlockLayer, BlockWeights, rms_norm, sees_block, sees_context
 from specsparse.speculative.trees import get_tree
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import draft_context, on_target, random_dflash, target_rows
@@ -78,20 +79,24 @@ def trainable(file) -> BlockWeights:
 
 @functools.partial(jax.jit, static_argnums=0)
 def trained_blocks(shape, w, embedding, output, features_TE, blocks, at, tables):
-    """Logits, as one program: an op at a time would compile dozens."""
+    """Rows after the output norm, and logits, as one program: an op at a time would compile dozens."""
     embedded = embed_rows(embedding, blocks.reshape(-1)).reshape(*blocks.shape, -1)
     place = jnp.arange(len(features_TE), dtype=jnp.int32)
     found = blocks_of(shape, w, features_TE, place, embedded, at, place[None] < at[:, None], tables)[0]
-    return rms_norm(found, w.output_norm, shape.eps) @ dequantize(output).T
+    h = rms_norm(found, w.output_norm, shape.eps)
+    return h, h @ dequantize(output).T
 
 
-def function_logits(model, file, features_TE, texts, *, rows):
-    """Logits [T, rows, V] of blocks that begin at the ends of texts, by the function that is trained."""
+def function_rows(model, file, features_TE, texts, *, rows):
+    """Rows [T, rows, D] and logits [T, rows, V] of blocks that begin at the ends of texts, by the function that is
+    trained."""
     blocks = np.full((len(texts), rows), file.mask_token, np.int32)
     blocks[:, 0] = [text[-1] for text in texts]
     at = np.array([len(text) - 1 for text in texts], np.int32)
     tables, ends = rope_tables(file.rope, C, file.rope_factors), (model.params.embedding, model.params.output)
-    return np.asarray(trained_blocks(file.shape, trainable(file), *ends, features_TE, blocks, at, tables))
+    return jax.tree.map(
+        np.asarray, trained_blocks(file.shape, trainable(file), *ends, features_TE, blocks, at, tables)
+    )
 
 
 def draft_logits(drafter, weights, ctx, hidden):
@@ -109,7 +114,7 @@ def draft_logits(drafter, weights, ctx, hidden):
 def test_the_function_that_is_trained_is_the_librarys(io, target):
     file = read_dflash(ORACLE)
     texts = [io["input_ids"][: a + 1].tolist() for a in io["anchors"]]
-    got = function_logits(target, file, io["aux_hidden"], texts, rows=6)
+    _, got = function_rows(target, file, io["aux_hidden"], texts, rows=6)
     assert nmse(got, io["block_logits"]) < HEAD_NMSE
 
 
@@ -136,14 +141,15 @@ OPTIONS = {
     "from the anchor": {"from_anchor": True, "layers": 1},
     "draft vocabulary": {"ids": list(range(1, 300, 3)), "layers": 1},
     "windows of both kinds": {"windows": (5, 9), "causal": (True, False)},
+    "windows of blocks": {"windows": (5, 9), "causal": (True, False), "windows_of_block": True},
     "causal, from the anchor, draft vocabulary": {
         "causal": (True,), "from_anchor": True, "ids": list(range(1, 300, 3)), "layers": 1,
     },
 }  # fmt: skip
 
 
-# The last two have every option; full attention both ways is the oracle's above. The slow ones have them one by one.
-@pytest.mark.parametrize("options", cells(OPTIONS, list(OPTIONS)[-2:]))
+# The last three have every option; full attention both ways is the oracle's above. The slow ones have them one by one.
+@pytest.mark.parametrize("options", cells(OPTIONS, list(OPTIONS)[-3:]))
 def test_options_of_the_format(tiny, options):
     """Each option decodes as it is trained, beside plain full attention, on the native kernels too (head size 16)."""
     file = random_dflash(tiny, block_size=3, **OPTIONS[options])
@@ -160,8 +166,23 @@ def test_options_of_the_format(tiny, options):
         model = dataclasses.replace(tiny, params=tiny.params._replace(output=own))
         assert set(np.asarray(draft.tokens).reshape(-1).tolist()) <= set(file.ids.tolist())
     for b, text in enumerate(texts):
-        wanted = function_logits(model, file, hidden[b], [text], rows=3)[0]
-        assert nmse(logits[b], wanted[skipped:]) < HEAD_NMSE
+        _, wanted = function_rows(model, file, hidden[b], [text], rows=3)
+        assert nmse(logits[b], wanted[0, skipped:]) < HEAD_NMSE
+
+
+def test_windows_count_as_their_authors_count(tiny):
+    """A block of three at position 20, a window of 4. In speculators a row sees context from 4 before the block on, and
+    of the block what causality leaves; in llama.cpp no row sees a position that is 4 or more before its own."""
+    rows, context = np.arange(3), np.arange(20)
+    for of_block, causal in itertools.product((False, True), (False, True)):
+        options = {"windows": (4,), "causal": (causal,), "windows_of_block": of_block}
+        shape = random_dflash(tiny, layers=1, **options).shape
+        seen = np.asarray(sees_context(shape, 0, jnp.full((3,), 20), jnp.asarray(rows), jnp.asarray(context)))
+        block = np.asarray(sees_block(shape, 0, 3))
+        for row in rows:
+            first = 20 - 4 if of_block else 20 + row - 4 + 1
+            assert np.flatnonzero(seen[row]).tolist() == list(range(first, 20))
+            assert block[row].tolist() == [not causal or other <= row for other in rows]
 
 
 @pytest.mark.parametrize("shape", cells(["chain", "tree"], ["tree"]))  # one block either way, kept as one path
@@ -279,6 +300,7 @@ KINDS = {
     "causal": {"causal": (True, True)},
     "window": {"windows": (5, None), "causal": (True, False)},
     "window both ways": {"windows": (None, 5)},
+    "window of blocks": {"windows": (5, None), "causal": (True, False), "windows_of_block": True},
     "from the anchor": {"from_anchor": True},
     "draft vocabulary": {"ids": [*range(1, 300, 3)]},
 }
@@ -289,8 +311,10 @@ KINDS = {
 def test_what_is_written_is_read_back(tiny, tmp_path, form, kind):
     file = random_dflash(tiny, **KINDS[kind])
     cannot = {
-        "authors": ("from the anchor", "draft vocabulary"), "speculators": ("causal",), "gguf": ("window",),
-    }[form]  # fmt: skip
+        "authors": ("from the anchor", "draft vocabulary", "window of blocks"),
+        "speculators": ("causal", "window", "window both ways"),
+        "gguf": ("window", "window of blocks"),
+    }[form]
 
     def write():
         if form == "gguf":
@@ -349,7 +373,7 @@ WINDOWED = {"transformer_layer_config__use_sliding_window": True}
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"speculators_model_type": "dspark"}, "dspark"),
+        ({"speculators_model_type": "peagle"}, "peagle"),
         ({"projector_type": "domino"}, "projector_type=domino"),
         ({"shift_label": True}, "shift_label"),
         ({"block_size": 0}, "block_size=0"),
@@ -406,7 +430,7 @@ def test_tensors_of_other_drafters_are_refused(tmp_path):
     folder = shutil.copytree(ORACLE, tmp_path / "d")
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "markov_w1.weight": np.zeros((4, 512), np.float32)}, folder / "model.safetensors")
-    with pytest.raises(UserError, match="DSpark"):
+    with pytest.raises(UserError, match=r"markov_w1.* is none of a DFlash drafter"):
         read_dflash(folder)
     save_file({k: v for k, v in tensors.items() if "q_norm" not in k}, folder / "model.safetensors")
     with pytest.raises(UserError, match=r"attn_q_norm.*missing"):

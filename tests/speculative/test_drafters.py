@@ -56,6 +56,8 @@ MODEL_CASES = {
     "dflash_sampled": ("dflash", {"temperature": 0.8}),
     "dflash_ddtree": ("dflash", {"tree": get_tree("ddtree", nodes=K, depth=3)}),
     "dflash_wor": ("dflash", {"temperature": 0.8, "tree": get_tree("sampled_wor", widths=(2, 1, 1))}),
+    "dspark_sampled": ("dspark", {"temperature": 0.8}),
+    "dspark_wor": ("dspark", {"temperature": 0.8, "tree": get_tree("sampled_wor", widths=(2, 1, 1))}),
     "head_dynamic": ("head", {"tree": get_tree("dynamic", total=K, depth=3, top_k=2)}),
 }
 
@@ -237,13 +239,15 @@ def test_scripted_is_wrong_beyond_the_truth():
 # Registry
 
 
+NEEDED = {name: {"path": "x"} for name in ("eagle3", "dflash", "dspark")}
+
+
 def test_every_name_makes_a_drafter():
     for name in DRAFTERS.names():
-        options = {"scripted": {"accept": (1,)}, "eagle3": {"path": "x"}, "dflash": {"path": "x"}}.get(name, {})
-        assert get_drafter(name, **options).max_nodes >= 1
+        assert get_drafter(name, **({"scripted": {"accept": (1,)}} | NEEDED).get(name, {})).max_nodes >= 1
 
 
-@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+@pytest.mark.parametrize("name", NEEDED)
 def test_a_published_head_without_a_path_is_told_before_a_model_is_loaded(name):
     for path in ({}, {"path": None}, {"path": ""}):
         with pytest.raises(UserError, match=r"drafter.path: a value is needed, .*hf://owner/repo or a name of"):
@@ -254,8 +258,7 @@ def test_a_published_head_without_a_path_is_told_before_a_model_is_loaded(name):
     "alias", ["gamma", "num_speculative_tokens", "draft_max", "num_assistant_tokens", "prompt_lookup_num_tokens"]
 )
 def test_aliases_of_gamma(alias):
-    needed = {"eagle3": {"path": "x"}, "dflash": {"path": "x"}}
-    assert {get_drafter(name, **{alias: 9}, **needed.get(name, {})).max_nodes for name in DRAFTERS.names()} == {9}
+    assert {get_drafter(name, **{alias: 9}, **NEEDED.get(name, {})).max_nodes for name in DRAFTERS.names()} == {9}
 
 
 def test_prompt_lookup_names():

@@ -227,7 +227,7 @@ def head(model, tmp_path_factory):
     return str(random_eagle3(model).write_gguf(path, tokenizer={}))
 
 
-@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+@pytest.mark.parametrize("name", ["eagle3", "dflash", "dspark"])
 def test_a_mistyped_file_is_no_name_of_the_hub(name):
     paths = ("heads/no.gguf", "no/folder/of/mine", "owner/repo", "owner/repo:Q4_K_M")
     found = [dict(get_drafter(name, path=path).files) for path in paths]

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as functions to differentiate: what other software computes."""
+"""EAGLE-3 heads as functions to differentiate: what other software computes. DSpark drafters: what decodes."""
 
 from pathlib import Path
 
@@ -12,11 +12,17 @@ from specsparse.engine.config import ACTIVATION_KEY
 from specsparse.engine.rope import RopeConfig, rope_tables
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.models.convert.heads import read_eagle3
+from specsparse.runtime.method import load_drafter
+from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.heads.eagle3 import Eagle3Weights
 from specsparse.testing import write_tiny_gguf
+from specsparse.testing.drafting import draft_context, on_target, target_rows
 from specsparse.training.corpus import Window
+from specsparse.training.dflash_form import DSparkForm
 from specsparse.training.eagle_form import EAGLE3_NAMES, Eagle3Form
-from specsparse.training.form import Frozen, last_inputs
+from specsparse.training.form import Aim, Frozen, last_inputs
+from tests.speculative.test_dspark import along, asked
+from tests.tolerances import HEAD_NMSE
 
 ORACLE = Path(__file__).parents[1] / "data" / "eagle3"
 
@@ -91,3 +97,38 @@ def test_a_trained_head_turns_as_its_target_does(tmp_path, rope):
         np.testing.assert_array_equal(ours, wanted)
     plain = rope_tables(RopeConfig(5000.0, found.shape.head_dim, "neox"), 100)
     assert not np.array_equal(plain[0], trained[0])
+
+
+@pytest.mark.slow
+def test_dspark_trains_the_function_that_decodes(tmp_path):
+    """A drafter of random weights, written to a file: logits and confidence of every place of the blocks at every row,
+    which begin at the tokens that the text has there; and the loss of its authors."""
+    vocab, read, n = 300, (0, 2), 12
+    model = specsparse.load(
+        write_tiny_gguf(tmp_path / "m.gguf", quant="F32", n_layers=2, vocab_size=vocab, context_length=32),
+        kv_dtype="f32",
+    )  # fmt: skip
+    model.params_for(32)
+    form, rng = DSparkForm(model, read, 3), np.random.default_rng(0)
+    weights = jax.tree.map(lambda a: jnp.float32(rng.normal(0, a.shape[-1] ** -0.5, a.shape)), form.zeros())
+    ids, text = np.arange(3, vocab, 2), rng.integers(3, vocab, n + 1)
+    spec = get_drafter("dspark", path=form.write(tmp_path / "d.gguf", weights, ids, quant="F32"), gamma=3)
+    made = load_drafter(model, spec)
+    whole = on_target(model, draft_context([text.tolist()], capacity=32, budget=3))
+    features = target_rows(model, whole, read)
+    rows = window(np.asarray(features)[0, :n], text[1:].astype(np.int32), [n])
+    frozen = Frozen(None, jnp.asarray(form.output_rows(ids)), jnp.asarray(ids, jnp.int32), None, None)
+    p_nN = jax.nn.softmax(jnp.asarray(rng.normal(0, 1, (n, len(ids))), jnp.float32))
+    aim = Aim(p_nN, -jnp.sum(p_nN * jnp.log(p_nN), axis=-1))
+    found = jax.jit(lambda w: form.losses(w, frozen, model.params.embedding, rows, 3, aim))(weights)
+    decoded = along(made.drafter)
+    for row in (0, n - 3):
+        ctx = asked(on_target(model, draft_context([text[: row + 2].tolist()], capacity=32, budget=3)))
+        after = np.asarray(text[row + 2 : row + 4], np.int32)
+        z_KN, c_K = decoded(made.weights(32), ctx, features, after)
+        for s, (y_nN, loss_n) in enumerate(found):
+            p, q, c = p_nN[row + s], jax.nn.softmax(z_KN[s]), c_K[s]
+            assert nmse(y_nN[row + s], z_KN[s]) < HEAD_NMSE
+            tv = 0.5 * jnp.abs(p - q).sum()
+            wanted = 0.1 * jnp.sum(p * jnp.log(p / q)) + 0.9 * tv - (1 - tv) * jnp.log(c) - tv * jnp.log(1 - c)
+            np.testing.assert_allclose(loss_n[row + s], wanted, rtol=1e-4)

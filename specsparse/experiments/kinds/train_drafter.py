@@ -26,7 +26,7 @@ from specsparse.support import tables
 from specsparse.support.options import Count, Range
 from specsparse.training import corpus
 from specsparse.training.corpus import DataOptions, read_documents, tokenised
-from specsparse.training.dflash_form import DFlashForm
+from specsparse.training.dflash_form import DFlashForm, DSparkForm
 from specsparse.training.eagle_form import Eagle3Form, HeadForm
 from specsparse.training.form import Form, SmallForm, SmallOptions
 from specsparse.training.trainer import DraftQuality, HeadLosses, Trainer, TrainOptions, TrainState, evaluator
@@ -38,7 +38,8 @@ DEFINITIONS = {
     "acceptance": "1 + tokens right before the first wrong one, over drafts begun at every position of those answers; "
     "on the curve, of the drafter as it was at that step",
     "live": "the same over the drafts that decoding begins, where the round before has ended",
-    "loss": "KL(target, drafter) in nats on the step's candidates, by place in the draft",
+    "loss": "KL(target, drafter) in nats on the step's candidates, by place in the draft; of dspark 0.1 of it, 0.9 of "
+    "the total variation, and the cross entropy of its confidence",
 }
 
 
@@ -46,7 +47,7 @@ DEFINITIONS = {
 class OwnOptions:
     """Beside the target's own text and the training; see conf/experiment/train_drafter.yaml."""
 
-    form: Literal["head", "eagle3", "dflash", "model"] = "head"
+    form: Literal["head", "eagle3", "dflash", "dspark", "model"] = "head"
     below: tuple[Annotated[int, Range(0)], ...] = ()
     begin: str | None = None
     texts: str | None = None
@@ -56,6 +57,7 @@ class OwnOptions:
     quantise: str = "Q8_0"
 
 
+BLOCKS = {"dflash": DFlashForm, "dspark": DSparkForm}
 OWNERS = (OwnOptions, DataOptions, TrainOptions, SmallOptions)
 """The keys of `train` belong to these."""
 
@@ -95,7 +97,7 @@ class TrainDrafter(Training):
         folder = Path(cfg.train.output or Path("heads") / f"{Path(model.path).stem}{end}")
         shape: dict[str, object] = {n: getattr(train, n) for n in ("draft_vocab", "seed")}
         shape |= asdict(small) if own.form == "model" else {"below": own.below, "begin": own.begin}
-        shape |= {"streams": train.streams} if own.form == "dflash" else {}
+        shape |= {"streams": train.streams} if own.form in BLOCKS else {}
         train_settings.claim(folder, cfg, model, {"text": vars(data), own.form: shape})
         ctx.tracker.follow(folder)
         found, written = texts(cfg, model, folder, ctx)
@@ -176,21 +178,21 @@ def form_of(cfg: TrainSettings, model: Model) -> Form:
     own, _, train, small = train_settings.options(cfg, *OWNERS)
     below, block, n_layers = list(own.below), train.streams, model.config.n_layers
     refuse({
-        "train.below belongs to train.form=head, eagle3 and dflash": own.form == "model" and below,
+        "train.below belongs to train.form=head, eagle3, dflash and dspark": own.form == "model" and below,
         "train.begin belongs to train.form=head": own.form != "head" and own.begin is not None,
         f"train.below={below} must be ascending ids of layers under {n_layers}":
             below != sorted(set(below)) or any(i >= n_layers for i in below),
         f"train.below=[]: {model.path} has only {n_layers} layers; name those that it reads":
-            own.form in ("eagle3", "dflash") and not below and n_layers < 4,
+            own.form in ("eagle3", *BLOCKS) and not below and n_layers < 4,
         f"train.gamma={own.gamma}: a block of train.streams={block} tokens has no more; raise streams":
-            own.form == "dflash" and own.gamma > block,
+            own.form in BLOCKS and own.gamma > block,
     })  # fmt: skip
     if own.form == "model":
         return SmallForm(model, small, cfg.seed)
     if own.form == "head":
         file = None if own.begin is None else find(own.begin, model.params.output_norm)
         return HeadForm(model, own.below, None if file is None else read_head(file, model.config, floats=True))
-    return Eagle3Form(model, own.below) if own.form == "eagle3" else DFlashForm(model, own.below, block)
+    return Eagle3Form(model, own.below) if own.form == "eagle3" else BLOCKS[own.form](model, own.below, block)
 
 
 def texts(

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads and DFlash drafters as folders of config.json and weights, read and written, and between their forms.
+"""EAGLE-3 heads, DFlash and DSpark drafters as folders of config.json and weights, read, written, and between forms.
 
 A kind of head has three forms: a GGUF file (`speculative.drafters.heads`), its authors' folder, and a folder of the
 speculators library, which has the layers' own config inside `transformer_layer_config`. An EAGLE-3 layer is called
@@ -13,28 +13,30 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import ml_dtypes
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 from safetensors.numpy import save
 
+from specsparse.engine.architectures import DRAFT_HEADS
 from specsparse.engine.config import MAX_CONTEXT, RopeConfig
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo, open_gguf
 from specsparse.errors import UserError, refuse
 from specsparse.models import hub
 from specsparse.models.convert.hf import LAYER, QK_NORMS, Checkpoint, head_kind
 from specsparse.models.convert.hf_config import HfConfig, class_name, gguf_rope, read_json
-from specsparse.speculative.drafters.heads import dflash, eagle3, head
+from specsparse.speculative.drafters.heads import dspark, eagle3, head
 from specsparse.speculative.drafters.heads.dflash import BlockShape, DFlashFile
+from specsparse.speculative.drafters.heads.dspark import DSparkFile, SparkShape
 from specsparse.speculative.drafters.heads.eagle3 import PROJECTIONS, Eagle3File, HeadShape
 from specsparse.speculative.drafters.heads.published import DRAFT_IDS, EMBEDDING, OUTPUT
 from specsparse.support.files import Json, atomically, to_json, write_atomically
 from specsparse.support.hub_names import SCHEME
 
 HeadFile = Eagle3File | DFlashFile
-HeadKind = Literal["eagle3", "dflash"]
+HeadKind = Literal["eagle3", "dflash", "dspark"]
 
 _TOP = {
     "fc": "fc",
@@ -44,6 +46,11 @@ _TOP = {
     "input_norm": "enc.output_norm",  # of EAGLE-3
     "hidden_norm": "enc.output_norm",  # of DFlash
     **{f"fc_norm.{i}": f"fc_norm.{i}" for i in range(16)},
+    "markov_head.markov_w1": dspark.W1,
+    "markov_head.markov_w2": dspark.W2,
+    "markov_head.gate_proj": dspark.GATE,
+    "markov_head.joint_proj": dspark.JOINT,
+    "confidence_head.proj": dspark.CONFIDENCE,
 }
 """Names of tensors outside the layers in a folder and in a GGUF file."""
 _LAYER = {**LAYER, **QK_NORMS, "hidden_norm": "attn_norm_2"}
@@ -89,6 +96,7 @@ _DFLASH_CONFIG = {
     "final_logit_softcapping", "num_target_layers",
 }  # fmt: skip
 """Keys of dflash_config that are read, and one that nothing needs."""
+_SPARK_FLAGS = ("enable_confidence_head", "confidence_head_with_markov")
 
 
 def read_eagle3(path: str | Path) -> Eagle3File:
@@ -110,7 +118,8 @@ def read_eagle3(path: str | Path) -> Eagle3File:
     where, config = path / "config.json", checkpoint.config
     kind = head_kind(config)
     if kind != "EAGLE-3":
-        known = {"DFlash": "is a DFlash drafter: take drafter=dflash", "EAGLE": f"{_EAGLE_1} or EAGLE-2"}
+        blocks = {name: f"is a {name} drafter: take drafter={name.lower()}" for name in ("DFlash", "DSpark")}
+        known = {**blocks, "EAGLE": f"{_EAGLE_1} or EAGLE-2"}
         found = f"a {kind} drafter" if kind else "no head of EAGLE-3: it has no draft_vocab_size"
         raise UserError(f"{where}: {known.get(str(kind), f'is {found}; drafter=eagle3 reads EAGLE-3')}")
     options, hf = HfConfig(where, config), _layer_config_of(where, config)
@@ -158,32 +167,39 @@ def read_eagle3(path: str | Path) -> Eagle3File:
 
 
 def read_dflash(path: str | Path) -> DFlashFile:
-    """A DFlash drafter: a folder or a GGUF file.
+    """A DFlash or DSpark drafter: a folder or a GGUF file.
 
     Raises:
         UserError: no such drafter, a damaged one, or an option that is not supported, which the message names.
     """
     path = Path(os.path.expanduser(path))
     if not os.path.isdir(path):
-        return dflash.read_gguf(open_gguf(path))
+        return dspark.read_gguf(open_gguf(path))
     checkpoint = Checkpoint(path)
     where, config = path / "config.json", checkpoint.config
-    hf = _layer_config_of(where, config)
-    if hf.values is not config:
-        given = HfConfig(where, config)
-        given.need(speculators_model_type="dflash", projector_type="dflash", shift_label=False)
+    hf, given = _layer_config_of(where, config), HfConfig(where, config)
+    library, spark = hf.values is not config, head_kind(config) == "DSpark"
+    if library:
+        kind = "dspark" if spark else "dflash"
+        given.need(speculators_model_type=kind, projector_type=kind, shift_label=False)
         features = _layer_ids(given, "aux_hidden_state_layer_ids", least=1)
         causal = False if given.get("sliding_window_non_causal", bool, False) else None
         options: Json = {"block_size": given.get("block_size", int), "mask_token": given.get("mask_token_id", int),
-                   "from_anchor": given.get("sample_from_anchor", bool, False)}  # fmt: skip
+                   "from_anchor": given.get("sample_from_anchor", bool, spark)}  # fmt: skip
+    elif spark:  # DeepSpec's: -1 is the embedding, and what is not told is as it trains
+        features = tuple(i + 1 for i in _layer_ids(given, "target_layer_ids", least=1, lowest=-1))
+        causal = False
+        options = {"block_size": given.get("block_size", int), "mask_token": given.get("mask_token_id", int),
+                   "from_anchor": True}  # fmt: skip
     else:
         names = config.get("architectures")
         first = names[0] if isinstance(names, list) and names else None
         if first != "DFlashDraftModel":
             raise UserError(
-                f"{where}: architectures is {first!r}, not DFlashDraftModel: only DFlash itself is supported"
+                f"{where}: architectures is {first!r}: DFlashDraftModel, Qwen3DSparkModel and folders of speculators "
+                "are supported"
             )
-        inside = HfConfig(where, config).get("dflash_config", dict, {})
+        inside = given.get("dflash_config", dict, {})
         _refuse_unknown(where, inside, _DFLASH_CONFIG)
         given = HfConfig(where, {key: config.get(key) for key in _DFLASH_CONFIG} | inside)
         features = tuple(i + 1 for i in _layer_ids(given, "target_layer_ids", least=1))
@@ -213,7 +229,13 @@ def read_dflash(path: str | Path) -> DFlashFile:
     window = hf.size("sliding_window", most=MAX_CONTEXT) if given_window else None
     head_dim, fc = hf.size("head_dim", 128), checkpoint.shapes.get("fc.weight", ())
     names = _gguf_names(checkpoint, layers=n_layers)
-    shape = BlockShape(
+    markov: Json = {}
+    if spark:
+        form, known = given.get("markov_head_type", str, "vanilla").lower(), get_args(dspark.MarkovForm)
+        refuse({f"markov_head_type is {form!r}: {', '.join(known)} are known": form not in known}, where)
+        flags = {name: given.get(name, bool, True) for name in _SPARK_FLAGS}
+        markov = {"markov_rank": given.size("markov_rank", 256), "markov_head_type": form, **flags}
+    facts: Json = dict(
         width=hf.size("hidden_size"),
         heads=hf.size("num_attention_heads"),
         kv_heads=hf.size("num_key_value_heads"),
@@ -224,9 +246,12 @@ def read_dflash(path: str | Path) -> DFlashFile:
         feature_width=(fc[-1] if fc else 0) // len(features),
         windows=tuple(window if slide else None for slide in slides),
         causal=tuple(slide if causal is None else causal for slide in slides),  # by default layers that slide are
+        windows_of_block=library and any(slides) and window is not None,
     )
-    fields = _head_fields(checkpoint, names, hf, head_dim=head_dim, default_context=32768)
-    return DFlashFile(**fields, **options, shape=shape)
+    options |= _head_fields(checkpoint, names, hf, head_dim=head_dim, default_context=32768)
+    if spark:
+        return DSparkFile(**options, shape=SparkShape(**facts, **markov))
+    return DFlashFile(**options, shape=BlockShape(**facts))
 
 
 def _layer_config_of(where: Path, config: Json) -> HfConfig:
@@ -243,9 +268,9 @@ def _refuse_unknown(where: Path, values: Json, known: set[str]) -> None:
         raise UserError(f"{where}: the option {unknown[0]}={values[unknown[0]]!r:.40} is not supported")
 
 
-def _layer_ids(config: HfConfig, key: str, *, least: int = 0) -> tuple[int, ...]:
+def _layer_ids(config: HfConfig, key: str, *, least: int = 0, lowest: int = 0) -> tuple[int, ...]:
     ids = config.get(key, list, [])
-    if len(ids) < least or any(type(i) is not int or not 0 <= i < 1 << 14 for i in ids):
+    if len(ids) < least or any(type(i) is not int or not lowest <= i < 1 << 14 for i in ids):
         raise UserError(f"{config.where}: {key} must be a list of layers, not {ids!r:.60}")
     return tuple(ids)
 
@@ -259,8 +284,8 @@ def _gguf_names(checkpoint: Checkpoint, *, layers: int) -> dict[str, str]:
         stem, _, kind = theirs.removeprefix("model.").rpartition(".")
         ours, in_layer = theirs, _IN_LAYER.fullmatch(stem)
         number = int(in_layer[1] or 0) if in_layer else 0
-        if kind == "weight" and stem in _TOP:
-            ours = f"{_TOP[stem]}.weight"
+        if kind in ("weight", "bias") and stem in _TOP:
+            ours = f"{_TOP[stem]}.{kind}"
         elif kind in ("weight", "bias") and in_layer and number < layers and in_layer[2] in _LAYER:
             ours = f"blk.{number}.{_LAYER[in_layer[2]]}.{kind}"
         if ours in names:
@@ -345,6 +370,8 @@ def convert_head(
             cannot say.
     """
     file: HeadFile = read_eagle3(source) if kind == "eagle3" else read_dflash(source)
+    if file.drafter != kind:
+        raise UserError(f"{file.path}: is {file.what}: take convert {file.drafter}")
     if target is not None:
         file = _for_target(file, target)
     form, gguf = form or (None if verifier is None else "speculators"), out.suffix == ".gguf"
@@ -405,7 +432,8 @@ def write_folder(file: HeadFile, folder: Path, *, form: str | None = None) -> Pa
         file: the head, in whatever form it was read.
         folder: made if need be; files of these names in it are replaced.
         form: "speculators", or the authors' own: "original" of EAGLE-3 (`LlamaForCausalLMEagle3`), "authors" of DFlash
-            (`DFlashDraftModel` with dflash_config). By default the authors' if it can say what the head is.
+            (`DFlashDraftModel` with dflash_config) and DSpark (`Qwen3DSparkModel`). By default the authors' if it can
+            say what the head is.
 
     Raises:
         UserError: the form cannot say what the head is; the message names what.
@@ -472,25 +500,40 @@ def _dflash_config(file: DFlashFile, form: str | None) -> tuple[Json, str, int]:
     scales = {"input_embedding_scale": (file.embedding_scale, 1.0), "output_multiplier": (file.logit_scale, 1.0),
               "final_logit_softcapping": (file.softcap, 0.0)}  # fmt: skip
     scaled = {key: value for key, (value, default) in scales.items() if value != default}
+    windows, spark = sorted({window for window in s.windows if window is not None}), isinstance(s, SparkShape)
+    scale, no_bias = f"a scale ({', '.join(scaled)})", False
+    markov: Json = {}
+    if isinstance(s, SparkShape):
+        no_bias = s.enable_confidence_head and f"{dspark.CONFIDENCE}.bias" not in file.tensors
+        markov = {name: getattr(s, name) for name in ("markov_rank", "markov_head_type", *_SPARK_FLAGS)}
     reasons = {
         "authors": {
+            "the target's embedding or output matrix": not {EMBEDDING, OUTPUT} <= file.tensors.keys(),
+            "a vocabulary of its own": file.ids is not None,
+            "no sample_from_anchor": not file.from_anchor,
+            "causality inside the block": any(s.causal),
+            scale: bool(scaled),
+        } if spark else {
             "an embedding, output matrix or vocabulary of its own": own,
             "sample_from_anchor": file.from_anchor,
             "the embedding as a feature": 0 in s.features,
             "causality by layer": by_layer and len(set(s.causal)) > 1,
         },
         "speculators": {
-            f"a scale ({', '.join(scaled)})": bool(scaled),
+            scale: bool(scaled),
             "full attention that is causal inside the block": by_layer and any(s.causal),
+            "a window that counts from each row of a block": bool(windows) and not s.windows_of_block,
         },
-    }
+    }  # fmt: skip
+    reasons["authors"]["a window that is the same for all rows of a block"] = bool(windows) and s.windows_of_block
+    for why in reasons.values():
+        why["a confidence head without a bias"] = no_bias
     able = (name for name, why in reasons.items() if not any(why.values()))
     chosen = form or next(able, "speculators")
-    windows = sorted({window for window in s.windows if window is not None})
     reason = next((why for why, holds in reasons[chosen].items() if holds), None)
     if reason is None and len(windows) > 1:
         reason = f"layers with windows of {windows}"
-    rows = [file.tensors[name][0] for name in (EMBEDDING, OUTPUT) if name in file.tensors]
+    rows = [file.tensors[name][0] for name in (EMBEDDING, OUTPUT, f"{dspark.W1}.weight") if name in file.tensors]
     vocab_size = max([*rows, file.mask_token + 1, *([] if file.ids is None else [int(file.ids.max()) + 1])])
     layer = _layer_config(
         file,
@@ -503,7 +546,18 @@ def _dflash_config(file: DFlashFile, form: str | None) -> tuple[Json, str, int]:
         use_sliding_window=bool(windows),
         sliding_window=next(iter(windows), None),
     )
-    if chosen == "authors":
+    if chosen == "authors" and spark:
+        config = {
+            "architectures": ["Qwen3DSparkModel"],
+            "dtype": "float32",
+            "block_size": file.block_size,
+            "mask_token_id": file.mask_token,
+            "target_layer_ids": [layer - 1 for layer in s.features],
+            "num_anchors": 512,  # of a training step: the authors' class must be told
+            **layer,
+            **markov,
+        }
+    elif chosen == "authors":
         config = {
             "architectures": ["DFlashDraftModel"],
             "dtype": "float32",
@@ -519,7 +573,11 @@ def _dflash_config(file: DFlashFile, form: str | None) -> tuple[Json, str, int]:
         }
     else:
         config = {
-            **_library_config(file, algorithm="dflash", kind="DFlashDraftModel", tokens=file.drafts, layer=layer),
+            **_library_config(
+                file, algorithm=file.drafter, kind=f"{DRAFT_HEADS[file.drafter]}DraftModel", tokens=file.drafts,
+                layer=layer,
+            ),
+            **markov,
             "aux_hidden_state_layer_ids": list(s.features),
             "block_size": file.block_size,
             "mask_token_id": file.mask_token,
@@ -608,15 +666,20 @@ def head_facts(file: HeadFile) -> dict[str, str]:
         options: Sequence[str] = [flag for flag in flags if getattr(file.shape, flag)]
     else:
         facts = {
-            "head": f"DFlash, {file.shape.layers} layers of width {s.width}, {sizes}",
+            "head": f"{DRAFT_HEADS[file.drafter]}, {file.shape.layers} layers of width {s.width}, {sizes}",
             "target": f"{file.target or 'not named'}, width {file.shape.feature_width}",
             "features": f"what enters layers {', '.join(map(str, file.shape.features))}",
             "block": f"{file.block_size} rows, {file.drafts} tokens drafted, mask token {file.mask_token}",
             "scores": "all ids of the target" if rows is None else f"{rows} ids",
         }
         shape, windows = file.shape, [window for window in file.shape.windows if window is not None]
+        if isinstance(shape, SparkShape):
+            facts["Markov head"] = f"{shape.markov_head_type}, rank {shape.markov_rank}"
+            reads = "the block's row" + (" and the token before" if shape.confidence_head_with_markov else "")
+            facts["confidence head"] = f"reads {reads}" if shape.enable_confidence_head else "none"
         holds = {
             f"a window of {' and '.join(map(str, sorted({*windows})))} on {len(windows)} of {shape.layers}": windows,
+            "the same for all rows of a block": shape.windows_of_block,
             f"causal inside the block on {sum(shape.causal)} of {shape.layers}": any(shape.causal),
             "sample_from_anchor": file.from_anchor,
             f"embedding_scale={file.embedding_scale:g}": file.embedding_scale != 1.0,
@@ -627,6 +690,7 @@ def head_facts(file: HeadFile) -> dict[str, str]:
     own = [what for name, what in ((EMBEDDING, "embedding"), (OUTPUT, "output matrix")) if name in file.tensors]
     facts["of its own"] = " and ".join(own) or "neither embedding nor output matrix: the target's"
     facts["options"] = ", ".join(options) or "none"
+    facts["drafter"] = file.drafter
     if file.accept_k > 1:
         lossy = f"verifier_accept_k={file.accept_k}: lossy where it is honoured; here drafts are verified without loss"
         facts["verifier"] = lossy

@@ -153,6 +153,8 @@ def head_kind(config: Json) -> str | None:
         return _ALGORITHMS.get(algorithm, algorithm)
     names = config.get("architectures")
     first = names[0].lower() if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    if first == "qwen3dsparkmodel":
+        return "DSpark"
     if "dflash_config" in config or "dflash" in first:
         return "DFlash"
     if "draft_vocab_size" in config or "eagle3" in first:

@@ -34,6 +34,7 @@ DRAFTERS: "Registry[Drafter | DrafterSpec]" = Registry(
         "mixed": "mixed:Mixed",
         "eagle3": "heads.eagle3:Eagle3",
         "dflash": "heads.dflash:DFlash",
+        "dspark": "heads.dspark:DSpark",
         "scripted": "synthetic:Scripted",
     },
     aliases=METHODS,

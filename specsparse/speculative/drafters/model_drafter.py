@@ -126,7 +126,7 @@ class ModelDrafter(Drafter):
                 q_BN = self.sampling.confidence(logits_BN)
             if ctx.needs:
                 view = draft_view(q_BN, depth_B=chain.count, last_B=chain.last, needs=ctx.needs)
-                live_B = live_B & ~ctx.stop(view)
+                live_B = live_B & ~ctx.stop(view._replace(confidence=self.source.confidence(chain.cache)))
             if sampled:
                 column_B, wide_BV = self.sampling.draw(q_BN, u_BU), vocab.widen(params, q_BN)
             else:

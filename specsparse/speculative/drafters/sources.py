@@ -211,6 +211,11 @@ class Source(abc.ABC):
     def feed(self, weights: DraftWeights, ctx: DraftContext, cache: Pytree, rows: FedRows) -> tuple[jax.Array, Pytree]:
         """Logits float32[B, n, N], and the cache, its length unchanged."""
 
+    def confidence(self, cache: Pytree) -> jax.Array | None:
+        """float32[B]: the acceptance of a chain's next node, as a head of the source's own predicts it before the node
+        is drawn; None without such a head."""
+        return None
+
     @abc.abstractmethod
     def close(self, weights: DraftWeights, state: Pytree, cache: Pytree, ctx: DraftContext) -> tuple[Pytree, Pytree]:
         """The state, and the target's cache, after a draft."""

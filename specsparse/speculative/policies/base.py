@@ -47,6 +47,8 @@ class DraftView(NamedTuple):
         top10: float32[B], max_x q_i(x) over the mass of q_i's ten largest.
         entropy: float32[B], of q_i, in nats.
         last: float32[B], q_{i-1} at the node drawn before; 1 for the first. That node stays whatever the answer is.
+        confidence: float32[B], the acceptance of node i that the drafter's own head predicts from what was drawn
+            before it; None if it has no such head.
     """
 
     depth: jax.Array
@@ -54,6 +56,7 @@ class DraftView(NamedTuple):
     top10: AnyArray = None
     entropy: AnyArray = None
     last: AnyArray = None
+    confidence: AnyArray = None
 
 
 def draft_view(q_BV: jax.Array, *, depth_B: jax.Array, last_B: jax.Array, needs: frozenset[str]) -> DraftView:
@@ -249,22 +252,24 @@ class PMin(Fixed):
 
 @dataclasses.dataclass(frozen=True)
 class Confidence(Policy):
-    """Stop after a token that the draft gave less than `threshold` (Hugging Face's assistant confidence threshold).
+    """Stop after a token that the draft gave less than `threshold` (Hugging Face's assistant confidence threshold), or
+    before a token whose acceptance the drafter's own head predicts to be less (`dspark`).
 
-    The unlikely token itself is verified: that the draft ends there depends on it, that it is tested does not.
+    The unlikely token itself is verified: that the draft ends there depends on it, that it is tested does not. A head
+    sees what was drawn before the token, and not the token or what may follow it (arXiv:2607.05147, appendix A).
 
     Attributes:
-        threshold: least probability.
+        threshold: least probability of a token, or least predicted acceptance.
     """
 
     name: ClassVar[str] = "confidence"
     gamma: Gamma = 20
-    needs = frozenset({"last"})
+    needs = frozenset({"last", "confidence"})
     threshold: Annotated[Unit, Also("assistant_confidence_threshold")] = 0.4
 
     def stop(self, state: Any, view: DraftView) -> jax.Array:
-        """After an unlikely token."""
-        return view.last < self.threshold
+        """After an unlikely token, or before one that will hardly be accepted."""
+        return (view.last if view.confidence is None else view.confidence) < self.threshold
 
 
 @dataclasses.dataclass(frozen=True)

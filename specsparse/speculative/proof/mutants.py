@@ -6,7 +6,7 @@ a right rule: in its arguments, or in the verdict. Arrays of drivers have the le
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -338,6 +338,33 @@ def one_short(verdict, draft, p, uniforms):
     return verdict._replace(tokens=tokens, nodes=nodes, accepted=accepted[..., 0], count=accepted[..., 0] + 1)
 
 
+def scheduled(times: Sequence[float], *, ahead: bool) -> Callable:
+    """A change that cuts drafts to the length at which the scheduler of DSpark (arXiv:2607.05147, algorithm 1) expects
+    most tokens a second, by the times of rounds that verify 0, 1, .. nodes. Its confidence of a node is what the draft
+    gave the token before, and 1 of the first.
+
+    It stops before the first node that lowers the rate, so that whether a node is verified depends on those before it
+    alone. `ahead` takes the best of all lengths: whether a node is verified then depends on what its own token makes of
+    the confidence after it (appendix A).
+    """
+
+    def change(draft, p, uniforms):
+        drawn = np.take_along_axis(draft.q, draft.tokens[..., None], axis=-1)[..., 0]
+        one = np.ones_like(drawn[..., :1])
+        survivals = np.cumprod(np.concatenate([one, one, drawn[..., :-1]], axis=-1), axis=-1)
+        rate = np.cumsum(survivals, axis=-1) / np.asarray(times)
+        rate = np.where(np.arange(len(times)) <= draft.count[..., None], rate, 0)
+        fell = np.concatenate([rate[..., 1:] < rate[..., :-1], one > 0], axis=-1)
+        length = np.argmax(rate if ahead else fell, axis=-1)
+        return draft._replace(count=length.astype(np.int32)), p, uniforms
+
+    return change
+
+
+SECOND_OR_NONE = (1.0, 2.1, 2.25, 9.0)
+"""One node never pays; two do if the draft gave the first more than a quarter, the mean over `VOCAB` tokens."""
+
+
 ARGUMENTS = (
     (
         "no_coins", "token block mss", "coins not handed over: all 0",
@@ -376,6 +403,10 @@ ARGUMENTS = (
     (
         "count_plus_one", "token block", "one node that does not exist is tested",
         lambda d, p, u: (d._replace(count=np.minimum(d.count + 1, d.tokens.shape[-1])), p, u),
+    ),
+    (
+        "looks_ahead", "token block", "a node is verified or not by what its own token makes of the next",
+        scheduled(SECOND_OR_NONE, ahead=True),
     ),
 )  # fmt: skip
 """Name, verifiers, mistake, and a change of the driver's arguments (draft, p, uniforms)."""

@@ -32,10 +32,12 @@ HISTORIES: Mapping[str, tuple[bool, ...]] = {"": (), ", after a draft": (True,),
 
 @dataclasses.dataclass(frozen=True)
 class PolicyCase(Case):
-    """A case whose drafts are as long as a policy lets them be; `history` as in `HISTORIES`."""
+    """A case whose drafts are as long as a policy lets them be; `history` as in `HISTORIES`. If it is `predicted`, the
+    drafter has a confidence head, which is right."""
 
     policy: Policy
     history: tuple[bool, ...]
+    predicted: bool
 
     def outcomes(self) -> Iterator[Outcome]:
         """Every draft of the whole chain, cut to the nodes that the policy verifies."""
@@ -51,6 +53,9 @@ class PolicyCase(Case):
             live_N = live_N & (count_N < budget_N)
             if policy.needs:
                 view = draft_view(jnp.asarray(q_NV), depth_B=count_N, last_B=last_N, needs=policy.needs)
+                if self.predicted:
+                    p_NV = np.broadcast_to(self.p[i][tuple(tokens_KN[:i])], (N, V))
+                    view = view._replace(confidence=jnp.asarray(np.minimum(p_NV, q_NV).sum(axis=1), jnp.float32))
                 live_N = live_N & ~policy.stop(state, view)
             last_N = jnp.asarray(q_NV[np.arange(N), tokens_KN[i]])
             count_N = count_N + live_N.astype(jnp.int32)
@@ -85,7 +90,9 @@ def measure_policy(policy: Policy, *, seed: int) -> list[Result]:
     for corner in CORNERS:
         made = make_case(corner, kind, template, vocab=vocab, seed=seed)
         for words, history in HISTORIES.items():
-            tried.append(PolicyCase(corner + words, kind, template, made.p, made.q, policy, history))
+            for predicted in (False, True)[: 1 + ("confidence" in policy.needs)]:
+                name = corner + words + (", confidence predicted" if predicted else "")
+                tried.append(PolicyCase(name, kind, template, made.p, made.q, policy, history, predicted))
     found = []
     for case, (probs, drafts) in zip(tried, driver_probs(jitted(verifier), verifier, tried, seed=seed)):
         target, bound = continuations(case.p, case.length)[0], driver_tv(template, vocab=vocab)

@@ -55,7 +55,7 @@ def _look_at(name: str) -> Any:
     path = catalogue.published(name, "no") if is_reference(name) else catalogue.resolve(name)
     if not (path / "config.json").is_file():
         return Inspected.from_gguf(open_gguf(path))
-    readers = {"EAGLE-3": read_eagle3, "DFlash": read_dflash}
+    readers = {"EAGLE-3": read_eagle3, "DFlash": read_dflash, "DSpark": read_dflash}
     kind = head_kind(read_json(path / "config.json"))
     if kind in readers:
         return head_facts(readers[kind](path))

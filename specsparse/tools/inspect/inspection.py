@@ -16,7 +16,7 @@ from specsparse.errors import UserError
 from specsparse.measure.costs.roofline import Roofline, Traffic
 from specsparse.models.convert.heads import head_facts
 from specsparse.speculative import expected, vocab
-from specsparse.speculative.drafters.heads import dflash, eagle3
+from specsparse.speculative.drafters.heads import dspark, eagle3
 from specsparse.speculative.drafters.heads.dflash import DFlashFile
 from specsparse.speculative.drafters.heads.eagle3 import Eagle3File
 from specsparse.speculative.vocab import intersect
@@ -26,7 +26,7 @@ from specsparse.support.files import Json
 KV_LENGTH = 128
 """Tokens in the cache."""
 ALPHAS = (0.5, 0.7, 0.9)
-_HEADS = {DFlashFile.architecture: dflash.read_gguf, Eagle3File.architecture: eagle3.read_gguf}
+_HEADS = {"dflash": dspark.read_gguf, "dspark": dspark.read_gguf, "eagle3": eagle3.read_gguf}
 _MOST_DIFFERENCES = 8
 
 
@@ -215,8 +215,7 @@ def parts(report: Json, device: str) -> Iterator[Table | str]:
     yield "  " + ", ".join(f"{name} {_mib(n)}" for name, n in size["bytes_by_type"].items())
     if report["head"]:
         yield pairs("head", report["head"])
-        drafter = report["metadata"]["general.architecture"]  # eagle3 and dflash name the drafters too
-        yield f"drafts for its target: drafter={drafter} drafter.path={report['file']}"
+        yield f"drafts for its target: drafter={report['head']['drafter']} drafter.path={report['file']}"
         return
     if report["problem"]:
         yield f"does not run here: {report['problem']}"

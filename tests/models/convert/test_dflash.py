@@ -54,11 +54,13 @@ def test_the_command_line(tmp_path, capsys):
 
 def test_options_are_shown(tmp_path, capsys):
     model = specsparse.load(write_tiny_gguf(tmp_path / "m.gguf"))
-    written = random_dflash(model, ids=range(9), windows=(5, None), causal=(True, False), from_anchor=True)
+    options = {"windows": (5, None), "causal": (True, False), "windows_of_block": True}
+    written = random_dflash(model, ids=range(9), from_anchor=True, **options)
     assert cli.main(["inspect", str(write_folder(written, tmp_path / "d"))]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "9 ids" in out and "output matrix" in out
-    assert "a window of 5 on 1 of 2, causal inside the block on 1 of 2, sample_from_anchor" in out
+    of_blocks = "a window of 5 on 1 of 2, the same for all rows of a block, causal inside the block on 1 of 2"
+    assert f"{of_blocks}, sample_from_anchor" in out
 
 
 def test_what_cannot_be_converted(tmp_path):

@@ -25,8 +25,8 @@ from specsparse.speculative.proof.driver import (
     sound,
     stack,
 )
-from specsparse.speculative.proof.exact import output_probs, total_variation
-from specsparse.speculative.proof.mutants import DRIVER_MUTANTS, measure_mutant
+from specsparse.speculative.proof.exact import continuations, output_probs, total_variation
+from specsparse.speculative.proof.mutants import DRIVER_MUTANTS, measure_mutant, scheduled
 from specsparse.speculative.proof.results import DRIVER, MUTANT_TV, RULE, driver_tv
 from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import VERIFIERS, draft_rules, siblings
@@ -119,6 +119,23 @@ def test_the_mutants_are_right_but_for_their_mistake():
         mutant = next(m for m in DRIVER_MUTANTS.values() if m.verifier == name)
         results = measure_driver(VERIFIERS[name], mutant.cases(range(3)), seed=0)
         assert all(r.holds for r in results)
+
+
+@pytest.mark.parametrize("name", ["token", "block"])
+def test_dsparks_schedule_is_right_where_it_does_not_look_ahead(name):
+    """The same schedule as the mutant's, which stops at the first node that lowers the rate: drafts of 1 and 2."""
+    verifier, tried = VERIFIERS[name], DRIVER_MUTANTS[f"looks_ahead_{name}"].cases(range(3))
+    change, lengths = scheduled((1.0, 1.8, 2.05, 9.0), ahead=False), set()
+
+    def driver(*given):
+        draft, *others = change(*given)
+        lengths.update(np.unique(draft.count).tolist())
+        return jitted(verifier)(draft, *others)
+
+    for (probs, _), case in zip(driver_probs(driver, verifier, tried, seed=0), tried, strict=True):
+        wanted = continuations(case.p, case.length)[0]
+        assert total_variation(probs, wanted) <= driver_tv(case.template, vocab=len(case.p[0]))
+    assert lengths == {1, 2}
 
 
 def test_the_tolerance_is_far_from_a_mutant_everywhere():

@@ -41,7 +41,7 @@ from specsparse.speculative.drafters.heads.published import (
 )
 from specsparse.speculative.drafters.sources import DraftWeights, FedRows
 from specsparse.speculative.drafters.spec import Load, LoadedDrafter
-from specsparse.speculative.trees.base import node_depths
+from specsparse.speculative.trees.base import TreeShape, node_depths
 from specsparse.support.files import Json
 from specsparse.support.options import Range
 
@@ -64,6 +64,8 @@ class BlockShape(LayerShape):
         feature_width: of one of them, the target's width.
         windows: of each layer, positions that a row sees back, its own among them; None for all.
         causal: of each layer, whether a row of the block sees only those before it and itself.
+        windows_of_block: whether a window is the same for all rows of a block: so many positions before its first row,
+            and the block itself. So the library speculators trains; llama.cpp counts from each row.
         pairing: of the rotation.
     """
 
@@ -71,6 +73,7 @@ class BlockShape(LayerShape):
     feature_width: int
     windows: tuple[int | None, ...]
     causal: tuple[bool, ...]
+    windows_of_block: bool = False
     pairing: str = "neox"
 
     @property
@@ -102,12 +105,14 @@ class BlockWeights(NamedTuple):
         hidden_norm: f32[D], after it.
         layers: L of them.
         output_norm: f32[D].
+        markov: `dspark.MarkovWeights`, or None.
     """
 
     fc: Matrix
     hidden_norm: jax.Array
     layers: tuple[BlockLayer, ...]
     output_norm: jax.Array
+    markov: Any = None
 
 
 class BlockKeys(NamedTuple):
@@ -188,17 +193,22 @@ def masked_attention(
     return jnp.einsum("ginm,mgd->ngid", p, v_mGd, precision=_HIGHEST).reshape(len(q_nHd), -1)
 
 
-def sees_context(window: int | None, position_n: jax.Array, context_m: jax.Array) -> jax.Array:
-    """Whether rows at `position` see keys at `context`, which stand before them: bool[n, m]."""
-    back_nm = position_n[:, None] - context_m[None]
-    return back_nm >= 0 if window is None else (back_nm >= 0) & (back_nm < window)
+def sees_context(shape: BlockShape, layer: int, begin_n: jax.Array, row, context_m: jax.Array) -> jax.Array:
+    """Whether rows see keys at positions `context`, which stand before their blocks: bool[n, m]. They are rows `row`,
+    int32[n] or one number, of blocks that begin at positions `begin`."""
+    window, back_nm = shape.windows[layer], begin_n[:, None] - context_m[None]
+    if window is None:
+        return back_nm >= 0
+    if shape.windows_of_block:
+        return (back_nm >= 0) & (back_nm <= window)
+    return (back_nm >= 0) & (back_nm + jnp.asarray(row, jnp.int32).reshape(-1, 1) < window)
 
 
-def sees_block(causal: bool, window: int | None, rows: int) -> jax.Array:
+def sees_block(shape: BlockShape, layer: int, rows: int) -> jax.Array:
     """Whether a row of a block sees another row of it: bool[n, n]."""
-    ahead = jnp.arange(rows)[None] - jnp.arange(rows)[:, None]
-    seen = ahead <= 0 if causal else jnp.ones((rows, rows), bool)
-    return seen if window is None else seen & (ahead < window) & (-ahead < window)
+    window, ahead = shape.windows[layer], jnp.arange(rows)[None] - jnp.arange(rows)[:, None]
+    seen = ahead <= 0 if shape.causal[layer] else jnp.ones((rows, rows), bool)
+    return seen if window is None or shape.windows_of_block else seen & (abs(ahead) < window)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -225,11 +235,10 @@ def _keys(shape: BlockShape, layer: BlockLayer, k_RO, v_RO, cos_RP, sin_RP, each
 MASK = "tokenizer.ggml.mask_token_id"
 MAX_BLOCK = 64
 """Most rows of a block."""
-_OWN_KEYS = ("attention.causal", "attention.sliding_window", "attention.sliding_window_pattern", "block_size",
-             "sample_from_anchor")  # fmt: skip
+OWN_KEYS = ("attention.causal", "attention.sliding_window", "attention.sliding_window_pattern", "block_size",
+            "sample_from_anchor")  # fmt: skip
 """Keys beside those of every head."""
 _OTHERS = {
-    "markov_w1.weight": "DSpark (a Markov bias from the token before)",
     "selector_hidden.weight": "DFlash2 (convolutions and a selector of candidates)",
     "layer_fusion": "DFly (a fusion by layer)",
     "blk.0.attn_sinks.weight": "a drafter with attention sinks",
@@ -266,10 +275,14 @@ class DFlashFile(PublishedHead):
         wrong = {
             f"block_size={self.block_size} must lie in {least}..{MAX_BLOCK}": not least <= self.block_size <= MAX_BLOCK,
             f"mask_token_id={self.mask_token} is no token id": not 0 <= self.mask_token < MAX_SIZE,
-            f"is {' and '.join(other)}, which is not supported: only DFlash itself is": other,
+            f"is {' and '.join(other)}, which is not supported: DFlash and DSpark are": other,
         }
         refuse(wrong, self.path)
-        self.check_tensors(tensor_shapes(self.shape), most_ids=MAX_SIZE)
+        self.check_tensors(self.wanted(), most_ids=MAX_SIZE)
+
+    def wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape of every tensor that it must have."""
+        return tensor_shapes(self.shape)
 
     @property
     def drafts(self) -> int:
@@ -286,6 +299,7 @@ class DFlashFile(PublishedHead):
             "sliding_attention beside full_attention, which sees the whole block,": len(set(s.causal)) > 1,
             "ids without an output matrix": self.ids is not None and OUTPUT not in self.tensors,
             f"layers with windows of {sorted(windows)}": len(windows) > 1,
+            "a window that is the same for all rows of a block": bool(windows) and s.windows_of_block,
         }
         said = "no place in a dflash GGUF file; write safetensors"
         refuse({f"{what}: {said}": found for what, found in inexpressible.items()}, self.path)
@@ -303,7 +317,7 @@ class DFlashFile(PublishedHead):
             **(sliding if windows else {}),
         }
 
-    def packed(self, *, floats: bool) -> BlockWeights:
+    def packed(self, ids: np.ndarray, *, floats: bool) -> BlockWeights:
         def part(name: str) -> Any:
             return self.part(f"{name}.weight", floats=floats)
 
@@ -335,42 +349,48 @@ def tensor_shapes(shape: BlockShape) -> Iterator[tuple[str, tuple[int, ...]]]:
 def read_gguf(f: GGUFFile) -> DFlashFile:
     """A drafter of an open GGUF file; UserError for another architecture, and for a key or tensor that is missing,
     wrong or of a drafter of another kind."""
-    keys = HeadKeys(f, DFlashFile.architecture, "DFlash drafter", _OWN_KEYS)
-    sizes, layers = keys.sizes(), keys.size("block_count", most=1 << 10)
+    return DFlashFile(**gguf_fields(HeadKeys(f, DFlashFile.architecture, "DFlash drafter", OWN_KEYS)))
+
+
+def gguf_fields(keys: HeadKeys, *, from_anchor: bool = False) -> Json:
+    """The fields of a `DFlashFile`; `from_anchor` holds where the file does not say."""
+    f, sizes, layers = keys.f, keys.sizes(), keys.size("block_count", most=1 << 10)
     features, fields = tuple(keys.numbers("target_layers", "layers").tolist()), keys.fields(sizes["head_dim"])
     fused = (fields["tensors"].get("fc.weight") or (0,))[-1]
-    window, pattern = f.get("dflash.attention.sliding_window", "int", 0), [False] * layers
+    window, pattern = f.get(f"{keys.architecture}.attention.sliding_window", "int", 0), [False] * layers
     if window:
         key = "attention.sliding_window_pattern"
         pattern = keys.numbers(key, f"whether each of the {layers} layers slides", "iub").tolist()[:layers]
     if not features or len(pattern) < layers or not 0 <= window <= MAX_CONTEXT:
         wrong = "attention.sliding_window_pattern" if features else "target_layers"
-        raise UserError(f"{f.path}: metadata key 'dflash.{wrong}' is missing, too short or out of range")
-    return DFlashFile(
-        **fields,
-        shape=BlockShape(
-            **sizes,
-            features=features,
-            feature_width=keys.size("target_hidden_size", max(fused // len(features), 1)),
-            windows=tuple(window if slides else None for slides in pattern),
-            causal=(keys.flag("attention.causal"),) * layers,
-        ),
-        block_size=keys.size("block_size", 16, most=MAX_BLOCK),
-        mask_token=f.get(MASK, "int"),
-        from_anchor=keys.flag("sample_from_anchor"),
-        load=f.tensors.__getitem__,
-        target=f.get("general.base_model.0.name", "str", ""),
+        raise UserError(f"{f.path}: metadata key '{keys.architecture}.{wrong}' is missing, too short or out of range")
+    shape = BlockShape(
+        **sizes,
+        features=features,
+        feature_width=keys.size("target_hidden_size", max(fused // len(features), 1)),
+        windows=tuple(window if slides else None for slides in pattern),
+        causal=(keys.flag("attention.causal"),) * layers,
     )
+    return {
+        **fields,
+        "shape": shape,
+        "block_size": keys.size("block_size", 16, most=MAX_BLOCK),
+        "mask_token": f.get(MASK, "int"),
+        "from_anchor": keys.flag("sample_from_anchor", from_anchor),
+        "load": f.tensors.__getitem__,
+        "target": f.get("general.base_model.0.name", "str", ""),
+    }
 
 
 class BlockDraft(NamedTuple):
     """The state while a draft is made, its length counting the drafted tokens too; f32[B, m, N] logits of the m
-    positions after the last token."""
+    positions after the last token; `dspark.MarkovRows`, or None."""
 
     k: tuple[jax.Array, ...]
     v: tuple[jax.Array, ...]
     length: jax.Array
     logits: jax.Array
+    markov: Any = None
 
 
 @dataclass(frozen=True)
@@ -382,7 +402,7 @@ class BlockSource(FeatureSource):
         rows: of a block.
         skipped: rows of a block that draft nothing: 1, or 0 if the last token's own row drafts.
         mask_token: id of the other rows.
-        levels: depth of the trees it drafts, 0 for chains.
+        tree: the shape of the trees it drafts, None for chains.
         embedding_scale, logit_scale, softcap: as in `DFlashFile`.
     """
 
@@ -390,7 +410,7 @@ class BlockSource(FeatureSource):
     rows: int
     skipped: int
     mask_token: int
-    levels: int = 0
+    tree: TreeShape | None = None
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     softcap: float = 0.0
@@ -414,12 +434,19 @@ class BlockSource(FeatureSource):
     def room(self, weights: DraftWeights, state: KVCache, ctx: DraftContext) -> jax.Array:
         """Up to the end of the context and of the cache; for a chain no more than a block drafts."""
         left_B = min(self.context, ctx.tokens.shape[1]) - ctx.length + 1
-        return left_B if self.levels else jnp.minimum(left_B, self.drafted_at_once)
+        return jnp.minimum(left_B, self.drafted_at_once) if self.tree is None else left_B
 
     def open(
         self, weights: DraftWeights, state: KVCache, ctx: DraftContext, live_B: jax.Array
     ) -> tuple[BlockDraft, jax.Array]:
-        """Drafts the block. Computes logits of as many positions as the budget asks for."""
+        draft, _ = self.block(weights, state, ctx, live_B)
+        return draft, draft.logits[:, 0]
+
+    def block(
+        self, weights: DraftWeights, state: KVCache, ctx: DraftContext, live_B: jax.Array
+    ) -> tuple[BlockDraft, jax.Array]:
+        """The block's logits, of as many positions as the budget asks for, and its rows before the output norm, f32[B,
+        n, D]."""
         batch, n, D = ctx.tokens.shape[0], self.rows, self.shape.width
         p: PublishedWeights = weights.params
         last_B1 = pick(ctx.tokens, ctx.length[:, None] - 1)
@@ -434,7 +461,8 @@ class BlockSource(FeatureSource):
 
             def attend(i: int, q_RHd: jax.Array, own: BlockKeys) -> jax.Array:
                 args = (q_RHd, own, keys[i], values[i], state.length, valid_B)
-                if self.shape.windows[i] is not None and not self.shape.causal[i]:
+                chain = self.shape.causal[i] and not self.shape.windows_of_block
+                if self.shape.windows[i] is not None and not chain:
                     return self._attend_window(i, *args)
                 out_RO, keys[i], values[i] = self._attend_all(i, *args)
                 return out_RO
@@ -442,24 +470,27 @@ class BlockSource(FeatureSource):
             linear = functools.partial(self.kernels.linear, n_valid=valid_B)
             cos, sin = _pick_rows(p.cos, at_R), _pick_rows(p.sin, at_R)
             y_RD = block_rows(linear, self.shape, p.layers, x_RD, cos, sin, attend, one_by_one)
-        wanted_B = jnp.minimum(ctx.budget, self.levels or self.drafted_at_once)
-        y_BmD = y_RD.reshape(batch, n, D)[:, self.skipped :]
-        logits_BmN = self.logits(weights, y_BmD, jnp.where(live_B, wanted_B, 0))
+        wanted_B = jnp.minimum(ctx.budget, self.drafted_at_once if self.tree is None else self.tree.max_depth)
+        y_BnD = y_RD.reshape(batch, n, D)
+        logits_BmN = self.logits(weights, y_BnD[:, self.skipped :], jnp.where(live_B, wanted_B, 0))
         if self.logit_scale != 1.0:
             logits_BmN = logits_BmN * jnp.float32(self.logit_scale)
         if self.softcap > 0:
             logits_BmN = jnp.tanh(logits_BmN / jnp.float32(self.softcap)) * jnp.float32(self.softcap)
-        return BlockDraft(tuple(keys), tuple(values), state.length, logits_BmN), logits_BmN[:, 0]
+        return BlockDraft(tuple(keys), tuple(values), state.length, logits_BmN), y_BnD
 
     def feed(
         self, weights: DraftWeights, ctx: DraftContext, cache: BlockDraft, rows: FedRows
     ) -> tuple[jax.Array, BlockDraft]:
         """Logits by position alone: those after a node of depth i are of position i, whatever the draft holds."""
+        return pick(cache.logits, self.depths(ctx, cache.length, rows)), cache
+
+    def depths(self, ctx: DraftContext, length_B: jax.Array, rows: FedRows) -> jax.Array:
+        """int32[B, n]: of the rows that are fed, 1 for a child of the root; `length` is the cache's."""
         if rows.parents is None:
-            depth_Bn = (cache.length - ctx.length + 2)[:, None]
-        else:
-            depth_Bn = node_depths(rows.parents, max_depth=max(self.levels, 1))
-        return pick(cache.logits, depth_Bn), cache
+            return (length_B - ctx.length + 2)[:, None]
+        assert self.tree is not None
+        return node_depths(rows.parents, max_depth=self.tree.max_depth)
 
     def close(
         self, weights: DraftWeights, state: KVCache, cache: BlockDraft, ctx: DraftContext
@@ -512,10 +543,10 @@ class BlockSource(FeatureSource):
         return out.reshape(batch, 2 * n - 1, -1)[:, n - 1 :].reshape(batch * n, -1), k, v
 
     def _attend_window(self, i: int, q_RHd, own: BlockKeys, k, v, length_B, valid_B):
-        """Attention both ways with a window, sequence by sequence, so that a sequence's bits are its own."""
-        n, window = self.rows, self.shape.windows[i]
+        """Attention with a window that is no chain's, sequence by sequence, so that a sequence's bits are its own."""
+        n = self.rows
         batch, groups, capacity, d = v.shape
-        block = sees_block(self.shape.causal[i], window, n)
+        block = sees_block(self.shape, i, n)
         slots = jnp.arange(capacity, dtype=jnp.int32)
 
         def one(args):
@@ -524,8 +555,8 @@ class BlockSource(FeatureSource):
             there_C = slots < length
             past = (a.swapaxes(0, 1).astype(jnp.float32) for a in (k_GCd, v_GCd))
             past = BlockKeys(*(jnp.where(there_C[:, None, None], a, jnp.float32(0)) for a in past))
-            at_n = length + jnp.arange(n, dtype=jnp.int32)
-            seen = sees_context(window, at_n, slots) & there_C[None]
+            begin_n, row_n = jnp.full((n,), length), jnp.arange(n, dtype=jnp.int32)
+            seen = sees_context(self.shape, i, begin_n, row_n, slots) & there_C[None]
             return masked_attention(self.shape, q_nHd, [past, BlockKeys(k_nGd, v_nGd)], [seen, block])
 
         by_sequence = [a.reshape(batch, n, *a.shape[1:]) for a in (q_RHd, *own)]
@@ -548,9 +579,13 @@ class DFlash(PublishedSpec):
 
     block_size: Annotated[int, Range(1, MAX_GAMMA)] | None = None
     reader = "specsparse.models.convert.heads:read_dflash"
+    kind_of_file: ClassVar[type[DFlashFile]] = DFlashFile
+    source: ClassVar[type[BlockSource]] = BlockSource
 
     def build(self, target: Model, load: Load) -> LoadedDrafter:
         file: DFlashFile = self.head_file(load)
+        if type(file) is not self.kind_of_file:
+            raise UserError(f"{file.path}: is {file.what}: take drafter={file.drafter}")
         skipped, tree = 0 if file.from_anchor else 1, self.drafting.shape
         rows = file.block_size if self.block_size is None else self.block_size
         file.check_target(target, layers=file.shape.features, width=file.shape.feature_width)
@@ -569,12 +604,12 @@ class DFlash(PublishedSpec):
         }
         refuse(wrong)
         make = functools.partial(
-            BlockSource,
+            self.source,
             shape=file.shape,
             rows=rows,
             skipped=skipped,
             mask_token=file.mask_token,
-            levels=0 if tree is None else tree.max_depth,
+            tree=tree,
             embedding_scale=file.embedding_scale,
             logit_scale=file.logit_scale,
             softcap=file.softcap,

@@ -245,7 +245,7 @@ class Eagle3File(PublishedHead):
         heads = _interleaved_heads(name, self.shape)
         return self.values(name) if heads is None else interleaved(self.values(name), heads)
 
-    def packed(self, *, floats: bool) -> Eagle3Weights:
+    def packed(self, ids: np.ndarray, *, floats: bool) -> Eagle3Weights:
         def part(name: str) -> Any:
             return self.part(name, floats=floats)
 

@@ -19,6 +19,7 @@ from specsparse.kernels import Kernels
 from specsparse.kernels.reference import q8_cache
 from specsparse.speculative.base import DraftContext, Feedback
 from specsparse.speculative.drafters.sources import PREFILL_ROWS, DraftWeights, FedRows, KeptRows, Source, VocabMap
+from specsparse.speculative.drafters.spec import bytes_of
 from specsparse.speculative.trees.base import path_rows
 
 
@@ -70,6 +71,10 @@ class FeatureSource(Source):
     def drafted_at_once(self) -> int:
         """Tokens for which one pass reads the weights."""
         return 1
+
+    def bytes_per_token(self, layers: Any, head: Any) -> int:
+        """Of the weights that drafting a token reads."""
+        return bytes_of(layers, head) // self.drafted_at_once
 
     def logits(self, weights: DraftWeights, y_BnD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
         """Logits f32[B, n, N] of rows before the output norm."""

@@ -25,7 +25,7 @@ from specsparse.errors import UserError, refuse
 from specsparse.kernels import QTensor
 from specsparse.speculative.drafters.heads.feature_source import FeatureSource, of_target
 from specsparse.speculative.drafters.sources import DraftWeights
-from specsparse.speculative.drafters.spec import DrafterSpec, Load, LoadedDrafter, bytes_of
+from specsparse.speculative.drafters.spec import DrafterSpec, Load, LoadedDrafter
 from specsparse.support.files import Json
 from specsparse.support.hub_names import is_reference
 from specsparse.support.options import instance_of
@@ -114,6 +114,11 @@ class PublishedHead(abc.ABC):
     accept_k: int = 1
     rope_scaling: Json | None = None
 
+    @property
+    def drafter(self) -> str:
+        """Name of the drafter that runs it."""
+        return self.architecture
+
     @classmethod
     def from_arrays(
         cls, arrays: Mapping[str, np.ndarray], *, path: Path, ids: ArrayLike | None = None, **facts: Any
@@ -139,8 +144,9 @@ class PublishedHead(abc.ABC):
         return pack_matrix(self.load(name), floats=floats)
 
     @abc.abstractmethod
-    def packed(self, *, floats: bool) -> Any:
-        """Weights but embedding and output matrix; `floats` keeps float32 for kernels without quantised products."""
+    def packed(self, ids: np.ndarray, *, floats: bool) -> Any:
+        """Weights but embedding and output matrix; `ids` int[N] are scored, a column each, and `floats` keeps float32
+        for kernels without quantised products."""
 
     def check_tensors(self, wanted: Iterable[tuple[str, tuple[int, ...]]], *, most_ids: int) -> None:
         """UserError for heads that do not divide, and for a tensor or an id that is missing, wrong or does not belong
@@ -155,7 +161,7 @@ class PublishedHead(abc.ABC):
             found = self.tensors.get(name, "missing")
             if found != shape:
                 problems.append(f"tensor {name} is {found}, its config asks for {shape}")
-        for name in self.tensors.keys() - shapes.keys():
+        for name in sorted(self.tensors.keys() - shapes.keys()):
             found = self.tensors[name]
             if name not in (EMBEDDING, OUTPUT):
                 problems.append(f"tensor {show(name)} is none of {self.what}")
@@ -284,8 +290,8 @@ class HeadKeys:
             raise UserError(f"{self.f.path}: metadata key '{full}' is {value}, above {low:g} to {most:g} is allowed")
         return value
 
-    def flag(self, key: str) -> bool:
-        return self.f.get(f"{self.architecture}.{key}", "bool", False)
+    def flag(self, key: str, default: bool = False) -> bool:
+        return self.f.get(f"{self.architecture}.{key}", "bool", default)
 
     def numbers(self, key: str, what: str, kinds: str = "iu") -> np.ndarray:
         """An array of integers from 0, or also of truth values if `kinds` has a "b"; empty if the key is missing."""
@@ -405,7 +411,7 @@ class PublishedSpec(DrafterSpec):
         weights, columns = style.trim(target, output, vocab, rows=rows)
         head = output if weights.head is None else weights.head
         weights = weights._replace(head=head, norm=file.part("output_norm.weight", floats=floats))
-        layers = file.packed(floats=floats)
+        layers = file.packed(np.arange(columns) if weights.ids is None else np.asarray(weights.ids), floats=floats)
         embedding = file.part(EMBEDDING, floats=floats) if EMBEDDING in file.tensors else None
         source = make(**of_target(target, columns, file.shape.eps))
 
@@ -414,8 +420,7 @@ class PublishedSpec(DrafterSpec):
             cos, sin = map(jnp.asarray, rope_tables(file.rope, source.capacity(capacity), file.rope_factors))
             return weights._replace(params=PublishedWeights(layers, cos, sin, embedding))
 
-        reads = bytes_of(layers, head) // source.drafted_at_once
-        return LoadedDrafter(self.drafting.drafter(source, target), weights_for, reads)
+        return LoadedDrafter(self.drafting.drafter(source, target), weights_for, source.bytes_per_token(layers, head))
 
     @property
     def files(self) -> Mapping[str, str]:
