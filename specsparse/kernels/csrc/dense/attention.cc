@@ -10,8 +10,9 @@ namespace specsparse {
 namespace {
 
 constexpr int64_t kRowsPerItem = 4;  // of rotate
-constexpr int64_t kWholeQueries = 24;  // of a tile that one thread computes
-// Tiles are cut from so many slots on, where two more steps cost less than reading twice, and up to so many scores.
+constexpr int64_t kTileQueries[] = {4, 6, 12, 24};  // of a tile that one thread computes, if there is enough for many
+// From so many slots on, and up to so many scores, tiles are cut where there would be too few: two more steps cost less than
+// reading twice, but another core's scores come late.
 constexpr int64_t kCutSlots = 512, kCutScores = 32 << 20;
 
 // Floats of the scores of a query that sees at most `slots`: rows of a power of two would share their lines of the first cache.
@@ -64,17 +65,17 @@ void AttendPlan::make(const AttendShape& s) {
     for (int64_t i = 0; i < counts_[b]; ++i) rows_.push_back(static_cast<int32_t>(b * s.n + i));
     vectors += counts_[b] * s.heads;
   }
-  // A tile is (row, head) pairs of one key/value head, which read its keys and values once. Of few tiles over long sequences
-  // several threads share each one; of short ones tiles are smaller where there would be too few.
-  const int64_t per_kv = s.heads / s.kv_heads, wanted = 4 * threads();
+  // A tile is (row, head) pairs of one key/value head, which read its keys and values once; fewer where there would be too few
+  // tiles. Over long sequences threads share the tiles of a step of few rows.
+  const int64_t per_kv = s.heads / s.kv_heads, wanted = 3 * threads();
   int64_t scores = 0, slots = 0;
   for (int64_t b = 0; b < s.batch; ++b) {
     scores += counts_[b] * s.heads * score_stride(s.length[b] + s.n);
     if (counts_[b]) slots = std::max<int64_t>(slots, s.length[b]);
   }
-  cut_ = threads() > 1 && slots >= kCutSlots && vectors < wanted * kWholeQueries && scores <= kCutScores;
+  cut_ = threads() > 1 && slots >= kCutSlots && vectors / 6 < wanted && scores <= kCutScores;
   int64_t size = cut_ ? kMostQueries : vectors > 2 * threads() ? 2 : 1;
-  for (const int64_t larger : {int64_t{4}, int64_t{12}, kWholeQueries})
+  for (const int64_t larger : kTileQueries)
     if (!cut_ && vectors / larger >= wanted) size = larger;
   int64_t most = 0;
   scores = 0;
