@@ -1,13 +1,14 @@
 """Claim: files of real shapes with random weights are enough to measure loading, memory, tok/s and v(n).
 
-Writes Llama-2-7B-shaped Q4_0 (3.8 GB, output matrix Q6_K as in the files people have) and llama-160m-shaped F16
-(0.32 GB) models: random codes under sane scales, tensor by tensor, and one SentencePiece vocabulary of 32,000 tokens.
-The text they write means nothing.
+Writes models of three shapes: Llama-2-7B in Q4_0 (3.8 GB, output matrix Q6_K as in the files people have), llama-160m
+in F16 (0.32 GB), and SmallThinker-4B-A0.6B in Q4_0 (2.3 GB, 32 experts, 4 of a token). They have random codes under
+sane scales, made tensor by tensor, and a SentencePiece vocabulary. The text they write means nothing, and a random
+router chooses experts by chance.
 
 Expected: a few hundred MB of memory at most.
 Run time: half a minute for the 7B file.
-Command: python experiments/make_shapes.py --folder shapes                 both files
-         python experiments/make_shapes.py --folder shapes --only 160m
+Command: python experiments/make_shapes.py --folder shapes                 all files
+         python experiments/make_shapes.py --folder shapes --only smallthinker-4b
          python experiments/make_shapes.py --folder shapes --scale 16      1/16 of every width and depth, for tests
 """
 
@@ -21,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType as GGML
 
-from specsparse.engine.config import ModelConfig
+from specsparse.engine.config import ROUTER, ModelConfig
 from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.testing import random_quantised, tiny_config
 from specsparse.testing.tiny import metadata_of
@@ -38,8 +39,9 @@ class Shape:
         name: of the file.
         kind: GGUF type of the matrices.
         output: type of the output matrix.
-        layers, width, heads, ff, context: the model's.
+        layers, width, heads, ff, context: the model's; with experts, ff is the width of one.
         norm_eps: of its norms.
+        architecture, rope_base, kv_heads, head_dim, tied, experts, chosen: if they are not those of a plain Llama.
     """
 
     name: str
@@ -52,6 +54,13 @@ class Shape:
     context: int
     norm_eps: float
     vocab: int = 32000
+    architecture: str = "llama"
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    tied: bool = False
+    experts: int = 0
+    chosen: int = 0
+    rope_base: float = 10000.0
 
     def scaled(self, scale: int) -> "Shape":
         """The shape at 1/scale of each dimension; widths are multiples of 256, as every block needs, heads 64 wide."""
@@ -67,6 +76,8 @@ class Shape:
             layers=max(2, self.layers // scale),
             width=width,
             heads=width // 64,
+            kv_heads=None,
+            head_dim=None,
             ff=at_most(self.ff, 256),
             context=max(512, self.context // scale),
             vocab=max(512, self.vocab // scale),
@@ -75,14 +86,27 @@ class Shape:
     def config(self) -> ModelConfig:
         """As the engine will read it."""
         return tiny_config(
-            n_layers=self.layers, d_model=self.width, n_heads=self.heads, n_kv_heads=self.heads, d_ff=self.ff,
-            vocab_size=self.vocab, context_length=self.context, norm_eps=self.norm_eps,
+            architecture=self.architecture, n_layers=self.layers, d_model=self.width, n_heads=self.heads,
+            n_kv_heads=self.kv_heads or self.heads, head_dim=self.head_dim, d_ff=self.ff, vocab_size=self.vocab,
+            context_length=self.context, norm_eps=self.norm_eps, tied=self.tied, n_experts=self.experts,
+            n_chosen=self.chosen, gating="sigmoid" if self.experts else "softmax", rope_base=self.rope_base,
         )  # fmt: skip
 
 
 SHAPES = {
     "7b": Shape("llama-2-7b-shape", "Q4_0", "Q6_K", 32, 4096, 32, 11008, 4096, 1e-5),
     "160m": Shape("llama-160m-shape", "F16", "F16", 12, 768, 12, 3072, 2048, 1e-6),
+    "smallthinker-4b": Shape(
+        "smallthinker-4b-a0.6b-shape", "Q4_0", "Q4_0", 32, 1536, 12, 768, 32768, 1e-6,
+        vocab=151936,
+        architecture="smallthinker",
+        rope_base=1.5e6,
+        kv_heads=2,
+        head_dim=128,
+        tied=True,
+        experts=32,
+        chosen=4,
+    ),
 }
 
 
@@ -91,7 +115,7 @@ def write(shape: Shape, path: Path, *, seed: int = 0) -> int:
     config, tensors = shape.config(), []
     for index, (name, dims) in enumerate(config.tensor_shapes()):
         matrix = shape.output if name == "output.weight" else shape.kind
-        kind = GGML[matrix if len(dims) == 2 else "F32"]
+        kind = GGML["F32" if len(dims) == 1 or f".{ROUTER}." in name else matrix]
         tensors.append(NewTensor(name, kind, dims, partial(_values, dims, kind, seed=seed * 100_003 + index)))
     keys = metadata_of(config) | {"general.name": f"{shape.name} (random weights)"}
     return write_gguf(path, keys, tensors).stat().st_size
@@ -101,20 +125,21 @@ def _values(dims: tuple[int, ...], kind: GGML, *, seed: int) -> np.ndarray:
     """Rows of deviation 1/sqrt(inputs), so that activations stay near one; norms are one."""
     if len(dims) == 1:
         return np.ones(dims, np.float32)
-    rows, cols = dims
+    rows, cols = math.prod(dims[:-1]), dims[-1]
     each = max(1, CHUNK // cols)
-    return np.concatenate([
+    flat = np.concatenate([
         random_quantised(
             kind, min(each, rows - start), cols, seed * 1009 + start, std=1 / math.sqrt(cols), edges=False
         )
         for start in range(0, rows, each)
     ])  # fmt: skip
+    return flat.reshape(*dims[:-1], -1)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="write GGUF files of real shapes with random weights")
     parser.add_argument("--folder", type=Path, required=True, help="where to; made if it is not there")
-    parser.add_argument("--only", choices=SHAPES, help="one of the two")
+    parser.add_argument("--only", choices=SHAPES, help="one of them")
     parser.add_argument("--scale", type=int, default=1, help="1/scale of every dimension, for tests (1)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

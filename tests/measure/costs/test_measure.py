@@ -215,19 +215,21 @@ def script():
 @pytest.mark.skipif(not (ROOT / "experiments").is_dir(), reason="a checkout is needed")
 def test_made_shapes_load_and_run(script, tmp_path):
     shapes = script("make_shapes")
-    sizes = set()
-    for shape in shapes.SHAPES.values():
+    sizes = {}
+    for name, shape in shapes.SHAPES.items():
         small = shape.scaled(16)
         path = tmp_path / f"{small.name}.gguf"
         assert shapes.write(small, path) == path.stat().st_size
         f = open_gguf(path)
         assert {t.type.name for t in f.tensors.values()} == {"F32", shape.kind, shape.output}
         model = specsparse.load(path)
-        sizes.add(model.config.vocab_size)
+        sizes[name] = model.config.vocab_size
         assert len(specsparse.generate(model, "hello world", max_tokens=3, ignore_eos=True).token_ids) == 3
-    assert len(sizes) == 1  # target and draft share a vocabulary
+    assert sizes["7b"] == sizes["160m"]  # target and draft share a vocabulary
     full = shapes.SHAPES["7b"].config()
     assert (full.n_layers, full.d_model, full.d_ff, full.vocab_size) == (32, 4096, 11008, 32000)
+    full = shapes.SHAPES["smallthinker-4b"].config()
+    assert (full.n_layers, full.d_model, full.head_dim, full.n_experts, full.n_chosen) == (32, 1536, 128, 32, 4)
 
 
 @pytest.mark.skipif(not (ROOT / "experiments").is_dir(), reason="a checkout is needed")
