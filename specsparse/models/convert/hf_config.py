@@ -377,7 +377,7 @@ def _yarn(rope: HfRope) -> GgufRope:
             note=f"llama.cpp reads no beta_fast={fast:g}, beta_slow={slow:g} in {rope.architecture} files and runs 32 "
             "and 1; specsparse runs what the file says",
         )
-    what = f"beta_fast={fast:g}, beta_slow={slow:g}" if truncate == rounds else f"truncate={truncate}"
+    what = f"beta_fast={fast:g}, beta_slow={slow:g}" if truncate == rounds else f"truncate={str(truncate).lower()}"
     raise UserError(
         f"{rope.table.where}: rope scaling 'yarn' with {what} has no place in a {rope.architecture} GGUF file"
     )
