@@ -196,7 +196,7 @@ def test_a_stand_in_in_a_sweep_has_a_folder_of_its_name(place, monkeypatch, caps
     monkeypatch.setattr(catalogue, "obtain", lambda *args: (asked.append(args), obtain(*args)))
     done = RunResult({}, None, objective=0.0)
     monkeypatch.setattr(run, "_run", lambda checked, directory: went.append((checked.cfg.name, directory)) or done)
-    monkeypatch.setattr(sweeps, "ended", lambda *_: True)
+    monkeypatch.setattr(sweeps.Sweep, "_ended", lambda *_: True)
     monkeypatch.setattr(sweeps, "show", lambda *_: None)
     monkeypatch.setattr(sweeps, "records", lambda directory: [directory])
     assert run.main(["-m", *TINY, "policy.gamma=9,10"]) == 0
