@@ -34,7 +34,7 @@ from tests.speculative import rolled_back
 from tests.tolerances import HEAD_NMSE, nmse
 
 DATA = Path(__file__).parents[1] / "data"
-ORACLE, TARGET = DATA / "dflash", DATA / "eagle3" / "target.gguf"
+ORACLE = DATA / "dflash"
 C = 64
 
 
@@ -42,21 +42,6 @@ C = 64
 def io():
     with np.load(ORACLE / "io.npz") as arrays:
         return dict(arrays)
-
-
-@pytest.fixture(scope="module")
-def target():
-    loaded = specsparse.load(TARGET, kv_dtype="f32")
-    loaded.params_for(C)  # kept by the model: not to be made first inside a trace
-    return loaded
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    path = write_tiny_gguf(tmp_path_factory.mktemp("m") / "m.gguf", quant="F32", vocab_size=300, context_length=C)
-    loaded = specsparse.load(path, kv_dtype="f32")
-    loaded.params_for(C)
-    return loaded
 
 
 def bound(model, file, **options):

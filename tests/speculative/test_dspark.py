@@ -26,7 +26,6 @@ from specsparse.speculative.drafters.sources import FedRows
 from specsparse.speculative.policies import get_policy
 from specsparse.speculative.policies.base import ActivePolicy, DraftView
 from specsparse.speculative.trees import get_tree
-from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import draft_context, on_target, random_dflash, target_rows
 from tests.cells import cells
 from tests.speculative import rolled_back
@@ -36,21 +35,6 @@ from tests.tolerances import HEAD_NMSE, nmse
 DATA = Path(__file__).parents[1] / "data"
 ORACLE, TARGET = DATA / "dspark", DATA / "eagle3" / "target.gguf"
 C = 64
-
-
-@pytest.fixture(scope="module")
-def target():
-    loaded = specsparse.load(TARGET, kv_dtype="f32")
-    loaded.params_for(C)  # kept by the model: not to be made first inside a trace
-    return loaded
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    path = write_tiny_gguf(tmp_path_factory.mktemp("m") / "m.gguf", quant="F32", vocab_size=300, context_length=C)
-    loaded = specsparse.load(path, kv_dtype="f32")
-    loaded.params_for(C)
-    return loaded
 
 
 def bound(model, file, **options):
