@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arg = add("hf", _hf, "a checkpoint of transformers (safetensors) into a GGUF file")
     arg("source", metavar="DIR_OR_REPO", help="a folder with config.json, or owner/repo[@revision] of the Hub")
     arg("out", type=Path, metavar="OUT.gguf")
-    arg("--outtype", default="f16", metavar="TYPE", help=f"type of the matrices: {OUT_TYPES} (%(default)s)")
+    about = f"type of the matrices: {OUT_TYPES}, or mxfp4 for those of experts beside q8_0 (%(default)s)"
+    arg("--outtype", default="f16", metavar="TYPE", help=about)
     arg("--pre", metavar="NAME", help="pre-tokenizer of a byte-level BPE, if the checkpoint does not tell")
 
     for name, what, forms, default in (

@@ -89,7 +89,8 @@ def test_speculators_loads_the_folders_that_are_written(tmp_path, peer):
 @pytest.mark.slow
 def test_llama_cpp_reads_what_was_converted(tmp_path, peer):
     paths = []
-    families = {k: v for k, v in checkpoints.FAMILIES.items() if k != "mistral"}  # its window is not read
+    unread = ("mistral", "phi3")  # llama.cpp does not read their windows
+    families = {k: v for k, v in checkpoints.FAMILIES.items() if k not in unread}
     for name, form in (FORMS | families).items():
         if form.get("architectures") == ["Qwen2ForCausalLM"]:
             continue  # its biases are in the other tests
@@ -103,7 +104,8 @@ def test_llama_cpp_reads_what_was_converted(tmp_path, peer):
         convert_hf(folder, paths[-1], type_name="f32")
     found = json.loads(peer("llama_cpp", SCRIPT, json.dumps(paths), PROBE))
     for path, theirs in zip(paths, found, strict=True):
-        model = specsparse.load(path, kv_dtype="f32")
+        rounded = {"yarn": "llama.cpp"} if path.endswith("gpt-oss.gguf") else {}
+        model = specsparse.load(path, kv_dtype="f32", **rounded)
         assert model.tokenizer.encode(PROBE, add_special=True) == theirs["ids"], path
         error = nmse(model.logits(theirs["ids"][:32]), np.array(theirs["logits"]))
         print(f"{path}: NMSE {error:.1e}")
