@@ -82,6 +82,10 @@ class Architecture:
     rounds_yarn: bool = True
     width_scaled_layers: int = 0
 
+    def is_nth(self, layer: int, n: int) -> bool:
+        """Whether a layer, from 0, is one of "every n-th"; none is with n = 0."""
+        return n > 0 and (layer + (not self.from_first)) % n == 0
+
 
 class LayerKind(NamedTuple):
     """How a layer's attention differs from another's of the same model.

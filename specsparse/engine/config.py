@@ -142,12 +142,8 @@ class ModelConfig:
         return self.family.unrotated_every if self.window or not self.family.full_every else 0
 
     def kind(self, layer: int) -> LayerKind:
-
-        def nth(n: int) -> bool:
-            return n > 0 and (layer + (not self.family.from_first)) % n == 0
-
-        windowed = self.window > 0 and not nth(self.full_every)
-        table = nth(self._unrotated_every) or (windowed and self.local_rope is not None)
+        windowed = self.window > 0 and not self.family.is_nth(layer, self.full_every)
+        table = self.family.is_nth(layer, self._unrotated_every) or (windowed and self.local_rope is not None)
         return LayerKind(self.window if windowed else 0, int(table))
 
     @property
@@ -419,7 +415,7 @@ class _Reader:
         pattern = self.f.metadata.get(f"{self.arch}.{key}")
         if isinstance(pattern, np.ndarray):  # of each layer, whether it has a window
             given = pattern.astype(bool).tolist()
-            wanted = [not period or (i + (not family.from_first)) % period != 0 for i in range(len(given))]
+            wanted = [not family.is_nth(i, period) for i in range(len(given))]
             which = f"all layers but every {period}th" if period else "all layers"
             self.need(key, given, given == wanted, f"only a window on {which} is supported")
         elif pattern is not None or period:

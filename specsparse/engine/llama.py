@@ -51,6 +51,7 @@ class ForwardOut(NamedTuple):
         logits: f32[B, n, V], f32[B, 1, V] for "last", None for "none". Rows that do not count are 0, unless
             `Want.zeros` is false.
         hidden: f32[B, n, D], f32[B, n, len(ids) * D] for ids of layers, or None. Rows that do not count are 0.
+            Granite's are divided by the factor of what its layers add (`residual_scale` of its files).
         stats: of a sparse FFN, or the `ChosenExperts` of rows, arrays stacked over the layers; or None.
     """
 

@@ -261,7 +261,7 @@ def footprint(params: Params, f: GGUFFile, config: ModelConfig) -> Footprint:
         return sum(w.nbytes for w in jax.tree.leaves(tree, is_leaf=_is_matrix) if _is_matrix(w))
 
     read = [layer if layer.ffn_up is None else layer._replace(sparse=None) for layer in params.layers]
-    asleep = 1 - config.share_read("_exps.")
+    asleep = 1 - config.share_read(f"{EXPERTS[0]}.weight")
     packed = nbytes(read) - round(asleep * nbytes([layer.experts for layer in read])) + params.output.nbytes
     skip = {"rope_freqs.weight"} | (set() if params.output is params.embedding else {"token_embd.weight"})
     file = sum(t.nbytes * config.share_read(n) for n, t in f.tensors.items() if n not in skip)

@@ -174,7 +174,7 @@ def encode(model: Model, text: str, *, chat: bool) -> np.ndarray:
 
 
 def own_prompts(model: Model, options: DataOptions, numbers: Sequence[int], *, limit: int) -> dict[int, np.ndarray]:
-    """The prompts that the model writes itself, by number, of at most `limit` tokens (Magpie, arXiv:2406.08464).
+    """The prompts that the model writes itself, int32[n] by number, n at most `limit` (Magpie, arXiv:2406.08464).
 
     It is given its chat template up to the user's turn, and writes the turn as it writes any text. A turn is left out
     if it does not end, holds another special token, is shorter than 8 tokens or repeats itself. Number n has noise of
@@ -199,7 +199,10 @@ def own_prompts(model: Model, options: DataOptions, numbers: Sequence[int], *, l
 
 
 def unrepeated(ids: np.ndarray, *, share: float) -> int:
-    """Tokens of the longest beginning of a text of whose 4-grams no larger share stood in it before; 0 for under 8."""
+    """Tokens of the longest beginning of a text, int[n], of whose 4-grams no larger share stood in it before.
+
+    A text of under 8 tokens has none.
+    """
     if len(ids) < _SHORTEST:
         return 0
     grams = np.lib.stride_tricks.sliding_window_view(ids, _GRAM)

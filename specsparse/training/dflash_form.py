@@ -275,10 +275,10 @@ class DSparkForm(DFlashForm):
     ) -> list[tuple[jax.Array, jax.Array]]:
         """0.1 times the divergence, 0.9 times the total variation, and the cross entropy of the confidence against the
         acceptance, which is 1 less the total variation."""
-        before_mR, found = self._before(weights, window), []
+        before_mr, found = self._before(weights, window), []
         for y_mN, h_mD in self._places(weights, frozen, embedding, window, count):
             tv_m = 0.5 * jnp.sum(jnp.abs(jax.nn.softmax(y_mN, axis=-1) - aim.p), axis=-1)
-            c_m = dspark.confidence_logits(linear, self.shape, weights.markov, before_mR, h_mD)
+            c_m = dspark.confidence_logits(linear, self.shape, weights.markov, before_mr, h_mD)
             surprise_m = jax.nn.softplus(c_m) - (1 - jax.lax.stop_gradient(tv_m)) * c_m
             found.append((y_mN, 0.1 * aim.divergence(y_mN) + 0.9 * tv_m + surprise_m))
         return found

@@ -147,7 +147,7 @@ class Trainer:
             filled = [fill([next(read) for _ in group], **size) for group in groups]
             windows = jax.tree.map(lambda *each: np.stack(each), *filled)
             columns, replay = np.arange(len(ids), dtype=np.int32), step >= replayed
-            count = min((not replay and o.candidates) or len(ids), len(ids))
+            count = len(ids) if replay else min(o.candidates or len(ids), len(ids))
             if count < len(ids):
                 column = np.minimum(np.searchsorted(ids, windows.tokens), len(ids) - 1)
                 wanted = np.unique(column[ids[column] == windows.tokens])[:count]
@@ -183,6 +183,7 @@ class Trainer:
 
         def loss(weights, window: Window):
             counted_s, sums = self._losses(weights, frozen, embedding, window, replay=replay)
+            # By all rows of a stream: how many count in a replay is known only after the last window.
             return jnp.sum(weight_s / jnp.maximum(count_s, 1.0) * sums.loss), (counted_s, sums)
 
         def add(so_far, window: Window):
@@ -311,7 +312,8 @@ def evaluator(
 def reached(right_sm: np.ndarray, depth_m: np.ndarray, begins_m: np.ndarray) -> np.ndarray:
     """float[gamma + 1]: drafts begun, and those of them whose first s tokens are right.
 
-    The draft that begins at row r has its token s in stream s at row r + s - 1. Drafts that the text's end cuts off do
+    `right` is bool[gamma, m], `depth` int[m], and `begins` bool[m], the rows at which drafts may begin. The draft that
+    begins at row r has its token s in stream s at row r + s - 1. Drafts that the text's end cuts off do
     not count, nor does the last row of a text, whose next token is not kept.
     """
     gamma, m = right_sm.shape

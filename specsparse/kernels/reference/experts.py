@@ -40,7 +40,7 @@ def experts(x_RD, chosen_Rk, weights_Rk, experts: Experts):
 
             h = combine(product(x, w.gate, w.gate_bias), product(x, w.up, w.up_bias), experts.act)
             y = weight * product(h, w.down, w.down_bias)
-            return total + jnp.where(e < 0, jnp.float32(0), y), None
+            return total + jnp.where((e < 0) | (e >= experts.count), jnp.float32(0), y), None
 
         return jax.lax.scan(add, jnp.zeros_like(x), (chosen, weights))[0]
 

@@ -470,7 +470,7 @@ def _layouts(config: HfConfig) -> Json:
     """The window of a SmallThinker, whose config says of each layer whether it has one, and whether it has RoPE."""
     family, n_layers = config.hf_class.family, config.size("num_hidden_layers")
     window, rotated = (config.get(key, list, []) for key in ("sliding_window_layout", "rope_layout"))
-    usual = [int(i % family.full_every != 0) for i in range(n_layers)]
+    usual = [int(not family.is_nth(i, family.full_every)) for i in range(n_layers)]
     if not any(window) and all(rotated):
         return {}
     if window != usual or rotated != usual:

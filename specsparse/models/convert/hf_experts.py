@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,7 +38,7 @@ def expert_sources(checkpoint: "Checkpoint", count: int) -> tuple[dict[str, Sour
             used.add(name)
     for target, names in stacks.items():
         shapes = {checkpoint.shapes[name] for name in names.values()}
-        if set(names) != set(range(count)) or len(shapes) != 1:
+        if len(names) != count or max(names) >= count or len(shapes) != 1:
             raise UserError(f"{checkpoint.folder}: {target} needs {count} experts of one shape; it has {len(names)}")
         in_order = [names[i] for i in range(count)]
         load = lambda in_order=in_order: np.stack([checkpoint.load(name) for name in in_order])  # noqa: E731
@@ -52,13 +53,18 @@ def _of_all(checkpoint: "Checkpoint", name: str, layer: str, matrix: str, form: 
         return
     if scales not in checkpoint.shapes:
         raise UserError(f"{checkpoint.folder}: has {name} and no {scales}")
+    right = len(shape) == {"": 3, "_bias": 2, "_blocks": 4}[form]
+    if right and form == "_blocks":
+        right = shape[3] == 16 and tuple(checkpoint.shapes[scales]) == tuple(shape[:3])
+    if not right:
+        raise UserError(f"{checkpoint.folder}: tensor {name} of shape {shape} is not of gpt-oss's form")
 
-    def load() -> np.ndarray:
-        """f32[E, outputs, inputs], or biases."""
+    def load(rows: slice) -> np.ndarray:
+        """f32[E, outputs, inputs] of these outputs, or f32[E, outputs] of biases."""
         if form != "_blocks":
             values = checkpoint.load(name)
-            return values if form else values.swapaxes(1, 2)
-        pairs, exponents = (checkpoint.integers(n).astype(np.uint8) for n in (name, scales))
+            return (values if form else values.swapaxes(1, 2))[:, rows]
+        pairs, exponents = (checkpoint.integers(n)[:, rows].astype(np.uint8) for n in (name, scales))
         codes = np.stack([pairs & np.uint8(15), pairs >> np.uint8(4)], axis=-1).reshape(*pairs.shape[:-1], 32)
         low, high = np.split(codes, 2, axis=-1)  # GGUF has columns j and 16 + j in a byte
         blocks = np.concatenate([exponents[..., None], low | high << np.uint8(4)], axis=-1)
@@ -72,4 +78,4 @@ def _of_all(checkpoint: "Checkpoint", name: str, layer: str, matrix: str, form: 
     parts = {"down": slice(None)} if matrix == "down" else {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
     for part, rows in parts.items():
         target = f"blk.{int(layer)}.ffn_{part}_exps.{'bias' if form == '_bias' else 'weight'}"
-        yield target, (experts, outputs // len(parts), *inputs), lambda rows=rows: load()[:, rows]
+        yield target, (experts, outputs // len(parts), *inputs), partial(load, rows)

@@ -29,10 +29,11 @@ from specsparse.speculative.base import (
     DraftKind,
     Feedback,
 )
+from specsparse.speculative.drafters.heads.feature_source import pick
 from specsparse.speculative.drafters.heads.head import Head, shipped_for
 from specsparse.speculative.drafters.lookup import PromptLookup
 from specsparse.speculative.drafters.model_drafter import ModelDrafter
-from specsparse.speculative.drafters.recycle import last_token, overwritten, shown_successors
+from specsparse.speculative.drafters.recycle import overwritten, root_token, shown_successors
 from specsparse.speculative.drafters.sources import DraftSampling, DraftWeights, FedRows, KeptRows, Source
 from specsparse.speculative.drafters.spec import DrafterSpec, HeadDrafting, Load, LoadedDrafter, PolicyOption, Vocab
 from specsparse.speculative.policies.base import Fixed, Policy
@@ -125,6 +126,8 @@ class Proposals(NamedTuple):
         cells: int32[B, D, M], what each is known by; `PAD` for none, and for what an earlier source proposes too.
         reach: float32[B, D, M], the chance that each is accepted, -1 where the cell is `PAD`.
         spine: int32[B, D], the likeliest of each level.
+
+    D counts levels and M the proposals of a level; c below counts cells.
     """
 
     tokens: jax.Array
@@ -198,9 +201,9 @@ class MixedTree(Drafter):
     def init(self, params: MixedWeights, ctx: DraftContext, *, hidden: jax.Array | None = None) -> MixedState:
         batch = ctx.length.shape[0]
         head = None if self.source is None else self.source.init(params.head, ctx, hidden)
-        none_BC = jnp.zeros((batch, len(PRIORS)), jnp.float32)
+        none_Bc = jnp.zeros((batch, len(PRIORS)), jnp.float32)
         successors = shown_successors(ctx, ranks=self.wants_top)
-        return MixedState(successors, last_token(ctx), head, none_BC, none_BC, self._nothing(batch))
+        return MixedState(successors, root_token(ctx), head, none_Bc, none_Bc, self._nothing(batch))
 
     def _nothing(self, batch: int) -> Proposals:
         none_BDM = jnp.full((batch, self.max_nodes, HEAD_RANKS + 3), PAD, jnp.int32)
@@ -210,10 +213,10 @@ class MixedTree(Drafter):
         """The likeliest nodes of all levels; consumes no noise."""
         batch, K = ctx.length.shape[0], self.max_nodes
         budget_B = jnp.clip(ctx.budget, 0, K)
-        chance_BC = (state.hits + _WEIGHT * PRIORS[None]) / (state.tries + _WEIGHT)
+        chance_Bc = (state.hits + _WEIGHT * PRIORS[None]) / (state.tries + _WEIGHT)
         start_B, match_B = LOOKUP.find(ctx.tokens, ctx.length)
         last_B3 = ctx.length[:, None] + jnp.arange(-3, 0, dtype=jnp.int32)[None]
-        tail_B3 = jnp.where(last_B3 >= 0, jnp.take_along_axis(ctx.tokens, jnp.maximum(last_B3, 0), axis=1), PAD)
+        tail_B3 = jnp.where(last_B3 >= 0, pick(ctx.tokens, last_B3), PAD)
         room_B = jnp.zeros_like(budget_B)
         if self.source is not None:
             room_B = jnp.minimum(self.source.room(params.head, state.head, ctx), self.levels)
@@ -222,13 +225,13 @@ class MixedTree(Drafter):
             """One level; `score` gives the head's logits behind the spine, and its cache."""
             # Every source's tokens in order of precedence, and the class of each.
             tokens, classes = [], []
-            copied_B1 = jnp.take_along_axis(ctx.tokens, jnp.minimum(start_B + d, ctx.tokens.shape[1] - 1)[:, None], 1)
+            copied_B1 = pick(ctx.tokens, (start_B + d)[:, None])
             copies_B = level.copies & (start_B + d < ctx.length)
             lookup_B = 2 * _CLASSES + jnp.clip(match_B + d - 2, 0, _CLASSES - 1)
             heads_B, cache = jnp.zeros_like(level.heads), level.cache
             if self.source is not None:
                 cell_B1 = _cell(lookup_B, 0, d)[:, None]
-                surely_B = jnp.where(copies_B, jnp.take_along_axis(chance_BC, cell_B1, axis=1)[:, 0], 0)
+                surely_B = jnp.where(copies_B, jnp.take_along_axis(chance_Bc, cell_B1, axis=1)[:, 0], 0)
                 gain_B = level.reach * (1 - surely_B) * _HEAD_GAIN
                 heads_B = level.heads & level.live & (d < room_B) & ctx.deeper(gain_B)
                 logits_BN, cache = score(level, heads_B)
@@ -254,7 +257,7 @@ class MixedTree(Drafter):
             agreed_BM = jnp.where((again_BMM & by_lookup_M[None, None]).any(axis=2), 2, once_BM)
             new_BM = (tokens_BM >= 0) & ~again_BMM.any(axis=1)
             cells_BM = _cell(class_BM, agreed_BM, d)
-            reach_BM = level.reach[:, None] * jnp.minimum(jnp.take_along_axis(chance_BC, cells_BM, axis=1), 0.98)
+            reach_BM = level.reach[:, None] * jnp.minimum(jnp.take_along_axis(chance_Bc, cells_BM, axis=1), 0.98)
             new_BM = new_BM & level.live[:, None]
             reach_BM = jnp.where(new_BM, reach_BM, -1)
             best_B1 = jnp.argmax(reach_BM, axis=1, keepdims=True).astype(jnp.int32)
@@ -299,7 +302,7 @@ class MixedTree(Drafter):
         if self.source is not None:
             head, cache = self.source.close(params.head, state.head, level.cache, ctx)
         draft = self._best(level.proposed, budget_B, ctx)
-        state = state._replace(root=last_token(ctx), head=head, proposed=level.proposed)
+        state = state._replace(root=root_token(ctx), head=head, proposed=level.proposed)
         return Drafted(draft, state, cache)
 
     def _read(self, weights: DraftWeights, logits_BN: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -341,16 +344,16 @@ class MixedTree(Drafter):
         along_BD = jnp.pad(along_BD[:, :-1], ((0, 0), (1, 0)), constant_values=1) > 0
         known_BD = along_BD & (jnp.arange(D, dtype=jnp.int32)[None] < said.count[:, None])
         right_BD1M = (found.tokens == token_BD[:, :, None])[:, :, None]
-        of_BDCM = (found.cells[:, :, None] == np.arange(len(PRIORS))[None, None, :, None]) & known_BD[:, :, None, None]
-        hits_BC, tries_BC = (jnp.sum(x, axis=(1, 3), dtype=jnp.float32) for x in (of_BDCM & right_BD1M, of_BDCM))
+        of_BDcM = (found.cells[:, :, None] == np.arange(len(PRIORS))[None, None, :, None]) & known_BD[:, :, None, None]
+        hits_Bc, tries_Bc = (jnp.sum(x, axis=(1, 3), dtype=jnp.float32) for x in (of_BDcM & right_BD1M, of_BDcM))
         head = state.head
         if self.source is not None:  # it reads the target's rows: which of its own would be right does not matter
             head = self.source.keep(params.head, head, ctx, feedback, KeptRows(said.accepted))
         return state._replace(
             successors=overwritten(state.successors, state.root, feedback),
             head=head,
-            hits=state.hits + hits_BC,
-            tries=state.tries + tries_BC,
+            hits=state.hits + hits_Bc,
+            tries=state.tries + tries_Bc,
         )
 
 

@@ -68,12 +68,12 @@ class Recycle(Drafter):
 
     def init(self, params: Pytree, ctx: DraftContext, *, hidden: jax.Array | None = None) -> RecycleState:
         """The successors that the prompt shows."""
-        return RecycleState(shown_successors(ctx, ranks=self.wants_top), last_token(ctx))
+        return RecycleState(shown_successors(ctx, ranks=self.wants_top), root_token(ctx))
 
     def draft(self, params: Pytree, state: RecycleState, ctx: DraftContext) -> Drafted:
         """The nodes of the template that have a known token; consumes no noise."""
         t, batch = self.template, ctx.length.shape[0]
-        row_B1, root_B = jnp.arange(batch)[:, None], last_token(ctx)
+        row_B1, root_B = jnp.arange(batch)[:, None], root_token(ctx)
         parent_K, depth_K, rank_K = map(np.array, (t.parents, t.depths, t.ranks))
         # Column 0 is the root, column 1 + i node i: a node is found behind its parent.
         tokens_Bn = jnp.full((batch, t.size + 1), PAD, jnp.int32).at[:, 0].set(root_B)
@@ -133,6 +133,6 @@ def overwritten(successors_BVR: jax.Array, root_B: jax.Array, feedback: Feedback
     return successors_BVR.at[jnp.arange(batch)[:, None], at_Bn].set(top_BnR, mode="drop")
 
 
-def last_token(ctx: DraftContext) -> jax.Array:
+def root_token(ctx: DraftContext) -> jax.Array:
     """int32[B], the last committed token."""
     return jnp.take_along_axis(ctx.tokens, jnp.maximum(ctx.length - 1, 0)[:, None], axis=1)[:, 0]

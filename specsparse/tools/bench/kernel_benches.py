@@ -529,6 +529,8 @@ class ExpertsBench(KernelBench):
     def check(self) -> None:
         if self.chosen > self.experts:
             raise UserError(f"--chosen {self.chosen}: a row chooses at most --experts {self.experts}")
+        if self.ns[0] != 1:
+            raise UserError("--widths: v(n) divides by the time of one row: begin with 1")
         if self.idle and (self.types != ("Q4_0",) or self.idle < 0.5):
             raise UserError(f"--idle {self.idle}: from 0.5 on, as half of random neurons are idle, and with Q4_0 alone")
         super().check()

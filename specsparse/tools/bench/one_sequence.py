@@ -133,7 +133,8 @@ class SequenceBench(ModelBench):
 
 
 class PassWork(NamedTuple):
-    file_bytes: float  # weights as in the file, once a forward, and the cache: the least that must be read
+    # weights as in the file, once a forward, with experts those of one row, and the cache: the least that must be read
+    file_bytes: float
     moved_bytes: float  # the same with the weights as packed
     macs: float  # of all matrices and of attention
 

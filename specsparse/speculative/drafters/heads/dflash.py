@@ -193,7 +193,9 @@ def masked_attention(
     return jnp.einsum("ginm,mgd->ngid", p, v_mGd, precision=_HIGHEST).reshape(len(q_nHd), -1)
 
 
-def sees_context(shape: BlockShape, layer: int, begin_n: jax.Array, row, context_m: jax.Array) -> jax.Array:
+def sees_context(
+    shape: BlockShape, layer: int, begin_n: jax.Array, row: jax.Array | int, context_m: jax.Array
+) -> jax.Array:
     """Whether rows see keys at positions `context`, which stand before their blocks: bool[n, m]. They are rows `row`,
     int32[n] or one number, of blocks that begin at positions `begin`."""
     window, back_nm = shape.windows[layer], begin_n[:, None] - context_m[None]

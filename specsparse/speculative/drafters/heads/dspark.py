@@ -94,49 +94,49 @@ class MarkovWeights(NamedTuple):
 
 
 def markov_step(
-    linear: Linear, shape: SparkShape, w: MarkovWeights, state_RS: jax.Array, before_RR: jax.Array, h_RD: jax.Array,
+    linear: Linear, shape: SparkShape, w: MarkovWeights, state_RS: jax.Array, before_Rr: jax.Array, h_RD: jax.Array,
     each: Each = dflash.at_once,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """b f32[R, R] of the module's formulas, and the next state, of rows of any slots.
+    """b f32[R, r] of the module's formulas, and the next state, of rows of any slots.
 
     `before` are rows of W1, `h` the block's rows after the output norm; the state f32[R, S] is 0 at the first slot, and
     only a recurrent head has one.
     """
     if w.mix is None:
-        return before_RR, state_RS
-    parts = (h_RD, before_RR) if shape.markov_head_type == "gated" else (state_RS, before_RR, h_RD)
+        return before_Rr, state_RS
+    parts = (h_RD, before_Rr) if shape.markov_head_type == "gated" else (state_RS, before_Rr, h_RD)
     (mixed,) = linear(jnp.concatenate(parts, axis=-1), (w.mix,))
 
-    def gated(mixed_R, before_R):
-        return jax.nn.sigmoid(mixed_R + w.mix_bias) * before_R
+    def gated(mixed_r, before_r):
+        return jax.nn.sigmoid(mixed_r + w.mix_bias) * before_r
 
-    def recurrent(mixed_3R, state_R):
-        f, g, o = jnp.split(mixed_3R + w.mix_bias, 3)
-        return jnp.concatenate([jnp.tanh(o), jax.nn.sigmoid(f) * state_R + (1 - jax.nn.sigmoid(f)) * jnp.tanh(g)])
+    def recurrent(mixed_3S, state_S):
+        f, g, o = jnp.split(mixed_3S + w.mix_bias, 3)
+        return jnp.concatenate([jnp.tanh(o), jax.nn.sigmoid(f) * state_S + (1 - jax.nn.sigmoid(f)) * jnp.tanh(g)])
 
     if shape.markov_head_type == "gated":
-        return each(gated, mixed, before_RR), state_RS
-    b_RR, next_RS = jnp.split(each(recurrent, mixed, state_RS), 2, axis=-1)
-    return b_RR, next_RS
+        return each(gated, mixed, before_Rr), state_RS
+    b_Rr, next_RS = jnp.split(each(recurrent, mixed, state_RS), 2, axis=-1)
+    return b_Rr, next_RS
 
 
 def markov_shapes(shape: SparkShape, vocab: int, columns: int) -> dict[str, tuple[int, ...]]:
     """Shapes by name of the tensors of both heads, of a target of `vocab` ids of which `columns` are scored."""
-    R, (name, outputs, inputs) = shape.markov_rank, shape.mix
-    shapes: dict[str, tuple[int, ...]] = {f"{W1}.weight": (vocab, R), f"{W2}.weight": (columns, R)}
+    rank, (name, outputs, inputs) = shape.markov_rank, shape.mix
+    shapes: dict[str, tuple[int, ...]] = {f"{W1}.weight": (vocab, rank), f"{W2}.weight": (columns, rank)}
     if outputs:
         shapes |= {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
     if shape.enable_confidence_head:
-        read = shape.width + (R if shape.confidence_head_with_markov else 0)
+        read = shape.width + (rank if shape.confidence_head_with_markov else 0)
         shapes |= {f"{CONFIDENCE}.weight": (1, read), f"{CONFIDENCE}.bias": (1,)}
     return shapes
 
 
 def confidence_logits(
-    linear: Linear, shape: SparkShape, w: MarkovWeights, before_RR: jax.Array, h_RD: jax.Array
+    linear: Linear, shape: SparkShape, w: MarkovWeights, before_Rr: jax.Array, h_RD: jax.Array
 ) -> jax.Array:
     """f32[R]: the confidence before its sigmoid."""
-    read = jnp.concatenate([h_RD, before_RR], axis=-1) if shape.confidence_head_with_markov else h_RD
+    read = jnp.concatenate([h_RD, before_Rr], axis=-1) if shape.confidence_head_with_markov else h_RD
     assert w.confidence_bias is not None
     (c_R1,) = linear(read, (w.confidence,))
     return c_R1[:, 0] + w.confidence_bias
@@ -177,7 +177,7 @@ class DSparkFile(DFlashFile):
         def part(name: str) -> Any:
             return self.part(name, floats=floats) if name in self.tensors else None
 
-        rows = ids if self.ids is None else np.argsort(self.ids)[np.searchsorted(np.sort(self.ids), ids)]
+        rows = ids if self.ids is None else np.argsort(self.ids)  # ids come ascending: those of a file are scored whole
         name, bias = self.shape.mix[0], part(f"{CONFIDENCE}.bias")
         markov = MarkovWeights(
             w1=part(f"{W1}.weight"),
@@ -286,13 +286,13 @@ class DSparkSource(BlockSource):
         batch, n = rows.tokens.shape
         linear = functools.partial(self.kernels.linear, n_valid=rows.n_valid)
         with jax.named_scope("dspark"):
-            before_RR = self.kernels.embed(w.w1, rows.tokens.reshape(-1))
+            before_Rr = self.kernels.embed(w.w1, rows.tokens.reshape(-1))
             h_RD, state_RS = (a.reshape(batch * n, a.shape[2]) for a in (h_BnD, state_BnS))
-            b_RR, state_RS = markov_step(linear, self.shape, w, state_RS, before_RR, h_RD, one_by_one)
-            (bias_RN,) = linear(b_RR, (w.w2,))
+            b_Rr, state_RS = markov_step(linear, self.shape, w, state_RS, before_Rr, h_RD, one_by_one)
+            (bias_RN,) = linear(b_Rr, (w.w2,))
             confidence_B = None
             if w.confidence is not None and "confidence" in ctx.needs:
-                found = confidence_logits(linear, self.shape, w, before_RR, h_RD)
+                found = confidence_logits(linear, self.shape, w, before_Rr, h_RD)
                 confidence_B = jax.nn.sigmoid(found.reshape(batch, n)[:, 0])
         return bias_RN.reshape(batch, n, -1), state_RS.reshape(batch, n, -1), confidence_B
 
