@@ -63,6 +63,7 @@ def rows(cols: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     x = rng.normal(size=(N, cols)).astype(np.float32) * np.exp2(rng.integers(-4, 4, (N, 1))).astype(np.float32)
     chosen = np.stack([rng.permutation(E - 1)[:K] for _ in range(N)]).astype(np.int32)
     chosen[3], chosen[5, 1], chosen[6, 0], x[7] = -1, -1, -1, 0
+    chosen[8, 1] = E  # no expert has this number: it adds nothing
     return x, chosen, rng.random((N, K), np.float32)
 
 
@@ -81,7 +82,7 @@ def composed(w: Experts, x, chosen, weights) -> np.ndarray:
         outs.append(np.asarray(LINEAR(h, (matrix_of(w.down, e),), n_valid=every, biases=[down])[0]))
     y = np.zeros_like(x)
     for i, row in enumerate(chosen):
-        terms = [weights[i, j] * outs[e][i] for j, e in enumerate(row) if e >= 0]
+        terms = [weights[i, j] * outs[e][i] for j, e in enumerate(row) if 0 <= e < E]
         y[i] = sum(terms[1:], start=terms[0]) if terms else 0
     return y
 
@@ -163,7 +164,7 @@ def exact(name: str) -> np.ndarray:
 
     gate, up, down = map(dense, (w.gate, w.up, w.down))
     y = np.zeros(x.shape)
-    for i, j in np.argwhere(chosen >= 0):
+    for i, j in np.argwhere((chosen >= 0) & (chosen < E)):
         e = chosen[i, j]
         g, u = np.minimum(gate[e] @ x[i] + w.gate_bias[e], 7), np.clip(up[e] @ x[i] + w.up_bias[e], -7, 7)
         y[i] += weights[i, j] * (down[e] @ (g * scipy.special.expit(1.702 * g) * (u + 1)) + w.down_bias[e])

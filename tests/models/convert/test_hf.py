@@ -485,6 +485,9 @@ def test_mxfp4_experts_keep_their_values(tmp_path):
         assert tensor.type.name == "MXFP4" and (tensor.dequantize() == wanted[1, source][:, rows]).all()
     types = {tensors[f"blk.0.{name}.weight"].type.name for name in ("attn_q", "ffn_gate_inp")}
     assert types == {"Q8_0", "F32"}
+    w["model.layers.1.mlp.experts.down_proj_scales"] = scales[:, :-1]
+    with pytest.raises(UserError, match=r"down_proj_blocks of shape .* is not of gpt-oss's form"):
+        convert_hf(checkpoints.save(tmp_path / "damaged", config, w), tmp_path / "none.gguf", type_name="mxfp4")
 
 
 EXPERTS_REFUSED = {
