@@ -18,68 +18,47 @@ Gating = Literal["softmax", "sigmoid", "chosen"]
 
 @dataclass(frozen=True)
 class Routing:
-    """How layers choose their experts.
+    """How layers choose their experts."""
 
-    Attributes:
-        gating: experts are chosen by the softmax of all logits, by the sigmoid of each, or by the logits themselves,
-            and then a softmax of the chosen ones gives the weights ("chosen"). None: a key of the file says which.
-        normalised: the weights are divided by their sum.
-        early: the router reads the residual stream that enters the layer, not the normalised input of the FFN.
-    """
-
+    # experts are chosen by the softmax of all logits, by the sigmoid of each, or by the logits themselves, and then a
+    # softmax of the chosen ones gives the weights ("chosen"). None: a key of the file says which
     gating: Gating | None = "softmax"
-    normalised: bool = True
+    normalised: bool = True  # the weights are divided by their sum
+    # the router reads the residual stream that enters the layer, not the normalised input of the FFN
     early: bool = False
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """How a family of models differs from the plain Llama. "Every n-th layer" are layers n - 1, 2 n - 1, ...
+    """How a family of models differs from the plain Llama. "Every n-th layer" are layers n - 1, 2 n - 1, ..."""
 
-    Attributes:
-        pairing: which elements RoPE turns together: neighbours ("norm") or the two halves ("neox").
-        biases: projections that must have a bias; any other may, unless `post_norms` follow it.
-        activation: of the FFN in a dense file.
-        sparse_activation: of the FFN in a PowerInfer file.
-        routing: of models with experts; None: the FFN is dense.
-        qk_norm: an RMS norm of queries and keys before RoPE, over each "head" or over the "whole" row; "": none.
-        sinks: each head has a learned logit beside its scores that only takes weight from them.
-        ffn_norm: GGUF name of the norm before the FFN.
-        fused: matrices of a layer whose rows a file has in one tensor, by its name.
-        pre_norms: an RMS norm before attention and FFN.
-        post_norms: an RMS norm over the outputs of attention and FFN, before they are added to the residual stream.
-        multipliers: a file may scale embeddings, scores, what layers add to the residual stream, and logits.
-        scaled_embedding: embeddings are multiplied by sqrt(D).
-        window: whether a file says how many tokens a layer sees ("never", "may", "must").
-        only_window: the one window that files may have, if llama.cpp takes no other; 0: any.
-        full_every: with a window, every n-th layer sees all tokens; 0: no layer does.
-        from_first: "every n-th layer" are layers 0, n, 2 n, ... of this family.
-        local_rope_base: theta of the layers with a window if a file does not say it; None: that of all layers.
-        unrotated_every: every n-th layer has no RoPE, with `full_every` only in a file with a window; 0: all have it.
-        rounds_yarn: YaRN's ramp begins and ends at whole pairs, as in llama.cpp.
-        width_scaled_layers: number of layers of the one size whose queries are divided by sqrt(D / H), not sqrt(d).
-    """
-
-    pairing: Pairing
-    biases: tuple[str, ...] = ()
-    activation: str = "silu"
-    sparse_activation: str = "relu"
-    routing: Routing | None = None
+    pairing: Pairing  # which elements RoPE turns together: neighbours ("norm") or the two halves ("neox")
+    biases: tuple[str, ...] = ()  # projections that must have a bias; any other may, unless `post_norms` follow it
+    activation: str = "silu"  # of the FFN in a dense file
+    sparse_activation: str = "relu"  # of the FFN in a PowerInfer file
+    routing: Routing | None = None  # of models with experts; None: the FFN is dense
+    # an RMS norm of queries and keys before RoPE, over each "head" or over the "whole" row; "": none
     qk_norm: Literal["", "head", "whole"] = ""
-    sinks: bool = False
-    ffn_norm: str = "ffn_norm"
+    sinks: bool = False  # each head has a learned logit beside its scores that only takes weight from them
+    ffn_norm: str = "ffn_norm"  # GGUF name of the norm before the FFN
+    # matrices of a layer whose rows a file has in one tensor, by its name
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
-    pre_norms: bool = True
+    pre_norms: bool = True  # an RMS norm before attention and FFN
+    # an RMS norm over the outputs of attention and FFN, before they are added to the residual stream
     post_norms: bool = False
-    multipliers: bool = False
-    scaled_embedding: bool = False
+    multipliers: bool = False  # a file may scale embeddings, scores, what layers add to the residual stream, and logits
+    scaled_embedding: bool = False  # embeddings are multiplied by sqrt(D)
+    # whether a file says how many tokens a layer sees ("never", "may", "must")
     window: Literal["never", "may", "must"] = "never"
-    only_window: int = 0
-    full_every: int = 0
-    from_first: bool = False
+    only_window: int = 0  # the one window that files may have, if llama.cpp takes no other; 0: any
+    full_every: int = 0  # with a window, every n-th layer sees all tokens; 0: no layer does
+    from_first: bool = False  # "every n-th layer" are layers 0, n, 2 n, ... of this family
+    # theta of the layers with a window if a file does not say it; None: that of all layers
     local_rope_base: float | None = None
+    # every n-th layer has no RoPE, with `full_every` only in a file with a window; 0: all have it
     unrotated_every: int = 0
-    rounds_yarn: bool = True
+    rounds_yarn: bool = True  # YaRN's ramp begins and ends at whole pairs, as in llama.cpp
+    # number of layers of the one size whose queries are divided by sqrt(D / H), not sqrt(d)
     width_scaled_layers: int = 0
 
     def is_nth(self, layer: int, n: int) -> bool:
@@ -88,15 +67,10 @@ class Architecture:
 
 
 class LayerKind(NamedTuple):
-    """How a layer's attention differs from another's of the same model.
+    """How a layer's attention differs from another's of the same model."""
 
-    Attributes:
-        window: tokens that a row sees, itself among them; 0: all before it.
-        table: index in `ModelConfig.ropes` of the rotation of queries and keys.
-    """
-
-    window: int = 0
-    table: int = 0
+    window: int = 0  # tokens that a row sees, itself among them; 0: all before it
+    table: int = 0  # index in `ModelConfig.ropes` of the rotation of queries and keys
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {

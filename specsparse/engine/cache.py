@@ -17,17 +17,12 @@ LANES = 16
 
 
 class KVCache(NamedTuple):
-    """Keys and values of B sequences. Slots at and beyond `length` hold nothing that counts.
+    """Keys and values of B sequences. Slots at and beyond `length` hold nothing that counts."""
 
-    Attributes:
-        k: L arrays [B, G, C/16, d, 16]; position s is lane s % 16 of block s // 16.
-        v: L arrays [B, G, C, d]; of q8_0 codes and scales, see `specsparse.kernels.reference.q8_cache`.
-        length: int32[B], committed tokens of each sequence.
-    """
-
-    k: tuple[jax.Array, ...]
+    k: tuple[jax.Array, ...]  # L arrays [B, G, C/16, d, 16]; position s is lane s % 16 of block s // 16
+    # L arrays [B, G, C, d]; of q8_0 codes and scales, see `specsparse.kernels.reference.q8_cache`
     v: tuple[jax.Array, ...]
-    length: jax.Array
+    length: jax.Array  # int32[B], committed tokens of each sequence
 
     @property
     def capacity(self) -> int:
@@ -87,11 +82,9 @@ def commit_path(cache: KVCache, nodes_Bm: jax.Array, count_B: jax.Array) -> KVCa
 @dataclass(frozen=True)
 class LayerWindows:
     """How much of a cache the layers of a model read. All counts are means over the layers, in tokens of one sequence.
-
-    Attributes:
-        shares: (window, share of the layers that have it); a window of 0 has no end. The shares add up to 1.
     """
 
+    # (window, share of the layers that have it); a window of 0 has no end. The shares add up to 1
     shares: tuple[tuple[int, float], ...] = ((0, 1.0),)
 
     @staticmethod

@@ -79,29 +79,11 @@ def parse_activation(name: object, *, where: str = "activation") -> tuple[Act, A
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The static facts of a model. Invariants: head counts divide, head_dim is even, every size is at least 1.
+    """The static facts of a model. Invariants: head counts divide, head_dim is even, every size is at least 1."""
 
-    Attributes:
-        architecture: a name of `engine.architectures.ARCHITECTURES`.
-        n_layers, d_model, n_heads, n_kv_heads, head_dim, d_ff, vocab_size: L, D, H, G, d, F, V of docs/notation.md;
-            with experts, F is the width of one.
-        context_length: positions the model may use.
-        norm_eps: epsilon of every RMSNorm.
-        tied_output: whether the output matrix is the embedding.
-        biases: projections (`projections`) with a bias, the same in every layer.
-        activation: of the FFN, as `parse_activation` takes it.
-        gated: whether the FFN has a gate; else the activation is of `ffn_up`.
-        predictor_ranks: rank of each layer's predictor in a PowerInfer file, whose down matrix is stored transposed;
-            () for a dense file.
-        window: tokens that a layer with a window sees, the row itself among them; 0: all layers see all.
-        full_every: with a window, every n-th layer sees all tokens; 0: no layer does.
-        local_rope: the rotary embedding of the layers with a window; None: `rope`.
-        embedding_multiplier, logit_multiplier: factors of embeddings and logits.
-        n_experts, n_chosen: E and k, experts of a layer and of a row; 0: the FFN is dense.
-        gating: of the experts, as `Routing` has it.
-    """
-
-    architecture: str
+    architecture: str  # a name of `engine.architectures.ARCHITECTURES`
+    # n_layers, d_model, n_heads, n_kv_heads, head_dim, d_ff, vocab_size: L, D, H, G, d, F, V of docs/notation.md; with
+    # experts, F is the width of one
     n_layers: int
     d_model: int
     n_heads: int
@@ -109,22 +91,25 @@ class ModelConfig:
     head_dim: int
     d_ff: int
     vocab_size: int
-    context_length: int
-    norm_eps: float
+    context_length: int  # positions the model may use
+    norm_eps: float  # epsilon of every RMSNorm
     rope: RopeConfig
-    tied_output: bool = False
-    biases: tuple[str, ...] = ()
-    activation: str = "silu"
-    gated: bool = True
+    tied_output: bool = False  # whether the output matrix is the embedding
+    biases: tuple[str, ...] = ()  # projections (`projections`) with a bias, the same in every layer
+    activation: str = "silu"  # of the FFN, as `parse_activation` takes it
+    gated: bool = True  # whether the FFN has a gate; else the activation is of `ffn_up`
+    # rank of each layer's predictor in a PowerInfer file, whose down matrix is stored transposed; () for a dense file
     predictor_ranks: tuple[int, ...] = ()
-    window: int = 0
-    full_every: int = 0
-    local_rope: RopeConfig | None = None
+    window: int = 0  # tokens that a layer with a window sees, the row itself among them; 0: all layers see all
+    full_every: int = 0  # with a window, every n-th layer sees all tokens; 0: no layer does
+    local_rope: RopeConfig | None = None  # the rotary embedding of the layers with a window; None: `rope`
+    # embedding_multiplier, logit_multiplier: factors of embeddings and logits
     embedding_multiplier: float = 1.0
     logit_multiplier: float = 1.0
+    # n_experts, n_chosen: E and k, experts of a layer and of a row; 0: the FFN is dense
     n_experts: int = 0
     n_chosen: int = 0
-    gating: Gating = "softmax"
+    gating: Gating = "softmax"  # of the experts, as `Routing` has it
 
     @property
     def family(self) -> Architecture:

@@ -15,15 +15,10 @@ _LEAST_SUM = 2.0**-14  # weights are divided by their sum or by this, float16's 
 
 
 class ChosenExperts(NamedTuple):
-    """The experts of rows, best first, as llama.cpp orders its steps; ties go to the lower index.
+    """The experts of rows, best first, as llama.cpp orders its steps; ties go to the lower index."""
 
-    Attributes:
-        experts: int32[R, k]; -1 in rows that do not count.
-        weights: f32[R, k].
-    """
-
-    experts: jax.Array
-    weights: jax.Array
+    experts: jax.Array  # int32[R, k]; -1 in rows that do not count
+    weights: jax.Array  # f32[R, k]
 
 
 def choose(logits_E, config: ModelConfig) -> ChosenExperts:

@@ -34,20 +34,13 @@ class Finish(enum.IntEnum):
 
 
 class Job(NamedTuple):
-    """The constants of a batch that is decoded.
-
-    Attributes:
-        stop_ids: int32[B, s], token ids that end a sequence, -1 for none.
-        limit: int32[B], length at which a sequence ends.
-        seed: uint32[B, 2], see `engine.noise`.
-        sample: int32[B], index among the samples that share a seed.
-    """
+    """The constants of a batch that is decoded."""
 
     sampling: SamplingArrays
-    stop_ids: AnyArray
-    limit: AnyArray
-    seed: AnyArray
-    sample: AnyArray
+    stop_ids: AnyArray  # int32[B, s], token ids that end a sequence, -1 for none
+    limit: AnyArray  # int32[B], length at which a sequence ends
+    seed: AnyArray  # uint32[B, 2], see `engine.noise`
+    sample: AnyArray  # int32[B], index among the samples that share a seed
 
 
 _TOTALS = ("rounds", "drafts", "drafted", "tested", "accepted", "emitted")
@@ -58,14 +51,10 @@ class LoopCounters(NamedTuple):
 
     The columns are attributes: `rounds`, `drafts`, `drafted`, `tested`, `accepted`, `emitted`, `accepted_at`, `alpha`
     and `alpha_var`, as in `runtime.metrics.Counters`. Axes before [B], such as rounds, stay.
-
-    Attributes:
-        totals: int32[B, 6 + K]; `accepted_at` are the last K.
-        alphas: float32[B, 2].
     """
 
-    totals: jax.Array
-    alphas: jax.Array
+    totals: jax.Array  # int32[B, 6 + K]; `accepted_at` are the last K
+    alphas: jax.Array  # float32[B, 2]
 
     def __getattr__(self, name: str) -> jax.Array:
         if name in _TOTALS:
@@ -86,28 +75,18 @@ class LoopCounters(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-    """A batch in the middle of decoding. Invariant: the cache holds `length - 1` tokens; the next input is the last.
+    """A batch in the middle of decoding. Invariant: the cache holds `length - 1` tokens; the next input is the last."""
 
-    Attributes:
-        tokens: int32[B, C], prompt and output; anything beyond `length`.
-        length: int32[B].
-        finish: int32[B], `Finish`.
-        history: what penalties and the like remember, or None.
-        scores: log probabilities by position ([B, C] and [B, C, k]), or None.
-        drafter: the drafter's state, or None.
-        policy: the draft-length policy's state, or None.
-        token_sources: int16[B, C], the source of each token (`speculative.token_sources`), or None for plain decoding.
-    """
-
-    tokens: jax.Array
-    length: jax.Array
-    finish: jax.Array
+    tokens: jax.Array  # int32[B, C], prompt and output; anything beyond `length`
+    length: jax.Array  # int32[B]
+    finish: jax.Array  # int32[B], `Finish`
     cache: KVCache
     counters: LoopCounters
-    history: History | None = None
-    scores: Logprobs | None = None
-    drafter: Pytree = None
-    policy: Pytree = None
+    history: History | None = None  # what penalties and the like remember, or None
+    scores: Logprobs | None = None  # log probabilities by position ([B, C] and [B, C, k]), or None
+    drafter: Pytree = None  # the drafter's state, or None
+    policy: Pytree = None  # the draft-length policy's state, or None
+    # int16[B, C], the source of each token (`speculative.token_sources`), or None for plain decoding
     token_sources: jax.Array | None = None
 
 

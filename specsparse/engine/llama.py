@@ -27,21 +27,15 @@ WhichLogits = Literal["all", "last", "none"]
 
 @dataclass(frozen=True)
 class Want:
-    """The results that a forward pass is asked for. Static under jit.
+    """The results that a forward pass is asked for. Static under jit."""
 
-    Attributes:
-        logits: of "all" rows, of the "last" valid row of each sequence, or "none".
-        hidden: also hidden rows: True for those before the output norm, or ids of layers for the rows (the residual
-            stream, not normalised) that enter these layers, side by side; the number of layers is the id of the rows
-            before the output norm.
-        layers: the layers to run, or None for all; a layer-skip draft names a part.
-        zeros: whether logits of rows that do not count are 0; they need not be written if nobody reads them.
-    """
-
-    logits: WhichLogits = "all"
+    logits: WhichLogits = "all"  # of "all" rows, of the "last" valid row of each sequence, or "none"
+    # also hidden rows: True for those before the output norm, or ids of layers for the rows (the residual stream, not
+    # normalised) that enter these layers, side by side; the number of layers is the id of the rows before the output
+    # norm
     hidden: bool | tuple[int, ...] = False
-    layers: tuple[int, ...] | None = None
-    zeros: bool = True
+    layers: tuple[int, ...] | None = None  # the layers to run, or None for all; a layer-skip draft names a part
+    zeros: bool = True  # whether logits of rows that do not count are 0; they need not be written if nobody reads them
 
 
 class ForwardOut(NamedTuple):
@@ -50,24 +44,19 @@ class ForwardOut(NamedTuple):
     Attributes:
         logits: f32[B, n, V], f32[B, 1, V] for "last", None for "none". Rows that do not count are 0, unless
             `Want.zeros` is false.
-        hidden: f32[B, n, D], f32[B, n, len(ids) * D] for ids of layers, or None. Rows that do not count are 0.
-            Granite's are divided by the factor of what its layers add (`residual_scale` of its files).
-        stats: of a sparse FFN, or the `ChosenExperts` of rows, arrays stacked over the layers; or None.
     """
 
     logits: Any  # not `jax.Array | None`: callers know by their own `Want` which one it is
+    # f32[B, n, D], f32[B, n, len(ids) * D] for ids of layers, or None. Rows that do not count are 0. Granite's are
+    # divided by the factor of what its layers add (`residual_scale` of its files)
     hidden: Any = None
-    stats: Pytree = None
+    stats: Pytree = None  # of a sparse FFN, or the `ChosenExperts` of rows, arrays stacked over the layers; or None
 
 
 class ChosenNeurons(abc.ABC):
-    """An injected FFN whose neurons a predictor chooses, and which native kernels can compute in their one call.
+    """An injected FFN whose neurons a predictor chooses, and which native kernels can compute in their one call."""
 
-    Attributes:
-        acts: of gate and up (of up and None without a gate), as `sparse_ffn` takes them.
-    """
-
-    acts: tuple
+    acts: tuple  # of gate and up (of up and None without a gate), as `sparse_ffn` takes them
 
     @abc.abstractmethod
     def __call__(self, layer: Layer, x_RD, n_valid_B) -> tuple[jax.Array, SparseStats]:

@@ -70,20 +70,15 @@ def make_mesh(wanted: int | Mesh) -> Mesh:
 
 @dataclass(frozen=True)
 class Split:
-    """Sizes of a model over all devices, filled up to a multiple of their number.
-
-    Attributes:
-        kv_heads, d_ff, vocab_size: at least the model's own.
-        heads_dim: elements of the queries of all heads.
-        kv_dim: of all keys.
-    """
+    """Sizes of a model over all devices, filled up to a multiple of their number."""
 
     ways: int
+    # kv_heads, d_ff, vocab_size: at least the model's own
     kv_heads: int
     d_ff: int
     vocab_size: int
-    heads_dim: int
-    kv_dim: int
+    heads_dim: int  # elements of the queries of all heads
+    kv_dim: int  # of all keys
 
     @staticmethod
     def from_gguf(f: GGUFFile, config: ModelConfig, ways: int, *, floats: bool) -> "Split":

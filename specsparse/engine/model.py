@@ -35,18 +35,15 @@ Program = TypeVar("Program")
 
 @dataclass(eq=False)
 class Programs:
-    """Programs and other things of one model, made when they are first needed, and kept.
+    """Programs and other things of one model, made when they are first needed, and kept."""
 
-    Attributes:
-        compiled: programs, by what they close over and the shapes of their arguments.
-        drafters: drafters built on the model, by spec, so that a draft model is loaded once.
-        tables: rotary tables, by the capacity of the cache.
-        widths: the models on the same weights, by the width of their steps.
-    """
-
+    # programs, by what they close over and the shapes of their arguments
     compiled: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    # drafters built on the model, by spec, so that a draft model is loaded once
     drafters: dict = field(default_factory=dict)
+    # rotary tables, by the capacity of the cache
     tables: dict[int, tuple[jax.Array, jax.Array]] = field(default_factory=dict)
+    # the models on the same weights, by the width of their steps
     widths: dict[int, "Model"] = field(default_factory=dict)
 
     def once(self, key: tuple[Any, ...], make: Callable[[], Program]) -> Program:
@@ -62,42 +59,26 @@ class Model:
 
     `forward` and `kernels` are static facts of every program, so `dataclasses.replace` makes a model with new
     `Programs`.
-
-    Attributes:
-        params: the packed weights; the rotary tables are those of `params_for`.
-        forward: the forward function (see `engine.llama.ForwardFn`).
-        kv_dtype: "f32", "f16", "bf16" or "q8_0".
-        footprint: bytes of weights that one decoding step reads.
-        ffn: "dense", "powerinfer", "oracle" or "predicted".
-        rule: the options of this FFN, such as a threshold or a predictor; "" for a dense one.
-        devices: where it lies.
-        load_s: seconds that loading took.
-        rope_factors: f32[d/2] or None.
-        width: rows of every step (`engine.fixed_width`); 0 if each runs its own.
-        storage: how matrices are kept on an accelerator and why; "" if they are packed for a CPU.
-        narrow: `forward` before it got a width that was chosen here and not asked for; else None.
-        least_slots: of every cache, see `sharing`.
-        programs: compiled for this model.
     """
 
     config: ModelConfig
     tokenizer: Tokenizer
-    params: Params
-    forward: ForwardFn
+    params: Params  # the packed weights; the rotary tables are those of `params_for`
+    forward: ForwardFn  # the forward function (see `engine.llama.ForwardFn`)
     kernels: Kernels
-    kv_dtype: str
+    kv_dtype: str  # "f32", "f16", "bf16" or "q8_0"
     path: Path
-    footprint: Footprint
-    ffn: str = "dense"
-    rule: str = ""
-    devices: Devices = field(default_factory=OneDevice)
-    load_s: float = 0.0
-    rope_factors: np.ndarray | None = None
-    width: int = 0
-    storage: str = ""
-    narrow: ForwardFn | None = None
-    least_slots: int = 0
-    programs: Programs = field(default_factory=Programs, init=False)
+    footprint: Footprint  # bytes of weights that one decoding step reads
+    ffn: str = "dense"  # "dense", "powerinfer", "oracle" or "predicted"
+    rule: str = ""  # the options of this FFN, such as a threshold or a predictor; "" for a dense one
+    devices: Devices = field(default_factory=OneDevice)  # where it lies
+    load_s: float = 0.0  # seconds that loading took
+    rope_factors: np.ndarray | None = None  # f32[d/2] or None
+    width: int = 0  # rows of every step (`engine.fixed_width`); 0 if each runs its own
+    storage: str = ""  # how matrices are kept on an accelerator and why; "" if they are packed for a CPU
+    narrow: ForwardFn | None = None  # `forward` before it got a width that was chosen here and not asked for; else None
+    least_slots: int = 0  # of every cache, see `sharing`
+    programs: Programs = field(default_factory=Programs, init=False)  # compiled for this model
 
     def facts(self) -> dict[str, str]:
         """Facts that tell this model from others, a few words each."""

@@ -17,19 +17,12 @@ Out = TypeVar("Out")
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """The part of each text that one forward pass reads.
+    """The part of each text that one forward pass reads."""
 
-    Attributes:
-        start: of it in each text.
-        tokens: int32[B, rows]; 0 beyond the end of a text.
-        count: int32[B], tokens of each text among the rows.
-        last: whether no other chunk comes after it.
-    """
-
-    start: int
-    tokens: np.ndarray
-    count: np.ndarray
-    last: bool
+    start: int  # of it in each text
+    tokens: np.ndarray  # int32[B, rows]; 0 beyond the end of a text
+    count: np.ndarray  # int32[B], tokens of each text among the rows
+    last: bool  # whether no other chunk comes after it
 
     @property
     def arrays(self) -> tuple[jax.Array, jax.Array]:

@@ -15,33 +15,22 @@ SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) with the scalings of llama.cpp.
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) with the scalings of llama.cpp."""
 
-    Attributes:
-        base: theta; pair i of position p turns by p * base ** (-2 i / dim).
-        dim: elements of a head that turn, even.
-        pairing: "norm" turns (2i, 2i+1), "neox" (i, i + dim/2).
-        scaling: "linear" divides positions by `factor`; "yarn" does so for slow pairs only (Peng et al. 2023,
-            arXiv:2309.00071).
-        factor: how far the context was stretched, 1 for "none".
-        original_context: trained positions, for YaRN.
-        attn_factor: multiplies cos and sin, beside YaRN's own magnitude.
-        beta_fast, beta_slow: turns over the original context between which YaRN mixes.
-        freq_factors: whether a `rope_freqs.weight` tensor divides the angle of each pair (Llama 3.1).
-        rounds_yarn: whether YaRN's ramp begins and ends at whole pairs, as in llama.cpp for every model. gpt-oss was
-            trained without (`truncate` of its config).
-    """
-
-    base: float
-    dim: int
-    pairing: Pairing
+    base: float  # theta; pair i of position p turns by p * base ** (-2 i / dim)
+    dim: int  # elements of a head that turn, even
+    pairing: Pairing  # "norm" turns (2i, 2i+1), "neox" (i, i + dim/2)
+    # "linear" divides positions by `factor`; "yarn" does so for slow pairs only (Peng et al. 2023, arXiv:2309.00071)
     scaling: Scaling = "none"
-    factor: float = 1.0
-    original_context: int = 0
-    attn_factor: float = 1.0
+    factor: float = 1.0  # how far the context was stretched, 1 for "none"
+    original_context: int = 0  # trained positions, for YaRN
+    attn_factor: float = 1.0  # multiplies cos and sin, beside YaRN's own magnitude
+    # beta_fast, beta_slow: turns over the original context between which YaRN mixes
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    freq_factors: bool = False
+    freq_factors: bool = False  # whether a `rope_freqs.weight` tensor divides the angle of each pair (Llama 3.1)
+    # whether YaRN's ramp begins and ends at whole pairs, as in llama.cpp for every model. gpt-oss was trained without
+    # (`truncate` of its config)
     rounds_yarn: bool = True
 
 

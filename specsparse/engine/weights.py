@@ -74,21 +74,14 @@ class Layer(NamedTuple):
 
 
 class Params(NamedTuple):
-    """All weights of a model; an argument of every jitted function, never a closure.
+    """All weights of a model; an argument of every jitted function, never a closure."""
 
-    Attributes:
-        embedding: QTensor [V, D].
-        layers: L of them.
-        output_norm: f32[D].
-        output: QTensor [V, D], the embedding itself if the two are tied.
-        cos, sin: f32[T, C, r/2] rotary tables of the cache's capacity (`engine.rope.model_tables`), set by whoever
-            makes the cache.
-    """
-
-    embedding: QTensor
-    layers: tuple[Layer, ...]
-    output_norm: jax.Array
-    output: QTensor
+    embedding: QTensor  # QTensor [V, D]
+    layers: tuple[Layer, ...]  # L of them
+    output_norm: jax.Array  # f32[D]
+    output: QTensor  # QTensor [V, D], the embedding itself if the two are tied
+    # cos, sin: f32[T, C, r/2] rotary tables of the cache's capacity (`engine.rope.model_tables`), set by whoever makes
+    # the cache
     cos: jax.Array | None = None
     sin: jax.Array | None = None
 

@@ -43,37 +43,24 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Kernels:
-    """The functions of a forward pass. All take and return float32 rows; see `reference` for the definitions.
+    """The functions of a forward pass. All take and return float32 rows; see `reference` for the definitions."""
 
-    Attributes:
-        name: "native", "reference", "xla", "packed" or "bf16".
-        linear: matrices times rows, with normalisation before and residual after.
-        add_normed: rows plus normalised rows.
-        embed: rows of a matrix by ids; see `packing.dequant.embed_rows`.
-        attend: rotary embedding, cache append and attention.
-        argmax: the lowest index of the largest value of each row.
-        sparse_ffn: an FFN in which each row computes only its own neurons; see `reference.sparse`.
-        signbit_keep: neurons predicted from sign bits.
-        experts: the sum of each row's experts; see `reference.experts`.
-        layers: all layers of a dense model in one call, equal to their composition from `linear` and `attend` bit for
-            bit. It skips the zeros of a ReLU model if it is given `SkipWeights`, computes `sparse_ffn` if it is given
-            `ChosenFfn`, and keeps the rows that enter chosen layers. None if the backend has no such call.
-        exact: whether a row's bits do not depend on the number of rows (contract C1).
-        kept: how dense models keep their matrices for these kernels (`gpu.weights.on_card`); None: as `QTensor`.
-    """
-
-    name: str
-    linear: Callable
-    add_normed: Callable
-    embed: Callable
-    attend: Callable
-    argmax: Callable
-    sparse_ffn: Callable
-    signbit_keep: Callable
+    name: str  # "native", "reference", "xla", "packed" or "bf16"
+    linear: Callable  # matrices times rows, with normalisation before and residual after
+    add_normed: Callable  # rows plus normalised rows
+    embed: Callable  # rows of a matrix by ids; see `packing.dequant.embed_rows`
+    attend: Callable  # rotary embedding, cache append and attention
+    argmax: Callable  # the lowest index of the largest value of each row
+    sparse_ffn: Callable  # an FFN in which each row computes only its own neurons; see `reference.sparse`
+    signbit_keep: Callable  # neurons predicted from sign bits
+    # all layers of a dense model in one call, equal to their composition from `linear` and `attend` bit for bit. It
+    # skips the zeros of a ReLU model if it is given `SkipWeights`, computes `sparse_ffn` if it is given `ChosenFfn`,
+    # and keeps the rows that enter chosen layers. None if the backend has no such call
     layers: Callable | None = None
     normalise: Callable = dense.normalise
-    experts: Callable = experts.experts
-    exact: bool = True
+    experts: Callable = experts.experts  # the sum of each row's experts; see `reference.experts`
+    exact: bool = True  # whether a row's bits do not depend on the number of rows (contract C1)
+    # how dense models keep their matrices for these kernels (`gpu.weights.on_card`); None: as `QTensor`
     kept: Kept | None = None
 
 

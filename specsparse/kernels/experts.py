@@ -23,25 +23,19 @@ g sigmoid(1.702 g) (u + 1); the other two are act(gate) up."""
 )
 @dataclass(frozen=True)
 class Experts:
-    """E FFNs of one shape. A matrix is a `QTensor` of one expert's shape, whose data is uint8[E, groups, bytes].
+    """E FFNs of one shape. A matrix is a `QTensor` of one expert's shape, whose data is uint8[E, groups, bytes]."""
 
-    Attributes:
-        gate, up: [F, D] each.
-        down: [D, F] each.
-        act: of `ACTS`.
-        gate_bias, up_bias: f32[E, F], or None.
-        down_bias: f32[E, D], or None.
-        skip: `SkipWeights` of each expert, one after the other; native kernels then leave idle neurons of an expert
-            out that a single row chose. None: none are left out.
-    """
-
+    # gate, up: [F, D] each
     gate: QTensor
     up: QTensor
-    down: QTensor
-    act: str
+    down: QTensor  # [D, F] each
+    act: str  # of `ACTS`
+    # gate_bias, up_bias: f32[E, F], or None
     gate_bias: jax.Array | None = None
     up_bias: jax.Array | None = None
-    down_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None  # f32[E, D], or None
+    # `SkipWeights` of each expert, one after the other; native kernels then leave idle neurons of an expert out that a
+    # single row chose. None: none are left out
     skip: SkipWeights | None = None
 
     @property

@@ -45,15 +45,10 @@ class NeuronRows(Packed):
 @partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["shape"])
 @dataclass(frozen=True)
 class SignRows:
-    """Sign bits of a gate. Invariant: data is uint8[F, 8 * ceil(D / 64)]; bits past the last column are 0.
+    """Sign bits of a gate. Invariant: data is uint8[F, 8 * ceil(D / 64)]; bits past the last column are 0."""
 
-    Attributes:
-        data: bit c % 8 of byte c / 8 of row j says whether weight c of neuron j is below 0.
-        shape: (neurons, columns) = (F, D).
-    """
-
-    data: jax.Array
-    shape: tuple[int, int]
+    data: jax.Array  # bit c % 8 of byte c / 8 of row j says whether weight c of neuron j is below 0
+    shape: tuple[int, int]  # (neurons, columns) = (F, D)
 
     @property
     def nbytes(self) -> int:
@@ -70,43 +65,27 @@ class SkipWeights(NamedTuple):
 class SparseStats(NamedTuple):
     """Counts of a sparse FFN; R are rows of activations. If the gate decides, it is read for all neurons, and `kept`
     and `union` are `nonzero` and `active`.
-
-    Attributes:
-        kept: int32[R], neurons computed for each row.
-        union: int32[], neurons whose gate was read (their up, without one): those that any row keeps.
-        nonzero: int32[R], kept neurons of each row whose activation was not 0.
-        active: int32[], neurons with an activation other than 0 in any row: those whose down row was read.
     """
 
-    kept: jax.Array
-    union: jax.Array
-    nonzero: jax.Array
-    active: jax.Array
+    kept: jax.Array  # int32[R], neurons computed for each row
+    union: jax.Array  # int32[], neurons whose gate was read (their up, without one): those that any row keeps
+    nonzero: jax.Array  # int32[R], kept neurons of each row whose activation was not 0
+    active: jax.Array  # int32[], neurons with an activation other than 0 in any row: those whose down row was read
 
 
 class NeuronChoice(NamedTuple):
-    """Which neurons the rows of a layer compute, as `layers` of the native kernels decides it.
+    """Which neurons the rows of a layer compute, as `layers` of the native kernels decides it."""
 
-    Attributes:
-        rule: "all": the gate alone decides; "scores": neurons with second relu(first z) >= threshold; "signs": neurons
-            with that many positive products of signs (`signbit_keep`).
-        first: QTensor [r, D], of "scores".
-        second: QTensor [F, r], of "scores".
-        relu: whether there is the ReLU.
-        norm: f32[D], z is x normalised by it; None: z is x.
-        signs: of "signs".
-        threshold: f32[], equality keeps; None for "all".
-        least: f32[], neurons with |act(gate z)| below it are left out; None for 0.
-    """
-
+    # "all": the gate alone decides; "scores": neurons with second relu(first z) >= threshold; "signs": neurons with
+    # that many positive products of signs (`signbit_keep`)
     rule: Literal["all", "scores", "signs"] = "all"
-    first: QTensor | None = None
-    second: QTensor | None = None
-    relu: bool = False
-    norm: jax.Array | None = None
-    signs: SignRows | None = None
-    threshold: jax.Array | None = None
-    least: jax.Array | None = None
+    first: QTensor | None = None  # QTensor [r, D], of "scores"
+    second: QTensor | None = None  # QTensor [F, r], of "scores"
+    relu: bool = False  # whether there is the ReLU
+    norm: jax.Array | None = None  # f32[D], z is x normalised by it; None: z is x
+    signs: SignRows | None = None  # of "signs"
+    threshold: jax.Array | None = None  # f32[], equality keeps; None for "all"
+    least: jax.Array | None = None  # f32[], neurons with |act(gate z)| below it are left out; None for 0
 
 
 class ChosenFfn(NamedTuple):

@@ -28,41 +28,25 @@ class Fields(NamedTuple):
 
     Of a packed group they are uint8[N, count, 16, bytes of one item]. A decoder of a file's blocks gives
     them as [rows, *blocks, items] in the types below.
-
-    Attributes:
-        codes: 4-byte words: 4 words of 2 x 4 nibbles a block, or 8 words of 4 int8, see `Layout.codes`.
-        d: f16 scales of blocks or super-blocks, or float32 scales if `Layout.scales` is "f32".
-        m: f16 mins: m of "dm", dmin of "super_min".
-        sc: int8 scales of "super" and "super_min".
-        mn: uint8 mins of "super_min".
     """
 
-    codes: Any
-    d: Any = None
-    m: Any = None
-    sc: Any = None
-    mn: Any = None
+    codes: Any  # 4-byte words: 4 words of 2 x 4 nibbles a block, or 8 words of 4 int8, see `Layout.codes`
+    d: Any = None  # f16 scales of blocks or super-blocks, or float32 scales if `Layout.scales` is "f32"
+    m: Any = None  # f16 mins: m of "dm", dmin of "super_min"
+    sc: Any = None  # int8 scales of "super" and "super_min"
+    mn: Any = None  # uint8 mins of "super_min"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the bytes of a group are read. Static under jit.
+    """How the bytes of a group are read. Static under jit."""
 
-    Attributes:
-        codes: type of a stored weight.
-        scales: how its scale (and min) is coded.
-        sub: columns under one scale, 32 or 16.
-        zero: subtracted from a nibble code (8 for Q4_0).
-        lut: the 16 int8 values of nibble codes, or () if a code is its own value.
-        source: the GGUF type it was packed from, for reports.
-    """
-
-    codes: Codes
-    scales: Scales = "none"
-    sub: int = BLOCK
-    zero: int = 0
-    lut: tuple[int, ...] = ()
-    source: str = ""
+    codes: Codes  # type of a stored weight
+    scales: Scales = "none"  # how its scale (and min) is coded
+    sub: int = BLOCK  # columns under one scale, 32 or 16
+    zero: int = 0  # subtracted from a nibble code (8 for Q4_0)
+    lut: tuple[int, ...] = ()  # the 16 int8 values of nibble codes, or () if a code is its own value
+    source: str = ""  # the GGUF type it was packed from, for reports
 
     @property
     def is_float(self) -> bool:
@@ -119,17 +103,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Packed:
-    """Base of packed matrices; `packed_pytree` makes a subclass a pytree with static layout and shape.
+    """Base of packed matrices; `packed_pytree` makes a subclass a pytree with static layout and shape."""
 
-    Attributes:
-        data: uint8 bytes.
-        layout: codes and scales.
-        shape: (rows, cols) = (outputs, inputs).
-    """
-
-    data: jax.Array
-    layout: Layout
-    shape: tuple[int, int]
+    data: jax.Array  # uint8 bytes
+    layout: Layout  # codes and scales
+    shape: tuple[int, int]  # (rows, cols) = (outputs, inputs)
 
     @property
     def nbytes(self) -> int:

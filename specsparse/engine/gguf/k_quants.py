@@ -39,24 +39,16 @@ class _Fit(NamedTuple):
 
 @dataclass(frozen=True)
 class _Form:
-    """The codes and scales of a type.
+    """The codes and scales of a type."""
 
-    Attributes:
-        sub: weights that share a scale.
-        codes, scales: least and largest.
-        largest: whole numbers to try for the largest scale of a block.
-        minima: whether each scale has a minimum beside it.
-        tries: largest codes that the range of `sub` weights is spread over, one try each.
-        layout: the bytes of blocks.
-    """
-
-    sub: int
+    sub: int  # weights that share a scale
+    # codes, scales: least and largest
     codes: tuple[int, int]
     scales: tuple[int, int]
-    largest: tuple[int, ...]
-    minima: bool
-    tries: np.ndarray
-    layout: Callable[[_Fit], list[np.ndarray]]
+    largest: tuple[int, ...]  # whole numbers to try for the largest scale of a block
+    minima: bool  # whether each scale has a minimum beside it
+    tries: np.ndarray  # largest codes that the range of `sub` weights is spread over, one try each
+    layout: Callable[[_Fit], list[np.ndarray]]  # the bytes of blocks
 
 
 def quantize(values: np.ndarray, kind: GGML) -> np.ndarray:

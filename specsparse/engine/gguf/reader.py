@@ -92,21 +92,13 @@ def show(name: object) -> str:
 
 @dataclass(frozen=True, eq=False)
 class TensorInfo:
-    """One tensor of the file. Invariant: `raw` holds exactly the bytes of `shape` in `type`.
+    """One tensor of the file. Invariant: `raw` holds exactly the bytes of `shape` in `type`."""
 
-    Attributes:
-        name: as in the file.
-        type: how the weights are coded.
-        shape: numpy order, (rows, cols) for a matrix: the reverse of the file's `ne`.
-        raw: read-only uint8 view of the mapped file, [*shape[:-1], bytes of a row].
-        source: the file, for error lines.
-    """
-
-    name: str
-    type: GGMLQuantizationType
-    shape: tuple[int, ...]
-    raw: np.ndarray = field(repr=False)
-    source: str = ""
+    name: str  # as in the file
+    type: GGMLQuantizationType  # how the weights are coded
+    shape: tuple[int, ...]  # numpy order, (rows, cols) for a matrix: the reverse of the file's `ne`
+    raw: np.ndarray = field(repr=False)  # read-only uint8 view of the mapped file, [*shape[:-1], bytes of a row]
+    source: str = ""  # the file, for error lines
 
     @property
     def nbytes(self) -> int:
@@ -122,17 +114,11 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Places in a file, for those who copy it.
+    """Places in a file, for those who copy it."""
 
-    Attributes:
-        keys: first byte and end of each metadata value, its type code included.
-        tensors: first byte and end of the table of tensors.
-        data: first byte of the tensors' data.
-    """
-
-    keys: Mapping[str, tuple[int, int]]
-    tensors: tuple[int, int]
-    data: int
+    keys: Mapping[str, tuple[int, int]]  # first byte and end of each metadata value, its type code included
+    tensors: tuple[int, int]  # first byte and end of the table of tensors
+    data: int  # first byte of the tensors' data
 
 
 Value: TypeAlias = int | float | bool | str | list[str] | np.ndarray
@@ -151,23 +137,15 @@ _REQUIRED: Any = object()
 
 @dataclass(frozen=True, eq=False)
 class GGUFFile:
-    """An open file. The mapping lives as long as this object or any tensor's `raw` does.
-
-    Attributes:
-        magic: the first four bytes, b"GGUF" or b"PWRI".
-        version: 2 or 3.
-        alignment: of tensor data, bytes.
-        metadata: key -> int, float, bool, str, list[str] or 1-D numpy array.
-        tensors: name -> tensor, in file order.
-        layout: of a file that was opened by itself; None for one that was joined or made.
-    """
+    """An open file. The mapping lives as long as this object or any tensor's `raw` does."""
 
     path: Path
-    magic: bytes
-    version: int
-    alignment: int
-    metadata: Mapping[str, Value] = field(repr=False)
-    tensors: Mapping[str, TensorInfo] = field(repr=False)
+    magic: bytes  # the first four bytes, b"GGUF" or b"PWRI"
+    version: int  # 2 or 3
+    alignment: int  # of tensor data, bytes
+    metadata: Mapping[str, Value] = field(repr=False)  # key -> int, float, bool, str, list[str] or 1-D numpy array
+    tensors: Mapping[str, TensorInfo] = field(repr=False)  # name -> tensor, in file order
+    # of a file that was opened by itself; None for one that was joined or made
     layout: FileLayout | None = field(default=None, repr=False)
 
     def get(self, key: str, kind: Kind, default: Any = _REQUIRED) -> Any:

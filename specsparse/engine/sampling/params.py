@@ -225,34 +225,21 @@ SamplingParams.__init__ = _init_by_known_names
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-    """The steps of sampling that any sequence of a batch uses: a static argument of `jax.jit`.
+    """The steps of sampling that any sequence of a batch uses: a static argument of `jax.jit`."""
 
-    Attributes:
-        vocab_size: V.
-        greedy: every sequence is greedy; truncation is then off.
-        mixed: some sequences are greedy and some are not.
-        use_bias: logit bias, allowed ids or one-token bad words.
-        use_penalties: presence, frequency or repetition penalties.
-        use_min_tokens: stop tokens are masked at first.
-        bad_prefix: tokens before the last one of the longest bad word; 0 if no bad word has several tokens.
-        context: generated tokens that `History.recent` keeps, for bad words and processors.
-        logprobs: None, or how many top tokens to report (V for all).
-        processors: `SamplingParams.logits_processors`.
-    """
-
-    vocab_size: int
-    greedy: bool = False
-    mixed: bool = False
-    use_bias: bool = False
-    use_penalties: bool = False
+    vocab_size: int  # V
+    greedy: bool = False  # every sequence is greedy; truncation is then off
+    mixed: bool = False  # some sequences are greedy and some are not
+    use_bias: bool = False  # logit bias, allowed ids or one-token bad words
+    use_penalties: bool = False  # presence, frequency or repetition penalties
     use_min_p: bool = False
     use_top_k: bool = False
     use_top_p: bool = False
-    use_min_tokens: bool = False
-    bad_prefix: int = 0
-    context: int = 0
-    logprobs: int | None = None
-    processors: tuple[Callable, ...] = ()
+    use_min_tokens: bool = False  # stop tokens are masked at first
+    bad_prefix: int = 0  # tokens before the last one of the longest bad word; 0 if no bad word has several tokens
+    context: int = 0  # generated tokens that `History.recent` keeps, for bad words and processors
+    logprobs: int | None = None  # None, or how many top tokens to report (V for all)
+    processors: tuple[Callable, ...] = ()  # `SamplingParams.logits_processors`
 
     @property
     def raw(self) -> bool:
@@ -262,43 +249,28 @@ class SamplingConfig:
 
 
 class Truncation(NamedTuple):
-    """Temperature and truncation of each sequence or row. Neutral values switch a step off, so no flags are needed.
+    """Temperature and truncation of each sequence or row. Neutral values switch a step off, so no flags are needed."""
 
-    Attributes:
-        temperature: float32[R]; 0 is greedy.
-        log_min_p: float32[R], natural logarithm of min_p; -inf is off.
-        top_k: int32[R]; V (or more) is off.
-        top_p: float32[R]; 1 is off.
-    """
-
-    temperature: Array
-    log_min_p: Array
-    top_k: Array
-    top_p: Array
+    temperature: Array  # float32[R]; 0 is greedy
+    log_min_p: Array  # float32[R], natural logarithm of min_p; -inf is off
+    top_k: Array  # int32[R]; V (or more) is off
+    top_p: Array  # float32[R]; 1 is off
 
 
 class SamplingArrays(NamedTuple):
-    """The sampling parameters of a batch as arrays, one row a sequence; None if no sequence uses the step.
+    """The sampling parameters of a batch as arrays, one row a sequence; None if no sequence uses the step."""
 
-    Attributes:
-        truncation: temperature, min-p, top-k and top-p.
-        presence, frequency, repetition: float32[B], or None.
-        bias: float32[B, V] added to the logits, -inf for a banned token, or None.
-        bad_prefix: int32[B, W, m], right-aligned tokens before the last one of each bad word, -1 matches anything.
-        bad_last: int32[B, W], the last token of each bad word; V fills up.
-        min_tokens: int32[B], or None.
-        stop_ids: int32[B, s] masked until `min_tokens` are generated; V fills up.
-    """
-
-    truncation: Truncation
+    truncation: Truncation  # temperature, min-p, top-k and top-p
+    # presence, frequency, repetition: float32[B], or None
     presence: Array | None = None
     frequency: Array | None = None
     repetition: Array | None = None
-    bias: Array | None = None
+    bias: Array | None = None  # float32[B, V] added to the logits, -inf for a banned token, or None
+    # int32[B, W, m], right-aligned tokens before the last one of each bad word, -1 matches anything
     bad_prefix: Array | None = None
-    bad_last: Array | None = None
-    min_tokens: Array | None = None
-    stop_ids: Array | None = None
+    bad_last: Array | None = None  # int32[B, W], the last token of each bad word; V fills up
+    min_tokens: Array | None = None  # int32[B], or None
+    stop_ids: Array | None = None  # int32[B, s] masked until `min_tokens` are generated; V fills up
 
 
 def compile_params(

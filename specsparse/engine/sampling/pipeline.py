@@ -31,31 +31,20 @@ def kernels_of(kernels: Kernels) -> SamplingKernels:
 
 
 class History(NamedTuple):
-    """Generated tokens as far as the distributions need them; a field is None if no step needs it.
+    """Generated tokens as far as the distributions need them; a field is None if no step needs it."""
 
-    Attributes:
-        generated: int32[B], tokens generated so far.
-        counts: int32[B, V], how often each token was generated (penalties).
-        in_prompt: bool[B, V], whether it is in the prompt (repetition penalty).
-        recent: int32[B, context], the last generated tokens, newest last, -1 before the first one.
-    """
-
-    generated: jax.Array
-    counts: jax.Array | None = None
-    in_prompt: jax.Array | None = None
+    generated: jax.Array  # int32[B], tokens generated so far
+    counts: jax.Array | None = None  # int32[B, V], how often each token was generated (penalties)
+    in_prompt: jax.Array | None = None  # bool[B, V], whether it is in the prompt (repetition penalty)
+    # int32[B, context], the last generated tokens, newest last, -1 before the first one
     recent: jax.Array | None = None
 
 
 class RowPaths(NamedTuple):
-    """The place of each of R rows of logits.
+    """The place of each of R rows of logits."""
 
-    Attributes:
-        sequence: int32[R], index of the row's sequence in the batch.
-        path: int32[R, m], draft tokens between the history and the row, oldest first, -1 after the last.
-    """
-
-    sequence: jax.Array
-    path: jax.Array
+    sequence: jax.Array  # int32[R], index of the row's sequence in the batch
+    path: jax.Array  # int32[R, m], draft tokens between the history and the row, oldest first, -1 after the last
 
 
 class Sampled(NamedTuple):
@@ -67,19 +56,12 @@ class Sampled(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Log probabilities of the model itself, before any step of sampling, as vLLM reports them.
+    """Log probabilities of the model itself, before any step of sampling, as vLLM reports them."""
 
-    Attributes:
-        chosen: float32[R], of the chosen token.
-        rank: int32[R], 1 + how many tokens are more likely than it.
-        top: float32[R, k], of the most likely tokens, in descending order.
-        top_ids: int32[R, k], their ids; equal ones in order of id.
-    """
-
-    chosen: jax.Array
-    rank: jax.Array
-    top: jax.Array
-    top_ids: jax.Array
+    chosen: jax.Array  # float32[R], of the chosen token
+    rank: jax.Array  # int32[R], 1 + how many tokens are more likely than it
+    top: jax.Array  # float32[R, k], of the most likely tokens, in descending order
+    top_ids: jax.Array  # int32[R, k], their ids; equal ones in order of id
 
 
 def init_history(cfg: SamplingConfig, prompts: Sequence[ArrayLike]) -> History:

@@ -22,33 +22,31 @@ _LOWEST = np.float32(-np.inf)
 
 class SamplingKernels(NamedTuple):
     """Implementations that `engine.sampling.pipeline` runs on. The last four are None if a kernel does not have them.
-
-    Attributes:
-        argmax: (logits float32[R, V]) -> int32[R], the lowest index of the largest logit.
-        probs: (logits float32[R, V], Truncation, **steps) -> float32[R, V], see `reference_probs`; may ignore `steps`.
-        draw: (p float32[R, V], u float32[R, 4]) -> int32[R], see `reference_draw`.
-        check: (logits float32[R, V]) -> bool[R], whether a row has neither NaN nor +inf and a token left. With it, raw
-            logits are not cleaned first: `argmax`, `probs` and `draw` must then stay inside the vocabulary for any row.
-        sample: (logits float32[R, V], Truncation of B sequences, n_valid int32[B], u float32[R, 4] or None if all are
-            greedy, tokens int32[R] or None) -> (int32[R], bool[R], float32[R]): the token that `draw` draws from
-            `probs`, the result of `check`, and the probability of `tokens`, of rows i < n_valid[b] of each sequence.
-            The others are 0, true, 0 and take no time.
-        propose: (logits float32[R, N], Truncation of the rows or of one for all, u float32[R, 4], ids int32[N] or None,
-            V) -> (int32[R], bool[R], float32[R, V]): the column that `draw` draws from `probs`, the result of `check`,
-            and the distribution over V tokens, in which column i is token ids[i], or i.
-        judge: (rows float32[R, V], Truncation of B sequences or None, n_valid int32[B], tokens int32[B, K], q
-            float32[B, K, V] or None, coins float32[B, K], u float32[B, 4], *, whole) -> (int32[B], int32[B], bool[B],
-            float32[B, K]): the verdict of `speculative.verify` on chains, by `Block` if `whole`, else by `Rejection`:
-            tokens accepted, the token after them, whether that has no distribution, alpha of each position (0 by
-            `Block`). The rows are logits, K + 1 of a sequence, or distributions if the truncation is None.
     """
 
+    # (logits float32[R, V]) -> int32[R], the lowest index of the largest logit
     argmax: Callable[[jax.Array], jax.Array]
+    # (logits float32[R, V], Truncation, **steps) -> float32[R, V], see `reference_probs`; may ignore `steps`
     probs: Callable[..., jax.Array]
+    # (p float32[R, V], u float32[R, 4]) -> int32[R], see `reference_draw`
     draw: Callable[[jax.Array, jax.Array], jax.Array]
+    # (logits float32[R, V]) -> bool[R], whether a row has neither NaN nor +inf and a token left. With it, raw logits
+    # are not cleaned first: `argmax`, `probs` and `draw` must then stay inside the vocabulary for any row
     check: Callable[[jax.Array], jax.Array] | None = None
+    # (logits float32[R, V], Truncation of B sequences, n_valid int32[B], u float32[R, 4] or None if all are greedy,
+    # tokens int32[R] or None) -> (int32[R], bool[R], float32[R]): the token that `draw` draws from `probs`, the result
+    # of `check`, and the probability of `tokens`, of rows i < n_valid[b] of each sequence. The others are 0, true, 0
+    # and take no time
     sample: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
+    # (logits float32[R, N], Truncation of the rows or of one for all, u float32[R, 4], ids int32[N] or None, V) ->
+    # (int32[R], bool[R], float32[R, V]): the column that `draw` draws from `probs`, the result of `check`, and the
+    # distribution over V tokens, in which column i is token ids[i], or i
     propose: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
+    # (rows float32[R, V], Truncation of B sequences or None, n_valid int32[B], tokens int32[B, K], q float32[B, K, V]
+    # or None, coins float32[B, K], u float32[B, 4], *, whole) -> (int32[B], int32[B], bool[B], float32[B, K]): the
+    # verdict of `speculative.verify` on chains, by `Block` if `whole`, else by `Rejection`: tokens accepted, the token
+    # after them, whether that has no distribution, alpha of each position (0 by `Block`). The rows are logits, K + 1 of
+    # a sequence, or distributions if the truncation is None
     judge: Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array]] | None = None
 
 

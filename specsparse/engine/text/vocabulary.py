@@ -103,24 +103,16 @@ class Vocab:
 
     Invariants: `tokens`, `types` and, for "spm", `scores` have the same length; texts are unique and valid Unicode;
     every id is in range.
-
-    Attributes:
-        kind: "spm" or "bpe".
-        tokens: text of each id, as in the file (byte-level BPE writes bytes as printable characters).
-        types: TokenType of each id, as int.
-        ids: id of each text.
-        scores: merge priority of each id; empty for "bpe".
-        special: ids by name ("bos", "eos", "eot", "eom", "unknown", "padding", ...); absent ones are not listed.
-        keys: the other keys of the file.
     """
 
-    kind: str
-    tokens: list[str]
-    types: list[int]
-    ids: dict[str, int]
-    scores: list[float]
+    kind: str  # "spm" or "bpe"
+    tokens: list[str]  # text of each id, as in the file (byte-level BPE writes bytes as printable characters)
+    types: list[int]  # TokenType of each id, as int
+    ids: dict[str, int]  # id of each text
+    scores: list[float]  # merge priority of each id; empty for "bpe"
+    # ids by name ("bos", "eos", "eot", "eom", "unknown", "padding", ...); absent ones are not listed
     special: dict[str, int]
-    keys: TokenizerKeys
+    keys: TokenizerKeys  # the other keys of the file
 
     def __len__(self) -> int:
         return len(self.tokens)

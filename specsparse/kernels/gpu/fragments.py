@@ -27,23 +27,18 @@ _register = jax.tree_util.register_dataclass
 @partial(_register, data_fields=["codes", "scales", "subs"], meta_fields=["layout", "shape"])
 @dataclass(frozen=True)
 class Fragments:
-    """A packed weight matrix of T tiles and P pieces; padding has scale 0.
+    """A packed weight matrix of T tiles and P pieces; padding has scale 0."""
 
-    Attributes:
-        codes: int32[T, P, 128, w]: words of a thread, 4 of nibbles (word 2 h + e is of row g + 8 e) or 8 of bytes, the
-            first block before the second.
-        scales: of thread groups (warp, g): f16[T, P, 32, 4 or 8], d of rows g and g + 8 of the two blocks, then m; or
-            f16[T, S, 32, 2 or 4] headers of S super-blocks; or f32[T, P, 32, 4 subs].
-        subs: int32[T, P, 32, words] of byte scales, and then mins, in the order of `scales`; None without super-blocks.
-        layout: of the `QTensor` it was made of.
-        shape: (rows, cols) of the matrix.
-    """
-
+    # int32[T, P, 128, w]: words of a thread, 4 of nibbles (word 2 h + e is of row g + 8 e) or 8 of bytes, the first
+    # block before the second
     codes: jax.Array
+    # of thread groups (warp, g): f16[T, P, 32, 4 or 8], d of rows g and g + 8 of the two blocks, then m; or f16[T, S,
+    # 32, 2 or 4] headers of S super-blocks; or f32[T, P, 32, 4 subs]
     scales: jax.Array
+    # int32[T, P, 32, words] of byte scales, and then mins, in the order of `scales`; None without super-blocks
     subs: jax.Array | None
-    layout: Layout
-    shape: tuple[int, int]
+    layout: Layout  # of the `QTensor` it was made of
+    shape: tuple[int, int]  # (rows, cols) of the matrix
 
     @property
     def nbytes(self) -> int:
@@ -61,17 +56,11 @@ class Fragments:
 @partial(_register, data_fields=["codes", "scales"], meta_fields=["tiles"])
 @dataclass(frozen=True)
 class PackedRows:
-    """R rows of activations in n tiles of eight, P pieces of 64 columns.
+    """R rows of activations in n tiles of eight, P pieces of 64 columns."""
 
-    Attributes:
-        codes: int32[P, 32 n, 4]: lane 4 g + t of a tile has columns 16 h + 4 t + 0..3 of row g, block by block.
-        scales: f32[P, 4 n, 4]: for rows 2 t and 2 t + 1 of a tile, block by block.
-        tiles: n.
-    """
-
-    codes: jax.Array
-    scales: jax.Array
-    tiles: int
+    codes: jax.Array  # int32[P, 32 n, 4]: lane 4 g + t of a tile has columns 16 h + 4 t + 0..3 of row g, block by block
+    scales: jax.Array  # f32[P, 4 n, 4]: for rows 2 t and 2 t + 1 of a tile, block by block
+    tiles: int  # n
 
 
 def fragments(w: QTensor) -> Fragments:
@@ -278,21 +267,13 @@ _SPLIT_SHARE = 0.06
 
 @dataclass(frozen=True)
 class Plan:
-    """The division of one product; T = groups * tiles, and columns = splits * parts * steps * unit pieces.
+    """The division of one product; T = groups * tiles, and columns = splits * parts * steps * unit pieces."""
 
-    Attributes:
-        tiles: of 64 outputs of each matrix that one warpgroup computes, so that rows are read once for all of them.
-        parts: ranges of columns in a block, one a warpgroup.
-        splits: ranges of columns that blocks take; their sums are added up outside.
-        steps: of a warpgroup.
-        unit: pieces of 64 columns in a step: four if scales are of super-blocks, else one.
-    """
-
-    tiles: int
-    parts: int
-    splits: int
-    steps: int
-    unit: int
+    tiles: int  # of 64 outputs of each matrix that one warpgroup computes, so that rows are read once for all of them
+    parts: int  # ranges of columns in a block, one a warpgroup
+    splits: int  # ranges of columns that blocks take; their sums are added up outside
+    steps: int  # of a warpgroup
+    unit: int  # pieces of 64 columns in a step: four if scales are of super-blocks, else one
 
     @property
     def ranges(self) -> int:

@@ -177,24 +177,16 @@ def append(cache_k, cache_v, k_BnGd, v_BnGd, slots_Bn, keep_Bn):
 
 
 class Step(NamedTuple):
-    """The rows of a step of attention, with the cache they were appended to.
+    """The rows of a step of attention, with the cache they were appended to."""
 
-    Attributes:
-        q: f32[B, n, H, d], rotated.
-        cache_k, cache_v: with the new rows.
-        length: int32[B].
-        keep: bool[B, n], rows that count.
-        seen: bool[B, n, n], see `ancestors`.
-        positions: int32[B, n].
-    """
-
-    q: jax.Array
+    q: jax.Array  # f32[B, n, H, d], rotated
+    # cache_k, cache_v: with the new rows
     cache_k: jax.Array
     cache_v: jax.Array
-    length: jax.Array
-    keep: jax.Array
-    seen: jax.Array
-    positions: jax.Array
+    length: jax.Array  # int32[B]
+    keep: jax.Array  # bool[B, n], rows that count
+    seen: jax.Array  # bool[B, n, n], see `ancestors`
+    positions: jax.Array  # int32[B, n]
 
 
 def _begin_step(
