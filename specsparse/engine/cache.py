@@ -81,8 +81,7 @@ def commit_path(cache: KVCache, nodes_Bm: jax.Array, count_B: jax.Array) -> KVCa
 
 @dataclass(frozen=True)
 class LayerWindows:
-    """How much of a cache the layers of a model read. All counts are means over the layers, in tokens of one sequence.
-    """
+    """How much of a cache the layers read; counts are means over the layers, in tokens of one sequence."""
 
     # (window, share of the layers that have it); a window of 0 has no end. The shares add up to 1
     shares: tuple[tuple[int, float], ...] = ((0, 1.0),)

@@ -84,8 +84,8 @@ class DecodeState(NamedTuple):
     counters: LoopCounters
     history: History | None = None  # what penalties and the like remember, or None
     scores: Logprobs | None = None  # log probabilities by position ([B, C] and [B, C, k]), or None
-    drafter: Pytree = None  # the drafter's state, or None
-    policy: Pytree = None  # the draft-length policy's state, or None
+    drafter: Pytree = None  # its state
+    policy: Pytree = None  # its state
     # int16[B, C], the source of each token (`speculative.token_sources`), or None for plain decoding
     token_sources: jax.Array | None = None
 

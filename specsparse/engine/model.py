@@ -64,21 +64,21 @@ class Model:
     config: ModelConfig
     tokenizer: Tokenizer
     params: Params  # the packed weights; the rotary tables are those of `params_for`
-    forward: ForwardFn  # the forward function (see `engine.llama.ForwardFn`)
+    forward: ForwardFn
     kernels: Kernels
     kv_dtype: str  # "f32", "f16", "bf16" or "q8_0"
     path: Path
     footprint: Footprint  # bytes of weights that one decoding step reads
     ffn: str = "dense"  # "dense", "powerinfer", "oracle" or "predicted"
     rule: str = ""  # the options of this FFN, such as a threshold or a predictor; "" for a dense one
-    devices: Devices = field(default_factory=OneDevice)  # where it lies
+    devices: Devices = field(default_factory=OneDevice)
     load_s: float = 0.0  # seconds that loading took
     rope_factors: np.ndarray | None = None  # f32[d/2] or None
     width: int = 0  # rows of every step (`engine.fixed_width`); 0 if each runs its own
     storage: str = ""  # how matrices are kept on an accelerator and why; "" if they are packed for a CPU
     narrow: ForwardFn | None = None  # `forward` before it got a width that was chosen here and not asked for; else None
     least_slots: int = 0  # of every cache, see `sharing`
-    programs: Programs = field(default_factory=Programs, init=False)  # compiled for this model
+    programs: Programs = field(default_factory=Programs, init=False)
 
     def facts(self) -> dict[str, str]:
         """Facts that tell this model from others, a few words each."""

@@ -76,10 +76,10 @@ class Layer(NamedTuple):
 class Params(NamedTuple):
     """All weights of a model; an argument of every jitted function, never a closure."""
 
-    embedding: QTensor  # QTensor [V, D]
-    layers: tuple[Layer, ...]  # L of them
+    embedding: QTensor  # [V, D]
+    layers: tuple[Layer, ...]  # L
     output_norm: jax.Array  # f32[D]
-    output: QTensor  # QTensor [V, D], the embedding itself if the two are tied
+    output: QTensor  # [V, D], the embedding itself if the two are tied
     # cos, sin: f32[T, C, r/2] rotary tables of the cache's capacity (`engine.rope.model_tables`), set by whoever makes
     # the cache
     cos: jax.Array | None = None

@@ -79,9 +79,9 @@ class NeuronChoice(NamedTuple):
     # "all": the gate alone decides; "scores": neurons with second relu(first z) >= threshold; "signs": neurons with
     # that many positive products of signs (`signbit_keep`)
     rule: Literal["all", "scores", "signs"] = "all"
-    first: QTensor | None = None  # QTensor [r, D], of "scores"
-    second: QTensor | None = None  # QTensor [F, r], of "scores"
-    relu: bool = False  # whether there is the ReLU
+    first: QTensor | None = None  # [r, D], of "scores"
+    second: QTensor | None = None  # [F, r], of "scores"
+    relu: bool = False
     norm: jax.Array | None = None  # f32[D], z is x normalised by it; None: z is x
     signs: SignRows | None = None  # of "signs"
     threshold: jax.Array | None = None  # f32[], equality keeps; None for "all"

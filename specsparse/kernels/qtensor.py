@@ -105,7 +105,7 @@ class Layout:
 class Packed:
     """Base of packed matrices; `packed_pytree` makes a subclass a pytree with static layout and shape."""
 
-    data: jax.Array  # uint8 bytes
+    data: jax.Array  # uint8
     layout: Layout  # codes and scales
     shape: tuple[int, int]  # (rows, cols) = (outputs, inputs)
 

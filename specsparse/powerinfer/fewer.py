@@ -237,14 +237,10 @@ def union_of_text(masks_WLnF: np.ndarray, *, tokens: int, batch: int = 1) -> Uni
 
 @dataclasses.dataclass
 class UnionWatch:
-    """Adds up the kept neurons of a decoding's passes; call it with the rows and the `SparseStats` of each pass.
+    """Adds up the kept neurons of a decoding's passes; call it with the rows and the `SparseStats` of each pass."""
 
-    Attributes:
-        width: F.
-        sums: by rows: passes, and sums over them of the kept shares and unions of each layer, f64[L].
-    """
-
-    width: int
+    width: int  # F
+    # by rows: passes, and sums over them of the kept shares and unions of each layer, f64[L]
     sums: dict[int, tuple[int, np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)
 
     def __call__(self, rows: int, stats: Pytree) -> None:

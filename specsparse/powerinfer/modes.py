@@ -34,22 +34,14 @@ THRESHOLD_ENV = "LLAMA_SPARSE_PRED_THRESHOLD"
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """How a model is packed and run.
+    """How a model is packed and run."""
 
-    Attributes:
-        mode: of `MODES`.
-        rule: the threshold in force, and PowerInfer's roundings.
-        ffn: for `make_forward`; None is the dense one.
-        pack: for `load_params`; None packs a dense file.
-        floats: the weights are kept as float32; those of the GGUF types `float_types` are so in any case.
-    """
-
-    mode: str
-    rule: str
+    mode: str  # of `MODES`
+    rule: str  # the threshold in force, and PowerInfer's roundings
     kernels: Kernels
-    ffn: Callable | None
-    pack: PackFFN | None
-    floats: bool
+    ffn: Callable | None  # for `make_forward`; None is the dense one
+    pack: PackFFN | None  # for `load_params`; None packs a dense file
+    floats: bool  # the weights are kept as float32; those of the GGUF types `float_types` are so in any case
     float_types: tuple[str, ...] = ()
     devices: Devices = field(default_factory=OneDevice)
 

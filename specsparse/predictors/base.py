@@ -23,18 +23,12 @@ class FFN:
     """The FFN that predictors are fitted to and judged by, on the model's dense matrices. Static under jit.
 
     a = act(gate z) * up_act(up z), y = down a, with z = rmsnorm(x) * ffn_norm.
-
-    Attributes:
-        kernels: of the products.
-        eps: of the norm.
-        act: of the gate, or of `up` if the layer has no gate.
-        up_act: of `up` ("relu" for dReLU, arXiv:2406.05955), or None.
     """
 
-    kernels: Kernels
-    eps: float
-    act: Act = "silu"
-    up_act: Act | None = None
+    kernels: Kernels  # of the products
+    eps: float  # of the norm
+    act: Act = "silu"  # of the gate, or of `up` if the layer has no gate
+    up_act: Act | None = None  # of `up` ("relu" for dReLU, arXiv:2406.05955), or None
 
     @staticmethod
     def from_config(config: ModelConfig, kernels: Kernels) -> "FFN":

@@ -71,27 +71,21 @@ LOOPS = ("jit", "host")
 
 @dataclass(frozen=True)
 class RoundView:
-    """One finished round, for those who watch. Arrays are on the device.
-
-    Attributes:
-        session: what is being decoded.
-        number: of the round, 0 first.
-        before, after: the states around it, without cache and drafter.
-        cache_before, cache_after: int32[B], tokens in the target's cache.
-        draft, logits, verdict: what was proposed, float[B, K+1, V] of the target, and the verdict.
-        stats: of the target's sparse FFN in this pass, see `ForwardOut`, or None.
-    """
+    """One finished round, for those who watch. Arrays are on the device."""
 
     session: "Session"
-    number: int
+    number: int  # 0 first
+    # before, after: the states around it, without cache and drafter
     before: DecodeState
     after: DecodeState
+    # cache_before, cache_after: int32[B], tokens in the target's cache
     cache_before: np.ndarray
     cache_after: np.ndarray
+    # draft, logits, verdict: what was proposed, float[B, K+1, V] of the target, and the verdict
     draft: Draft
     logits: jax.Array
     verdict: Verdict
-    stats: Pytree = None
+    stats: Pytree = None  # of the target's sparse FFN in this pass, see `ForwardOut`, or None
 
     def probs(self) -> jax.Array:
         """float32[B, K+1, V], the target's distribution at each row."""
@@ -246,18 +240,13 @@ class Pruned:
     A compiled program takes about a microsecond for each array among its arguments. A stage that is a program of its
     own and is given all weights and the whole cache, as the stage inside a larger program is for nothing, would seem
     to cost that.
-
-    Attributes:
-        program: from the leaves that are read to the leaves that are computed.
-        read: their places among the leaves of the arguments.
-        passed: for each leaf of the result the place of the argument it is, or None if it is computed.
-        structure: of the result.
     """
 
-    program: Callable[..., list[jax.Array]]
-    read: tuple[int, ...]
+    program: Callable[..., list[jax.Array]]  # from the leaves that are read to the leaves that are computed
+    read: tuple[int, ...]  # their places among the leaves of the arguments
+    # for each leaf of the result the place of the argument it is, or None if it is computed
     passed: tuple[int | None, ...]
-    structure: jax.tree_util.PyTreeDef
+    structure: jax.tree_util.PyTreeDef  # of the result
 
     @classmethod
     def compile(cls, function: Callable[..., Pytree], *args: Pytree, donate: tuple[int, ...] = ()) -> "Pruned":

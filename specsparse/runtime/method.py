@@ -112,15 +112,11 @@ class UnfitPair(UserError):
 
 @dataclass(frozen=True)
 class MethodParts:
-    """The parts of a method, which go together. Without a drafter it is plain decoding.
-
-    Attributes:
-        policy: how much is drafted in a round; None if that is the drafter's room alone.
-    """
+    """The parts of a method, which go together. Without a drafter it is plain decoding."""
 
     drafter: AnyDrafter | None = None
     verifier: Verifier | None = None
-    policy: Policy | None = None
+    policy: Policy | None = None  # how much is drafted in a round; None if that is the drafter's room alone
 
     @property
     def max_nodes(self) -> int:
@@ -135,20 +131,14 @@ class MethodParts:
 
 @dataclass(frozen=True)
 class Method(MethodParts):
-    """How to decode on a model, checked and loaded.
-
-    Attributes:
-        weights: cache capacity -> the drafter's weights; None if it has none.
-        share: guessed time of a drafted token in plain steps, by the bytes it reads; 0 if it has no weights.
-        about: what records say of the drafter, such as how two vocabularies overlap.
-        notes: the same in lines.
-    """
+    """How to decode on a model, checked and loaded."""
 
     drafter: Drafter | None = None
-    weights: Callable[[int], Pytree] | None = None
-    share: float = 0.0
+    weights: Callable[[int], Pytree] | None = None  # cache capacity -> the drafter's weights; None if it has none
+    share: float = 0.0  # guessed time of a drafted token in plain steps, by the bytes it reads; 0 if it has no weights
+    # what records say of the drafter, such as how two vocabularies overlap
     about: Mapping[str, object] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # the same in lines
 
 
 @overload

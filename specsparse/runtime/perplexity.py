@@ -66,17 +66,11 @@ def windows(
 
 @dataclass(frozen=True)
 class Scores:
-    """Measurements on each of N scored tokens.
+    """Measurements on each of N scored tokens."""
 
-    Attributes:
-        nll: float64[N], negative log-likelihood in nats.
-        kl: float64[N], KL(base, model) in nats, or None without a base.
-        same: bool[N], whether both find the same token most likely, or None.
-    """
-
-    nll: np.ndarray
-    kl: np.ndarray | None = None
-    same: np.ndarray | None = None
+    nll: np.ndarray  # float64[N], negative log-likelihood in nats
+    kl: np.ndarray | None = None  # float64[N], KL(base, model) in nats, or None without a base
+    same: np.ndarray | None = None  # bool[N], whether both find the same token most likely, or None
 
     def summary(self) -> dict[str, float | int | None]:
         """Perplexity and KL with their standard errors, as llama.cpp prints them.

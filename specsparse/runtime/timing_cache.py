@@ -47,44 +47,31 @@ FREE = DraftCost()
 
 @dataclass(frozen=True)
 class CostTable:
-    """Measured times of one model file on one machine, in seconds.
+    """Measured times of one model file on one machine, in seconds."""
 
-    Attributes:
-        ns: rows of the measured forwards, ascending from 1.
-        kv_base: tokens in the cache during them.
-        forward_s: seconds of each, with the argmax of its rows.
-        kv_s: seconds that one more token in the cache adds to a forward if all layers read it.
-        kv_row_s: the same for each row.
-        plain_s: a plain decoding step in the loop, at `kv_base`.
-        round_s, round_token_s: what a speculative round adds to its forward (verdict, commit, counters), and what each
-            token that a draft has room for adds.
-        host_s: one call of the loop, once a generation.
-        bandwidth, int8, f32: bytes read and multiply-adds per second at best; int8 may be None.
-        drafts: cost of drafters by `cost_key`; `token_s` is the cost of a level if they draft trees.
-        acceptance: measured acceptance by name. One rate for chains, one rate for each rank of siblings, tokens emitted
-            and nodes drafted a round for a tree.
-        windows: the layers' windows. A token that only some layers read adds their share.
-        residuals: errors of the fits, see `measure.costs.measuring.measure`.
-        identity: the file and the machine that the table is valid for.
-    """
-
-    ns: tuple[int, ...]
-    kv_base: int
-    forward_s: tuple[float, ...]
-    kv_s: float
-    kv_row_s: float
-    plain_s: float
+    ns: tuple[int, ...]  # rows of the measured forwards, ascending from 1
+    kv_base: int  # tokens in the cache during them
+    forward_s: tuple[float, ...]  # seconds of each, with the argmax of its rows
+    kv_s: float  # seconds that one more token in the cache adds to a forward if all layers read it
+    kv_row_s: float  # the same for each row
+    plain_s: float  # a plain decoding step in the loop, at `kv_base`
+    # round_s, round_token_s: what a speculative round adds to its forward (verdict, commit, counters), and what each
+    # token that a draft has room for adds
     round_s: float
     round_token_s: float
-    host_s: float
+    host_s: float  # one call of the loop, once a generation
+    # bandwidth, int8, f32: bytes read and multiply-adds per second at best; int8 may be None
     bandwidth: float
     int8: float | None
     f32: float
+    # cost of drafters by `cost_key`; `token_s` is the cost of a level if they draft trees
     drafts: dict[str, DraftCost] = field(default_factory=dict)
+    # measured acceptance by name. One rate for chains, one rate for each rank of siblings, tokens emitted and nodes
+    # drafted a round for a tree
     acceptance: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    windows: LayerWindows = WHOLE
-    residuals: dict[str, Any] = field(default_factory=dict)
-    identity: dict[str, object] = field(default_factory=dict)
+    windows: LayerWindows = WHOLE  # the layers' windows. A token that only some layers read adds their share
+    residuals: dict[str, Any] = field(default_factory=dict)  # errors of the fits, see `measure.costs.measuring.measure`
+    identity: dict[str, object] = field(default_factory=dict)  # the file and the machine that the table is valid for
 
     def __post_init__(self):
         times = (*self.forward_s, self.plain_s, self.bandwidth, self.f32)

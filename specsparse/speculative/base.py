@@ -202,56 +202,38 @@ class DraftContext(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """Result of `Drafter.draft`.
-
-    Attributes:
-        draft: the proposal.
-        state: the drafter's next state.
-        cache: `ctx.cache`, as it is after the draft (the same object if the drafter does not use it).
-        source: int32[B], which of the drafter's sources drafted; None if it has one.
-        failed: bool[B], sequences that end with an error here, of which `Drafter.failure` says why; None for none.
-    """
+    """Result of `Drafter.draft`."""
 
     draft: Draft
-    state: Pytree
-    cache: Pytree
-    source: "jax.Array | None" = None
+    state: Pytree  # the drafter's next state
+    cache: Pytree  # `ctx.cache`, as it is after the draft (the same object if the drafter does not use it)
+    source: "jax.Array | None" = None  # int32[B], which of the drafter's sources drafted; None if it has one
+    # bool[B], sequences that end with an error here, of which `Drafter.failure` says why; None for none
     failed: "jax.Array | None" = None
 
 
 class Feedback(NamedTuple):
-    """What a drafter learns when a round is over.
-
-    Attributes:
-        draft: the draft that was verified.
-        verdict: the verdict on it.
-        hidden: float[B, K+1, D], the target's features of all rows as `Drafter.wants_hidden` says, or None.
-        top: int32[B, K+1, R], the R = `Drafter.wants_top` tokens that the target finds most likely behind each row,
-            best first; anything at rows that were not verified. None if R is 0.
-    """
+    """What a drafter learns when a round is over."""
 
     draft: Draft
     verdict: Verdict
+    # float[B, K+1, D], the target's features of all rows as `Drafter.wants_hidden` says, or None
     hidden: "jax.Array | None" = None
+    # int32[B, K+1, R], the R = `Drafter.wants_top` tokens that the target finds most likely behind each row, best
+    # first; anything at rows that were not verified. None if R is 0
     top: "jax.Array | None" = None
 
 
 class LoadedDrafter(NamedTuple):
-    """A drafter ready to run.
+    """A drafter ready to run."""
 
-    Attributes:
-        drafter: static.
-        weights: cache capacity of the target -> the drafter's weights; None if it has none.
-        bytes_per_token: of weights that drafting a token reads.
-        about: what records say of it, as plain values by name, such as how two vocabularies overlap.
-        notes: the same in lines.
-    """
-
-    drafter: "Drafter"
+    drafter: "Drafter"  # static
+    # cache capacity of the target -> the drafter's weights; None if it has none
     weights: Callable[[int], Pytree] | None = None
-    bytes_per_token: int = 0
+    bytes_per_token: int = 0  # of weights that drafting a token reads
+    # what records say of it, as plain values by name, such as how two vocabularies overlap
     about: Mapping[str, object] = MappingProxyType({})
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # the same in lines
 
 
 class AnyDrafter(abc.ABC):

@@ -19,32 +19,21 @@ Draw = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Noise(NamedTuple):
-    """A round's noise.
+    """A round's noise."""
 
-    Attributes:
-        coins: float32[B, K] in [0, 1), one acceptance coin a node (noise stream `accept`).
-        last: what `Target.draw` takes for the token after the accepted ones, in [0, 1): float32[B, 4] of noise stream
-            `residual`, or float32[B] by `residuals.inverse_cdf`.
-    """
-
-    coins: jax.Array
+    coins: jax.Array  # float32[B, K] in [0, 1), one acceptance coin a node (noise stream `accept`)
+    # what `Target.draw` takes for the token after the accepted ones, in [0, 1): float32[B, 4] of noise stream
+    # `residual`, or float32[B] by `residuals.inverse_cdf`
     last: jax.Array
 
 
 class LogitRows(NamedTuple):
-    """The target's rows for a native call that judges chains and writes no distribution down.
+    """The target's rows for a native call that judges chains and writes no distribution down."""
 
-    Attributes:
-        values: float32[B * (K + 1), V], logits; distributions if `probs` is None.
-        probs: the numbers of each sequence's distribution.
-        n_valid: int32[B], 1 + count, or 0 for a sequence whose verdict is not asked for.
-        judge: `SamplingKernels.judge`.
-    """
-
-    values: jax.Array
-    probs: Truncation | None
-    n_valid: jax.Array
-    judge: Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array]]
+    values: jax.Array  # float32[B * (K + 1), V], logits; distributions if `probs` is None
+    probs: Truncation | None  # the numbers of each sequence's distribution
+    n_valid: jax.Array  # int32[B], 1 + count, or 0 for a sequence whose verdict is not asked for
+    judge: Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array]]  # `SamplingKernels.judge`
 
 
 class Target:
@@ -85,19 +74,12 @@ class Coin(NamedTuple):
 
 
 class End(NamedTuple):
-    """One way a round ends.
+    """One way a round ends."""
 
-    Attributes:
-        weight: probability of this end, given the draft.
-        path: accepted nodes from the root down.
-        probs: float64[V], distribution of the token after them.
-        coins: coin intervals that lead here (empty for match, which has none).
-    """
-
-    weight: float
-    path: tuple[int, ...]
-    probs: np.ndarray
-    coins: tuple[Coin, ...] = ()
+    weight: float  # probability of this end, given the draft
+    path: tuple[int, ...]  # accepted nodes from the root down
+    probs: np.ndarray  # float64[V], distribution of the token after them
+    coins: tuple[Coin, ...] = ()  # coin intervals that lead here (empty for match, which has none)
 
 
 class Rule(abc.ABC):

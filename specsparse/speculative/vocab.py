@@ -87,21 +87,15 @@ ROLES = ("eos", "eot", "bos")
 
 @dataclass(frozen=True)
 class SpecialPair:
-    """A special token of the target and what the draft model reads in its place.
+    """A special token of the target and what the draft model reads in its place."""
 
-    Attributes:
-        role: "eos", "eot", "bos" (where the draft's texts begin with one), "name" (both have one of that name) or
-            "end" (another token that ends a generation, read as the draft's EOS).
-        target, draft: ids.
-        text: of the target's token.
-        drafted: whether the draft's token is drafted as the target's; of several with one counterpart one is.
-    """
-
+    # "eos", "eot", "bos" (where the draft's texts begin with one), "name" (both have one of that name) or "end"
+    # (another token that ends a generation, read as the draft's EOS)
     role: str
     target: int
     draft: int
-    text: str
-    drafted: bool
+    text: str  # of the target's token
+    drafted: bool  # whether the draft's token is drafted as the target's; of several with one counterpart one is
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,24 +104,17 @@ class Intersection:
 
     Invariants: `target_ids` is ascending; `target_ids` and `draft_ids` hold no id twice; the image of `target_ids[i]`
     is `draft_ids[i]` alone.
-
-    Attributes:
-        target_ids: int32[N], the target's ids of the tokens that both have, special ones included.
-        draft_ids: int32[N], the draft's ids of the same tokens.
-        starts: int32[V + 1]; `pieces[starts[t] : starts[t + 1]]` is the image of target token t, what the draft reads
-            for it: its own token, the tokens of its bytes, or nothing for special tokens without a counterpart.
-        pieces: int32[P], draft ids.
-        specials: special tokens that have a counterpart.
-        unread: special tokens of the target that have none.
-        target_texts, draft_texts: text tokens of each vocabulary.
     """
 
-    target_ids: np.ndarray
-    draft_ids: np.ndarray
+    target_ids: np.ndarray  # int32[N], the target's ids of the tokens that both have, special ones included
+    draft_ids: np.ndarray  # int32[N], the draft's ids of the same tokens
+    # int32[V + 1]; `pieces[starts[t] : starts[t + 1]]` is the image of target token t, what the draft reads for it: its
+    # own token, the tokens of its bytes, or nothing for special tokens without a counterpart
     starts: np.ndarray
-    pieces: np.ndarray
-    specials: tuple[SpecialPair, ...]
-    unread: int
+    pieces: np.ndarray  # int32[P], draft ids
+    specials: tuple[SpecialPair, ...]  # special tokens that have a counterpart
+    unread: int  # special tokens of the target that have none
+    # target_texts, draft_texts: text tokens of each vocabulary
     target_texts: int
     draft_texts: int
 

@@ -142,15 +142,10 @@ def check_policy(policy: Policy) -> None:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Checked:
-    """The checks of a part that passed.
+    """The checks of a part that passed."""
 
-    Attributes:
-        name: of its class.
-        lines: a sentence for each part of the contract.
-    """
-
-    name: str
-    lines: tuple[str, ...]
+    name: str  # of its class
+    lines: tuple[str, ...]  # a sentence for each part of the contract
 
     def __repr__(self) -> str:
         return "\n  ".join([f"{self.name} keeps the contract of a drafter:", *self.lines])
@@ -158,18 +153,12 @@ class Checked:
 
 @dataclasses.dataclass(frozen=True)
 class DrafterCase:
-    """A drafter under test.
-
-    Attributes:
-        drafter: yours.
-        weights: its `params`.
-        prepare: puts the target into a context.
-        traced: batch sizes that a stage of `draft` was traced for, in order.
-    """
+    """A drafter under test."""
 
     drafter: Drafter
-    weights: Any = None
-    prepare: Callable[[DraftContext], DraftContext] = lambda ctx: ctx
+    weights: Any = None  # its `params`
+    prepare: Callable[[DraftContext], DraftContext] = lambda ctx: ctx  # puts the target into a context
+    # batch sizes that a stage of `draft` was traced for, in order
     traced: list[int] = dataclasses.field(default_factory=list)
 
     def draft(self, ctx: DraftContext) -> Draft:

@@ -92,17 +92,11 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class Text:
-    """One answered prompt.
+    """One answered prompt."""
 
-    Attributes:
-        tokens: int32[n], prompt and answer.
-        prompt: tokens of the prompt.
-        hidden: float32[n, W], the target's rows at these tokens, if `Features` made them.
-    """
-
-    tokens: np.ndarray
-    prompt: int
-    hidden: np.ndarray | None = None
+    tokens: np.ndarray  # int32[n], prompt and answer
+    prompt: int  # tokens of the prompt
+    hidden: np.ndarray | None = None  # float32[n, W], the target's rows at these tokens, if `Features` made them
 
     @property
     def read(self) -> np.ndarray:
@@ -406,25 +400,15 @@ class Features:
 
 
 class Window(NamedTuple):
-    """Texts side by side in n rows, of which m are drafted from. Row i stands for h_i and the token after it.
+    """Texts side by side in n rows, of which m are drafted from. Row i stands for h_i and the token after it."""
 
-    Attributes:
-        hidden: [n, W], what the target has at the token before each row: D numbers for each of `Form.layers`.
-        after: [m, D], h_{i+1} of the drafting rows: what they should find.
-        tokens: int32[n], the token after each row.
-        position: int32[n], of h_i in its text.
-        text: int32[n], which text a row belongs to; -1 for none.
-        rows: int32[m], the drafting rows, ascending, those of a text one after the other.
-        depth: int32[m], drafting rows of the same text before this one; -1 if there is no row.
-    """
-
-    hidden: jax.Array
-    after: jax.Array
-    tokens: jax.Array
-    position: jax.Array
-    text: jax.Array
-    rows: jax.Array
-    depth: jax.Array
+    hidden: jax.Array  # [n, W], what the target has at the token before each row: D numbers for each of `Form.layers`
+    after: jax.Array  # [m, D], h_{i+1} of the drafting rows: what they should find
+    tokens: jax.Array  # int32[n], the token after each row
+    position: jax.Array  # int32[n], of h_i in its text
+    text: jax.Array  # int32[n], which text a row belongs to; -1 for none
+    rows: jax.Array  # int32[m], the drafting rows, ascending, those of a text one after the other
+    depth: jax.Array  # int32[m], drafting rows of the same text before this one; -1 if there is no row
 
     def same_text(self) -> jax.Array:
         """bool[m, n]: whether a row is of the drafting row's text; False for padding."""

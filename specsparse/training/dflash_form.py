@@ -79,16 +79,13 @@ class DFlashForm(FeatureForm):
 
     The last token's own row drafts too (`sample_from_anchor`), so that no row of the block is without a token. Every
     query head has keys and values of its own: the target's rows reach the block through values alone.
-
-    Attributes:
-        block: rows, and tokens that they draft.
     """
 
     name: ClassVar[str] = "dflash"
     drafter: ClassVar[str] = "dflash"
     option: ClassVar[str] = "path"
 
-    block: int = 4
+    block: int = 4  # rows, and tokens that they draft
 
     @property
     def shape(self) -> BlockShape:
@@ -229,16 +226,12 @@ class DFlashForm(FeatureForm):
 
 @dataclass(frozen=True)
 class DSparkForm(DFlashForm):
-    """The same with a vanilla Markov head and a confidence head (arXiv:2607.05147), trained as its authors do.
-
-    Attributes:
-        rank: of the Markov head.
-    """
+    """The same with a vanilla Markov head and a confidence head (arXiv:2607.05147), trained as its authors do."""
 
     name: ClassVar[str] = "dspark"
     drafter: ClassVar[str] = "dspark"
 
-    rank: int = 64
+    rank: int = 64  # of the Markov head
 
     @property
     def shape(self) -> SparkShape:

@@ -76,27 +76,19 @@ def streams(
 
 
 class HeadWeights(NamedTuple):
-    """Weights of an EAGLE head; matrices are [outputs, inputs].
+    """Weights of an EAGLE head; matrices are [outputs, inputs]."""
 
-    Attributes:
-        hidden_norm: [D], RMS norm of h_i.
-        fc_hidden: [D, D], of normalised h_i.
-        token_norm, fc_token: likewise, of the token after it.
-        below_norm: [b, D], RMS norms of the rows of b layers below; None for a head that reads h_i alone.
-        fc_below: [D, b D], of those rows, normalised, side by side.
-        own_norm, fc_own: in place of `hidden_norm` and `fc_hidden` when the head reads its own row; None: the same.
-        layer: a plain Llama's of the target's sizes.
-        output_norm: [D], before the output matrix, which is the target's.
-    """
-
-    hidden_norm: jax.Array
-    fc_hidden: jax.Array
+    hidden_norm: jax.Array  # [D], RMS norm of h_i
+    fc_hidden: jax.Array  # [D, D], of normalised h_i
+    # token_norm, fc_token: likewise, of the token after it
     token_norm: jax.Array
     fc_token: jax.Array
-    layer: LayerWeights
-    output_norm: jax.Array
+    layer: LayerWeights  # a plain Llama's of the target's sizes
+    output_norm: jax.Array  # [D], before the output matrix, which is the target's
+    # [b, D], RMS norms of the rows of b layers below; None for a head that reads h_i alone
     below_norm: jax.Array | None = None
-    fc_below: jax.Array | None = None
+    fc_below: jax.Array | None = None  # [D, b D], of those rows, normalised, side by side
+    # own_norm, fc_own: in place of `hidden_norm` and `fc_hidden` when the head reads its own row; None: the same
     own_norm: jax.Array | None = None
     fc_own: jax.Array | None = None
 
@@ -133,21 +125,16 @@ class HeadWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadForm(Form):
-    """One layer on the target's features, under the target's output matrix (EAGLE, arXiv:2401.15077).
-
-    Attributes:
-        model: the target.
-        below: ids of layers whose entering rows it reads too, as EAGLE-3 (arXiv:2503.01840) does; it then also has a
-            matrix of its own for its own rows.
-        begin: a head's file in floats whose weights training begins with, or None.
-    """
+    """One layer on the target's features, under the target's output matrix (EAGLE, arXiv:2401.15077)."""
 
     name: ClassVar[str] = "head"
     drafter: ClassVar[str] = "head"
     option: ClassVar[str] = "head"
 
+    # ids of layers whose entering rows it reads too, as EAGLE-3 (arXiv:2503.01840) does; it then also has a matrix of
+    # its own for its own rows
     below: tuple[int, ...] = ()
-    begin: HeadFile | None = None
+    begin: HeadFile | None = None  # a head's file in floats whose weights training begins with, or None
 
     def __post_init__(self):
         if self.begin is not None and self.begin.below not in ((), self.below):

@@ -28,17 +28,12 @@ from specsparse.training.layer import LayerWeights, attend, feed_forward, layer_
 
 
 class Frozen(NamedTuple):
-    """The target's part, which stays as it is.
-
-    Attributes:
-        head: float32[N, D], the output rows of the draft vocabulary.
-        ids: int32[N], which ids those are.
-        cos, sin: float32[positions, d / 2].
-    """
+    """The target's part, which stays as it is."""
 
     output_norm: jax.Array
-    head: jax.Array
-    ids: jax.Array
+    head: jax.Array  # float32[N, D], the output rows of the draft vocabulary
+    ids: jax.Array  # int32[N], which ids those are
+    # cos, sin: float32[positions, d / 2]
     cos: jax.Array
     sin: jax.Array
 
@@ -56,20 +51,13 @@ class Aim(NamedTuple):
 
 @dataclass(frozen=True)
 class Form(abc.ABC):
-    """Base of the drafters that can be trained. Its weights are a pytree of float32 arrays.
+    """Base of the drafters that can be trained. Its weights are a pytree of float32 arrays."""
 
-    Attributes:
-        model: the target.
-        name: the end of its file's name.
-        drafter: runs the file.
-        option: of that drafter, which takes the file.
-    """
+    name: ClassVar[str]  # the end of its file's name
+    drafter: ClassVar[str]  # runs the file
+    option: ClassVar[str]  # of that drafter, which takes the file
 
-    name: ClassVar[str]
-    drafter: ClassVar[str]
-    option: ClassVar[str]
-
-    model: Model
+    model: Model  # the target
 
     @property
     @abc.abstractmethod
@@ -117,14 +105,9 @@ class Form(abc.ABC):
 
 @dataclass(frozen=True)
 class FeatureForm(Form):
-    """Base of drafters that read fused rows of several of the target's layers, as EAGLE-3 and DFlash do.
+    """Base of drafters that read fused rows of several of the target's layers, as EAGLE-3 and DFlash do."""
 
-    Attributes:
-        model: the target.
-        below: ids of the layers whose entering rows it reads; () for [2, L / 2, L - 3].
-    """
-
-    below: tuple[int, ...] = ()
+    below: tuple[int, ...] = ()  # ids of the layers whose entering rows it reads; () for [2, L / 2, L - 3]
 
     @property
     def read(self) -> tuple[int, ...]:
@@ -225,17 +208,11 @@ class SmallOptions:
 
 
 class SmallWeights(NamedTuple):
-    """Weights of a small Llama.
+    """Weights of a small Llama."""
 
-    Attributes:
-        embedding: [V, D], of the input and of the output.
-        layers: one after the other.
-        output_norm: [D].
-    """
-
-    embedding: jax.Array
+    embedding: jax.Array  # [V, D], of the input and of the output
     layers: tuple[LayerWeights, ...]
-    output_norm: jax.Array
+    output_norm: jax.Array  # [D]
 
 
 @dataclass(frozen=True)

@@ -52,51 +52,33 @@ _SEARCHED = 20480
 
 
 class FfnMatrices(NamedTuple):
-    """float32 matrices [outputs, inputs] of one layer, or of all with a leading axis L.
+    """float32 matrices [outputs, inputs] of one layer, or of all with a leading axis L."""
 
-    Attributes:
-        gate, up: [F, D].
-        down: [D, F].
-    """
-
+    # gate, up: [F, D]
     gate: jax.Array
     up: jax.Array
-    down: jax.Array
+    down: jax.Array  # [D, F]
 
 
 class FrozenLayers(NamedTuple):
-    """Norms and attention, each with a leading axis L.
+    """Norms and attention, each with a leading axis L."""
 
-    Attributes:
-        layers: without their FFNs.
-        norms: of heads of queries and of keys, or (None, None).
-        kinds: int32[L] each, `ModelConfig.kind` of every layer.
-        cos, sin: float32[T, positions, d / 2], the tables that layers choose from.
-    """
-
-    layers: LayerWeights
-    norms: tuple[jax.Array | None, jax.Array | None]
-    kinds: LayerKind
+    layers: LayerWeights  # without their FFNs
+    norms: tuple[jax.Array | None, jax.Array | None]  # of heads of queries and of keys, or (None, None)
+    kinds: LayerKind  # int32[L] each, `ModelConfig.kind` of every layer
+    # cos, sin: float32[T, positions, d / 2], the tables that layers choose from
     cos: jax.Array
     sin: jax.Array
 
 
 class PackedTexts(NamedTuple):
-    """Texts side by side in n rows.
+    """Texts side by side in n rows."""
 
-    Attributes:
-        tokens: int32[n].
-        position: int32[n], in its text.
-        text: int32[n], which text a row belongs to; -1 for none.
-        hidden: float32[n, D], the original's rows before the output norm; [n, 0] if the texts are without.
-        answer: bool[n], rows that the answer's tokens are said by: its own, and the prompt's last.
-    """
-
-    tokens: jax.Array
-    position: jax.Array
-    text: jax.Array
-    hidden: jax.Array
-    answer: jax.Array
+    tokens: jax.Array  # int32[n]
+    position: jax.Array  # int32[n], in its text
+    text: jax.Array  # int32[n], which text a row belongs to; -1 for none
+    hidden: jax.Array  # float32[n, D], the original's rows before the output norm; [n, 0] if the texts are without
+    answer: jax.Array  # bool[n], rows that the answer's tokens are said by: its own, and the prompt's last
 
 
 def check(config: ModelConfig) -> None:
@@ -226,19 +208,12 @@ def layer_inputs(paths: Sequence[Path], layer: int) -> np.ndarray:
 
 
 class ReluState(NamedTuple):
-    """All that a restart needs.
+    """All that a restart needs."""
 
-    Attributes:
-        ffn: of one layer, or of all before rounding.
-        optimiser: Adam's.
-        pressure: f32[], the weight of the sparsity term.
-        step: int32[], steps done.
-    """
-
-    ffn: FfnMatrices
-    optimiser: optax.OptState
-    pressure: jax.Array
-    step: jax.Array
+    ffn: FfnMatrices  # of one layer, or of all before rounding
+    optimiser: optax.OptState  # Adam's
+    pressure: jax.Array  # f32[], the weight of the sparsity term
+    step: jax.Array  # int32[], steps done
 
 
 # Rebuilt, layer by layer.
@@ -478,22 +453,15 @@ class DistillLosses(NamedTuple):
 
 
 class Fidelity(NamedTuple):
-    """On texts that were not trained on, over the rows of their answers.
+    """On texts that were not trained on, over the rows of their answers."""
 
-    Attributes:
-        divergence: mean KL(original, this model) in nats, over all ids.
-        perplexity, original: of the texts' own next tokens, under this model and under the original.
-        agreement: share of rows whose argmax is the original's.
-        share: active neurons, float[L].
-        rows: judged.
-    """
-
-    divergence: float
+    divergence: float  # mean KL(original, this model) in nats, over all ids
+    # perplexity, original: of the texts' own next tokens, under this model and under the original
     perplexity: float
     original: float
-    agreement: float
-    share: tuple[float, ...]
-    rows: int
+    agreement: float  # share of rows whose argmax is the original's
+    share: tuple[float, ...]  # active neurons, float[L]
+    rows: int  # judged
 
 
 def rounded_q4_0(w: jax.Array) -> jax.Array:

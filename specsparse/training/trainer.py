@@ -248,17 +248,12 @@ def rounds(right_sm: jax.Array, depth_m: jax.Array) -> tuple[jax.Array, jax.Arra
 
 @dataclass(frozen=True)
 class DraftQuality:
-    """Drafts of gamma argmax tokens begun at positions of some greedy answers, without decoding.
+    """Drafts of gamma argmax tokens begun at positions of some greedy answers, without decoding."""
 
-    Attributes:
-        tokens: positions a draft was begun at.
-        agreement: for each place in the draft, how often its token is the answer's if those before it were.
-        acceptance: mean acceptance length, bonus token included.
-    """
-
-    tokens: int
+    tokens: int  # positions a draft was begun at
+    # for each place in the draft, how often its token is the answer's if those before it were
     agreement: tuple[float, ...]
-    acceptance: float
+    acceptance: float  # mean acceptance length, bonus token included
 
     @classmethod
     def from_reached(cls, reach: np.ndarray) -> "DraftQuality":

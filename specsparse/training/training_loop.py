@@ -79,23 +79,18 @@ def train(
 
 @dataclass(eq=False)
 class Log:
-    """The curve of a training, and the file that a stopped one goes on from; the file appears whole or not at all.
-
-    Attributes:
-        path: of the file.
-        steps, every: of the training, and from one point of the curve to the next; the last step is one.
-        unit, count: what is counted of a batch, by name and as a function.
-        point: its columns beside step, `unit`, seconds and rate, from the state and the losses since the last point.
-        publish: called with each point, those of an earlier run first; the rate is there `unit`_per_second.
-        curve: the points.
-    """
+    """The curve of a training, and the file that a stopped one goes on from; the file appears whole or not at all."""
 
     path: Path
+    # steps, every: of the training, and from one point of the curve to the next; the last step is one
     steps: int
     every: int
+    # unit, count: what is counted of a batch, by name and as a function
     unit: str
     count: Callable[[Any], int]
+    # its columns beside step, `unit`, seconds and rate, from the state and the losses since the last point
     point: Callable[[Any, Sequence[Any]], dict[str, Any]]
+    # called with each point, those of an earlier run first; the rate is there `unit`_per_second
     publish: Callable[[dict[str, Any]], None] = lambda point: None
     curve: list[dict[str, Any]] = field(default_factory=list)
 

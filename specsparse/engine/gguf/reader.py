@@ -94,7 +94,7 @@ def show(name: object) -> str:
 class TensorInfo:
     """One tensor of the file. Invariant: `raw` holds exactly the bytes of `shape` in `type`."""
 
-    name: str  # as in the file
+    name: str
     type: GGMLQuantizationType  # how the weights are coded
     shape: tuple[int, ...]  # numpy order, (rows, cols) for a matrix: the reverse of the file's `ne`
     raw: np.ndarray = field(repr=False)  # read-only uint8 view of the mapped file, [*shape[:-1], bytes of a row]

@@ -227,7 +227,7 @@ SamplingParams.__init__ = _init_by_known_names
 class SamplingConfig:
     """The steps of sampling that any sequence of a batch uses: a static argument of `jax.jit`."""
 
-    vocab_size: int  # V
+    vocab_size: int
     greedy: bool = False  # every sequence is greedy; truncation is then off
     mixed: bool = False  # some sequences are greedy and some are not
     use_bias: bool = False  # logit bias, allowed ids or one-token bad words
@@ -260,7 +260,7 @@ class Truncation(NamedTuple):
 class SamplingArrays(NamedTuple):
     """The sampling parameters of a batch as arrays, one row a sequence; None if no sequence uses the step."""
 
-    truncation: Truncation  # temperature, min-p, top-k and top-p
+    truncation: Truncation
     # presence, frequency, repetition: float32[B], or None
     presence: Array | None = None
     frequency: Array | None = None

@@ -108,7 +108,7 @@ class Vocab:
     kind: str  # "spm" or "bpe"
     tokens: list[str]  # text of each id, as in the file (byte-level BPE writes bytes as printable characters)
     types: list[int]  # TokenType of each id, as int
-    ids: dict[str, int]  # id of each text
+    ids: dict[str, int]
     scores: list[float]  # merge priority of each id; empty for "bpe"
     # ids by name ("bos", "eos", "eot", "eom", "unknown", "padding", ...); absent ones are not listed
     special: dict[str, int]

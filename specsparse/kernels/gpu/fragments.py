@@ -60,7 +60,7 @@ class PackedRows:
 
     codes: jax.Array  # int32[P, 32 n, 4]: lane 4 g + t of a tile has columns 16 h + 4 t + 0..3 of row g, block by block
     scales: jax.Array  # f32[P, 4 n, 4]: for rows 2 t and 2 t + 1 of a tile, block by block
-    tiles: int  # n
+    tiles: int
 
 
 def fragments(w: QTensor) -> Fragments:

@@ -43,17 +43,13 @@ CATCH_UP_ROWS = 8
 
 @dataclasses.dataclass(frozen=True)
 class OwnModel(ModelSource):
-    """Another model with a cache of its own, the state; rolling back is a shorter length.
-
-    Attributes:
-        expansion: slots of its cache for each of the target's: above 1 if it reads a token as several.
-    """
+    """Another model with a cache of its own, the state; rolling back is a shorter length."""
 
     layers_total: int
     kv_heads: int
     head_dim: int
     kv_dtype: DTypeLike
-    expansion: float = 1.0
+    expansion: float = 1.0  # slots of its cache for each of the target's: above 1 if it reads a token as several
 
     def capacity(self, tokens: int) -> int:
         """Slots of its cache beside a target's of `tokens` slots."""

@@ -208,16 +208,12 @@ class NGramMap(NGramSimple):
 
 
 class SuffixState(NamedTuple):
-    """Matches of the end of the text so far.
+    """Matches of the end of the text so far."""
 
-    Attributes:
-        match: int32[B, C], length of the common suffix of the text up to each position (included) and the whole text,
-            at most `longest`; 0 at the last position and beyond.
-        seen: int32[B], tokens of the text that `match` knows.
-    """
-
+    # int32[B, C], length of the common suffix of the text up to each position (included) and the whole text, at most
+    # `longest`; 0 at the last position and beyond
     match: jax.Array
-    seen: jax.Array
+    seen: jax.Array  # int32[B], tokens of the text that `match` knows
 
 
 @dataclass(frozen=True)
@@ -351,14 +347,10 @@ class Either(Drafter):
 
     If `first` drafts for a sequence, `second` has no budget for it, so that a drafter whose time follows its tokens
     costs nothing then. Each learns of its own drafts only.
-
-    Attributes:
-        first: such as prompt lookup.
-        second: such as a head; its weights are this drafter's.
     """
 
-    first: Drafter
-    second: Drafter
+    first: Drafter  # such as prompt lookup
+    second: Drafter  # such as a head; its weights are this drafter's
 
     def __post_init__(self):
         assert self.first.kind is DraftKind.ONE_HOT and not self.first.tree and not self.second.tree

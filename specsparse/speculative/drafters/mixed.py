@@ -65,15 +65,10 @@ PRIORS = np.stack([_BEHIND_ROOT, np.float32(0.9) * _BEHIND_ROOT], axis=2).reshap
 
 
 class NGramTable(NamedTuple):
-    """The token that followed three tokens, or two, most often in a text.
+    """The token that followed three tokens, or two, most often in a text."""
 
-    Attributes:
-        keys: uint32[S], hashes of the tokens before; S is a power of two and a hash stands at its remainder.
-        tokens: int32[S], the token after them.
-    """
-
-    keys: AnyArray
-    tokens: AnyArray
+    keys: AnyArray  # uint32[S], hashes of the tokens before; S is a power of two and a hash stands at its remainder
+    tokens: AnyArray  # int32[S], the token after them
 
     @classmethod
     def from_ids(cls, ids: np.ndarray) -> "NGramTable":
@@ -121,37 +116,27 @@ class MixedWeights(NamedTuple):
 class Proposals(NamedTuple):
     """What all sources propose on the levels of a draft.
 
-    Attributes:
-        tokens: int32[B, D, M], behind the likeliest node of the level above.
-        cells: int32[B, D, M], what each is known by; `PAD` for none, and for what an earlier source proposes too.
-        reach: float32[B, D, M], the chance that each is accepted, -1 where the cell is `PAD`.
-        spine: int32[B, D], the likeliest of each level.
-
     D counts levels and M the proposals of a level; c below counts cells.
     """
 
-    tokens: jax.Array
+    tokens: jax.Array  # int32[B, D, M], behind the likeliest node of the level above
+    # int32[B, D, M], what each is known by; `PAD` for none, and for what an earlier source proposes too
     cells: jax.Array
-    reach: jax.Array
-    spine: jax.Array
+    reach: jax.Array  # float32[B, D, M], the chance that each is accepted, -1 where the cell is `PAD`
+    spine: jax.Array  # int32[B, D], the likeliest of each level
 
 
 class MixedState(NamedTuple):
-    """State between rounds.
+    """State between rounds."""
 
-    Attributes:
-        successors, root: as in `RecycleState`.
-        head: of the head's source, or None.
-        hits, tries: float32[B, cells], proposals of finished rounds, and those that were the target's token.
-        proposed: of the last draft.
-    """
-
+    # successors, root: as in `RecycleState`
     successors: jax.Array
     root: jax.Array
-    head: Pytree
+    head: Pytree  # of the head's source, or None
+    # hits, tries: float32[B, cells], proposals of finished rounds, and those that were the target's token
     hits: jax.Array
     tries: jax.Array
-    proposed: Proposals
+    proposed: Proposals  # of the last draft
 
 
 class _Level(NamedTuple):
@@ -174,17 +159,12 @@ class MixedTree(Drafter):
 
     Tokens are chosen, not drawn, and their number depends on the text before the draft alone: one-hot drafts, which
     `tree_match` and `tree_delta` verify without loss at any temperature.
-
-    Attributes:
-        source: of the head, or None.
-        sampling: the head's.
-        levels: that the head scores at most.
     """
 
     max_nodes: int = SHORT_GAMMA
-    source: Source | None = None
-    sampling: DraftSampling | None = None
-    levels: int = 0
+    source: Source | None = None  # of the head, or None
+    sampling: DraftSampling | None = None  # the head's
+    levels: int = 0  # that the head scores at most
 
     kind = DraftKind.ONE_HOT
     tree = True

@@ -25,23 +25,14 @@ from specsparse.speculative.trees.template import TreeTemplate
 
 
 class _Chain(NamedTuple):
-    """A draft in the making.
+    """A draft in the making."""
 
-    Attributes:
-        cache: of the source, its length with the drafted tokens that it holds.
-        tokens: int32[B, K].
-        q: float32[B, K, V], or None for one-hot drafts.
-        count: int32[B].
-        live: bool[B], whether another node may follow.
-        last: float32[B], the draft's probability of the token drawn last.
-    """
-
-    cache: KVCache
-    tokens: jax.Array
-    q: jax.Array | None
-    count: jax.Array
-    live: jax.Array
-    last: jax.Array
+    cache: KVCache  # of the source, its length with the drafted tokens that it holds
+    tokens: jax.Array  # int32[B, K]
+    q: jax.Array | None  # float32[B, K, V], or None for one-hot drafts
+    count: jax.Array  # int32[B]
+    live: jax.Array  # bool[B], whether another node may follow
+    last: jax.Array  # float32[B], the draft's probability of the token drawn last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,17 +40,12 @@ class ModelDrafter(Drafter):
     """Drafts a chain with a source of logits; time follows the tokens drafted, not K. Its state is the source's.
 
     Draws from q (noise stream `draft`, keyed by position, round and node) and records it, or takes the argmax.
-
-    Attributes:
-        sampling: the draft's own temperature and truncation.
-        max_nodes: K, tokens drafted at most.
-        draw: `DraftKind.SAMPLED` or `DraftKind.ONE_HOT`.
     """
 
     source: Source
-    sampling: DraftSampling
-    max_nodes: int = SHORT_GAMMA
-    draw: DraftKind = DraftKind.ONE_HOT
+    sampling: DraftSampling  # the draft's own temperature and truncation
+    max_nodes: int = SHORT_GAMMA  # K, tokens drafted at most
+    draw: DraftKind = DraftKind.ONE_HOT  # `DraftKind.SAMPLED` or `DraftKind.ONE_HOT`
     asks_stop = True
 
     def __post_init__(self):
@@ -155,16 +141,11 @@ class TreeState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TreeDrafter(Drafter):
-    """Drafts trees of one shape with a source of logits: one forward of the source a level.
-
-    Attributes:
-        sampling: the draft's own temperature and truncation.
-        shape: the nodes and how their tokens are drawn.
-    """
+    """Drafts trees of one shape with a source of logits: one forward of the source a level."""
 
     source: Source
-    sampling: DraftSampling
-    shape: TreeShape
+    sampling: DraftSampling  # the draft's own temperature and truncation
+    shape: TreeShape  # the nodes and how their tokens are drawn
 
     kind = property(attrgetter("shape.kind"))
     max_nodes = property(attrgetter("shape.max_nodes"))

@@ -24,16 +24,12 @@ Chance = Annotated[float, Range(1e-6, 0.999)]
 
 
 class RecycleState(NamedTuple):
-    """Successors of tokens.
+    """Successors of tokens."""
 
-    Attributes:
-        successors: int32[B, V, R], the R tokens that the target last found most likely behind each token, best first;
-            `PAD` where none is known.
-        root: int32[B], the last committed token before the draft.
-    """
-
+    # int32[B, V, R], the R tokens that the target last found most likely behind each token, best first; `PAD` where
+    # none is known
     successors: jax.Array
-    root: jax.Array
+    root: jax.Array  # int32[B], the last committed token before the draft
 
 
 @dataclass(frozen=True)

@@ -117,52 +117,32 @@ def _begun(text: bytes, written_by: Tokenizer, read_by: Tokenizer) -> bytes:
 
 
 class OwnText(NamedTuple):
-    """The committed text in the draft model's ids.
+    """The committed text in the draft model's ids."""
 
-    Attributes:
-        ids: int32[B, S], anything beyond `length`.
-        length: int32[B], may be more than there is room for: nothing is drafted then.
-        kept: int32[B], ids at the front that the draft's cache holds.
-        read: int32[B], tokens of the target up to a `Translator.boundary`: they need not be read again.
-        closed: int32[B], ids that they are, more than there is room for as well.
-    """
-
-    ids: AnyArray
-    length: AnyArray
-    kept: AnyArray
-    read: AnyArray
-    closed: AnyArray
+    ids: AnyArray  # int32[B, S], anything beyond `length`
+    length: AnyArray  # int32[B], may be more than there is room for: nothing is drafted then
+    kept: AnyArray  # int32[B], ids at the front that the draft's cache holds
+    read: AnyArray  # int32[B], tokens of the target up to a `Translator.boundary`: they need not be read again
+    closed: AnyArray  # int32[B], ids that they are, more than there is room for as well
 
 
 class StringState(NamedTuple):
-    """State between rounds.
+    """State between rounds."""
 
-    Attributes:
-        cache: the draft model's.
-        text: the text of the last draft, with the draft behind it among its `ids`.
-        held: int32[B], how many of these ids the cache holds.
-        budget: int32[B], tokens of the target that the last draft may have.
-    """
-
-    cache: KVCache
-    text: OwnText
-    held: jax.Array
-    budget: jax.Array
+    cache: KVCache  # the draft model's
+    text: OwnText  # the text of the last draft, with the draft behind it among its `ids`
+    held: jax.Array  # int32[B], how many of these ids the cache holds
+    budget: jax.Array  # int32[B], tokens of the target that the last draft may have
 
 
 @dataclass(frozen=True)
 class StringDrafter(Drafter):
-    """Chains of the target's tokens, made of the text that a draft model writes. They are one-hot drafts.
+    """Chains of the target's tokens, made of the text that a draft model writes. They are one-hot drafts."""
 
-    Attributes:
-        writer: drafts in the draft model's own tokens, by argmax or drawn: either way without the target's noise.
-        translator: between the two.
-        expansion: slots of the draft's cache for each of the target's.
-    """
-
+    # drafts in the draft model's own tokens, by argmax or drawn: either way without the target's noise
     writer: ModelDrafter
-    translator: Translator
-    expansion: float
+    translator: Translator  # between the two
+    expansion: float  # slots of the draft's cache for each of the target's
 
     kind = DraftKind.ONE_HOT
     asks_stop = True

@@ -26,17 +26,11 @@ from specsparse.speculative.base import DraftContext, Feedback
 
 
 class Images(NamedTuple):
-    """The ids that a draft model with a vocabulary of its own reads for each of the target's tokens.
+    """The ids that a draft model with a vocabulary of its own reads for each of the target's tokens."""
 
-    Attributes:
-        starts: int32[V + 1]; token t is read as `pieces[starts[t] : starts[t + 1]]`, which may be empty.
-        pieces: int32[P], draft ids.
-        bos: int32[], read first if the text does not begin with it; -1 for none.
-    """
-
-    starts: jax.Array
-    pieces: jax.Array
-    bos: jax.Array
+    starts: jax.Array  # int32[V + 1]; token t is read as `pieces[starts[t] : starts[t + 1]]`, which may be empty
+    pieces: jax.Array  # int32[P], draft ids
+    bos: jax.Array  # int32[], read first if the text does not begin with it; -1 for none
 
     def first(self, tokens: jax.Array) -> jax.Array:
         """The first piece of tokens, the only one of those that both vocabularies have."""
@@ -48,18 +42,13 @@ class DraftIds(NamedTuple):
     """The committed text in a draft model's ids: each token's image after that of the tokens before it.
 
     So a longer text begins with what a shorter one was read as, and a cache that holds some of it stays right.
-
-    Attributes:
-        tokens: int32[B, C], the target's ids.
-        length: int32[B], draft ids.
-        ends: int32[B, C], draft ids up to each target token, itself included; None if they are the target's.
-        bos: int32[B], 1 if a BOS of the draft's own comes first.
     """
 
-    tokens: jax.Array
-    length: jax.Array
+    tokens: jax.Array  # int32[B, C], the target's ids
+    length: jax.Array  # int32[B], draft ids
+    # int32[B, C], draft ids up to each target token, itself included; None if they are the target's
     ends: jax.Array | None = None
-    bos: jax.Array | None = None
+    bos: jax.Array | None = None  # int32[B], 1 if a BOS of the draft's own comes first
 
     def at(self, images: Images | None, at_Bn: jax.Array) -> jax.Array:
         """int32[B, n]: the ids at these places; anything beyond the text. Without images the target's own ids."""
@@ -94,36 +83,25 @@ PREFILL_ROWS = 128
 
 
 class DraftWeights(NamedTuple):
-    """Weights of a model drafter, an argument of every jitted function.
+    """Weights of a model drafter, an argument of every jitted function."""
 
-    Attributes:
-        params: `engine.weights.Params` of the draft model, or of the target with fewer neurons; None for the target's.
-        head: [N, D], the trimmed output matrix, or None.
-        ids: int32[N], target id of each column of a trimmed head, ascending, or None.
-        images: draft ids of the target's tokens if the draft model has other ones; then `head` and `ids` are of the
-            tokens that both have. None if the ids are the same.
-        norm: f32[D], the RMS norm before `head` of a head on features, else None.
-    """
-
+    # `engine.weights.Params` of the draft model, or of the target with fewer neurons; None for the target's
     params: Pytree = None
-    head: Matrix | None = None
-    ids: jax.Array | None = None
+    head: Matrix | None = None  # [N, D], the trimmed output matrix, or None
+    ids: jax.Array | None = None  # int32[N], target id of each column of a trimmed head, ascending, or None
+    # draft ids of the target's tokens if the draft model has other ones; then `head` and `ids` are of the tokens that
+    # both have. None if the ids are the same
     images: Images | None = None
-    norm: jax.Array | None = None
+    norm: jax.Array | None = None  # f32[D], the RMS norm before `head` of a head on features, else None
 
 
 class FedRows(NamedTuple):
-    """Rows to feed.
+    """Rows to feed."""
 
-    Attributes:
-        tokens: int32[B, n], ids of the target.
-        n_valid: int32[B], how many of a sequence's rows count, the first ones.
-        parents: int32[B, n] of all rows of a tree so far, with those of earlier calls; None for a chain, whose tokens
-            come one at a time, each committed before the next.
-    """
-
-    tokens: jax.Array
-    n_valid: jax.Array
+    tokens: jax.Array  # int32[B, n], ids of the target
+    n_valid: jax.Array  # int32[B], how many of a sequence's rows count, the first ones
+    # int32[B, n] of all rows of a tree so far, with those of earlier calls; None for a chain, whose tokens come one at
+    # a time, each committed before the next
     parents: jax.Array | None = None
 
 
@@ -137,19 +115,12 @@ class KeptRows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class VocabMap:
-    """The map between the draft's columns and the target's ids. Ids below both sizes are the same token.
+    """The map between the draft's columns and the target's ids. Ids below both sizes are the same token."""
 
-    Attributes:
-        target: V, ids of the target.
-        draft: ids of the draft model.
-        columns: N, columns of logits: min(V, draft), or fewer if the head is trimmed.
-        unknown: the draft's id in place of one that it does not have.
-    """
-
-    target: int
-    draft: int
-    columns: int
-    unknown: int = 0
+    target: int  # V, ids of the target
+    draft: int  # ids of the draft model
+    columns: int  # N, columns of logits: min(V, draft), or fewer if the head is trimmed
+    unknown: int = 0  # the draft's id in place of one that it does not have
 
     def to_draft(self, tokens: jax.Array) -> jax.Array:
         """Ids of the draft; a target id that it does not have becomes `unknown`."""
@@ -172,14 +143,10 @@ class Source(abc.ABC):
 
     A draft is `open`, then any number of `feed`, then `close`; after the verdict `keep`. New rows lie behind the
     cache's length.
-
-    Attributes:
-        vocab: the map between the vocabularies.
-        independent: whether logits at a position do not depend on the drafted tokens before it.
     """
 
     vocab: VocabMap
-    independent: ClassVar[bool] = False
+    independent: ClassVar[bool] = False  # whether logits at a position do not depend on the drafted tokens before it
 
     @property
     def wants_hidden(self) -> bool | tuple[int, ...]:
@@ -232,16 +199,11 @@ class ModelSource(Source):
     """Base of the sources that run a model's forward function. Static.
 
     Between `open` and `close` the cache's length counts all committed tokens, the last one too.
-
-    Attributes:
-        forward: the forward function.
-        context: tokens the model may look at.
-        layers: the layers that run, None for all.
     """
 
     forward: ForwardFn
-    context: int
-    layers: tuple[int, ...] | None
+    context: int  # tokens the model may look at
+    layers: tuple[int, ...] | None  # the layers that run, None for all
 
     @abc.abstractmethod
     def params(self, weights: DraftWeights, ctx: DraftContext) -> Pytree:
@@ -266,17 +228,11 @@ class ModelSource(Source):
 
 @dataclasses.dataclass(frozen=True)
 class DraftSampling:
-    """Makes q and tokens of a drafter's logits. Static.
+    """Makes q and tokens of a drafter's logits. Static."""
 
-    Attributes:
-        sampling: temperature, top-k, top-p and min-p; the other fields keep their defaults.
-        columns: N, logits of a row: the draft's vocabulary, trimmed or not.
-        kernels: of argmax, distribution and draw.
-    """
-
-    sampling: SamplingParams
-    columns: int
-    kernels: SamplingKernels = REFERENCE
+    sampling: SamplingParams  # temperature, top-k, top-p and min-p; the other fields keep their defaults
+    columns: int  # N, logits of a row: the draft's vocabulary, trimmed or not
+    kernels: SamplingKernels = REFERENCE  # of argmax, distribution and draw
 
     def probs(self, logits_RN: jax.Array) -> tuple[jax.Array, jax.Array]:
         """q float32[R, N] after temperature and truncation, and ok bool[R] (False: NaN, +inf or no token left)."""

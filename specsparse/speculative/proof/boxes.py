@@ -29,17 +29,11 @@ Judge = Callable[[np.ndarray], Verdicts]
 
 
 class Boxes(NamedTuple):
-    """Boxes of uniforms.
+    """Boxes of uniforms."""
 
-    Attributes:
-        draft: int[N], whose uniforms they are.
-        low: int64[N, n], least tick of each uniform.
-        high: int64[N, n], the tick beyond the largest.
-    """
-
-    draft: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
+    draft: np.ndarray  # int[N], whose uniforms they are
+    low: np.ndarray  # int64[N, n], least tick of each uniform
+    high: np.ndarray  # int64[N, n], the tick beyond the largest
 
 
 class Probed(NamedTuple):

@@ -135,21 +135,13 @@ def outcomes(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A target, a drafter, and the shape and kind of its drafts.
+    """A target, a drafter, and the shape and kind of its drafts."""
 
-    Attributes:
-        name: which corner it covers.
-        kind: how drafts are drawn.
-        template: shape of the draft.
-        p: target tables, to depth `template.max_depth`.
-        q: draft tables.
-    """
-
-    name: str
-    kind: DraftKind
-    template: TreeTemplate
-    p: Tables
-    q: Tables
+    name: str  # which corner it covers
+    kind: DraftKind  # how drafts are drawn
+    template: TreeTemplate  # shape of the draft
+    p: Tables  # target tables, to depth `template.max_depth`
+    q: Tables  # draft tables
 
     @property
     def length(self) -> int:

@@ -93,16 +93,11 @@ def greedy(p, q, drafts, uniforms) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class KnownBug:
-    """A mistake, or a lossless method that was called lossy.
+    """A mistake, or a lossless method that was called lossy."""
 
-    Attributes:
-        about: one line.
-        reports: the threads that reported it, or called it lossy.
-        how: the callable; its `lossless` is the expected outcome, True for a method that was called lossy and is not.
-    """
-
-    about: str
-    reports: tuple[str, ...]
+    about: str  # one line
+    reports: tuple[str, ...]  # the threads that reported it, or called it lossy
+    # the callable; its `lossless` is the expected outcome, True for a method that was called lossy and is not
     how: ExternalVerifier
 
     def measure(self, *, gamma: int = GAMMA, seed: int = 0) -> list[Result]:

@@ -190,19 +190,12 @@ def llama_cpp_match(*, seed: int = 1, top_k: int = 0) -> ExternalVerifier:
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """A verifier of another library.
+    """A verifier of another library."""
 
-    Attributes:
-        how: makes the callable.
-        package: its version is on the page; empty for one that is written from a definition.
-        about: one line on it.
-        gamma: longest draft.
-    """
-
-    how: Callable[[], ExternalVerifier]
-    package: str
-    about: str
-    gamma: int = GAMMA
+    how: Callable[[], ExternalVerifier]  # makes the callable
+    package: str  # its version is on the page; empty for one that is written from a definition
+    about: str  # one line on it
+    gamma: int = GAMMA  # longest draft
 
 
 LIBRARIES = (

@@ -42,19 +42,12 @@ WRONG_SHARE = 0.25
 
 @dataclasses.dataclass(frozen=True)
 class Power:
-    """The errors that samples can find.
-
-    Attributes:
-        samples: sequences.
-        level: chance that a lossless case is called lossy, its share of `LEVEL`.
-        bound: the measured total variation from which on a case is called lossy.
-        finds: the true total variation that is found with the chance `POWER`.
-    """
+    """The errors that samples can find."""
 
     samples: int
-    level: float
-    bound: float
-    finds: float
+    level: float  # chance that a lossless case is called lossy, its share of `LEVEL`
+    bound: float  # the measured total variation from which on a case is called lossy
+    finds: float  # the true total variation that is found with the chance `POWER`
 
 
 def power(target: np.ndarray, samples: int, *, cases: int) -> Power:
@@ -100,38 +93,24 @@ def driver_tv(template: TreeTemplate, *, vocab: int, steps: int = STEPS) -> floa
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Total variation of one verifier on one case.
-
-    Attributes:
-        verifier: its name.
-        lossless: whether it promises p's distribution.
-        kind: how the drafts were drawn.
-        parents: shape of the drafts.
-        vocab: tokens.
-        corner: name of the case.
-        drafts: how many were enumerated.
-        tv: total variation from plain sampling.
-        part: `RULE`, `DRIVER`, `CALLABLE` or `SAMPLED`.
-        bound: the most that a lossless one may have.
-        probs, target: float64[V, ..], the joint distribution of its text, and the target's; of callables and policies.
-        power: the power of the samples, or None if nothing was sampled.
-        window: the narrowest window of one uniform, with wrong verdicts in it, that would have been seen, or None if
-            no random points were tried. See `measured.window`.
-    """
+    """Total variation of one verifier on one case."""
 
     verifier: str
-    lossless: bool
-    kind: str
-    parents: tuple[int, ...]
-    vocab: int
-    corner: str
-    drafts: int
-    tv: float
-    part: str = RULE
-    bound: float = LOSSLESS_TV
+    lossless: bool  # whether it promises p's distribution
+    kind: str  # how the drafts were drawn
+    parents: tuple[int, ...]  # shape of the drafts
+    vocab: int  # tokens
+    corner: str  # name of the case
+    drafts: int  # how many were enumerated
+    tv: float  # total variation from plain sampling
+    part: str = RULE  # `RULE`, `DRIVER`, `CALLABLE` or `SAMPLED`
+    bound: float = LOSSLESS_TV  # the most that a lossless one may have
+    # probs, target: float64[V, ..], the joint distribution of its text, and the target's; of callables and policies
     probs: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
     target: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
-    power: Power | None = None
+    power: Power | None = None  # the power of the samples, or None if nothing was sampled
+    # the narrowest window of one uniform, with wrong verdicts in it, that would have been seen, or None if no random
+    # points were tried. See `measured.window`
     window: float | None = None
 
     @classmethod
@@ -184,15 +163,10 @@ class MutantResult:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CertificateReport:
-    """The results of `certify`. Each entry says whether it is about a rule or a driver (`part`).
+    """The results of `certify`. Each entry says whether it is about a rule or a driver (`part`)."""
 
-    Attributes:
-        results: one entry per verifier, part and case.
-        mutants: one entry per mutant.
-    """
-
-    results: tuple[Result, ...]
-    mutants: tuple[MutantResult, ...]
+    results: tuple[Result, ...]  # one entry per verifier, part and case
+    mutants: tuple[MutantResult, ...]  # one entry per mutant
 
     def __repr__(self) -> str:
         """Counts, the worst total variation of lossless verifiers, and whether the certificate holds."""

@@ -54,38 +54,24 @@ Depth = Annotated[int, Range(1, MAX_NODES)]
 
 @dataclasses.dataclass(frozen=True)
 class Expander:
-    """How a tree is expanded, for the length of one trace: the draft model's forward, and its distribution.
+    """How a tree is expanded, for the length of one trace: the draft model's forward, and its distribution."""
 
-    Attributes:
-        feed: (cache, tokens_BR, parents_BR, n_valid_B) -> (float32[B, R, N] logits, cache). The rows hang on the
-            committed prefix (parent -1) or on each other; a later call feeds the earlier rows again.
-        probs: the draft's distribution over its N columns.
-        token_ids: target ids of columns.
-        widen: float32[.., N] -> float32[.., V].
-        vocab_size: V.
-        ctx: the round's context; keys the noise.
-    """
-
+    # (cache, tokens_BR, parents_BR, n_valid_B) -> (float32[B, R, N] logits, cache). The rows hang on the committed
+    # prefix (parent -1) or on each other; a later call feeds the earlier rows again
     feed: Callable[..., tuple[jax.Array, KVCache]]
     sampling: DraftSampling
-    token_ids: Callable[[jax.Array], jax.Array]
-    widen: Callable[[jax.Array], jax.Array]
+    token_ids: Callable[[jax.Array], jax.Array]  # target ids of columns
+    widen: Callable[[jax.Array], jax.Array]  # float32[.., N] -> float32[.., V]
     vocab_size: int
-    ctx: DraftContext
+    ctx: DraftContext  # the round's context; keys the noise
 
 
 class Expanded(NamedTuple):
-    """A finished tree.
-
-    Attributes:
-        draft: the tree.
-        cache: after the last feeding.
-        rows: int32[B, K], row under which each node was fed in that feeding, -1 for nodes that were not.
-    """
+    """A finished tree."""
 
     draft: Draft
-    cache: KVCache
-    rows: jax.Array
+    cache: KVCache  # after the last feeding
+    rows: jax.Array  # int32[B, K], row under which each node was fed in that feeding, -1 for nodes that were not
 
 
 class TreeShape(abc.ABC):

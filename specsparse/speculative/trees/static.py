@@ -21,19 +21,12 @@ from specsparse.support.options import Count, Range, Size
 
 
 class Levels(NamedTuple):
-    """A template by levels, for a loop over them.
+    """A template by levels, for a loop over them."""
 
-    Attributes:
-        parents: int[D, P], nodes with children on the level below, `ROOT` for the root, -2 for none.
-        nodes: int[D, P, W], their children by rank, K for none.
-        widths: int[D], most children of any of them.
-        starts: int[D], first node of each level; its nodes follow each other.
-    """
-
-    parents: np.ndarray
-    nodes: np.ndarray
-    widths: np.ndarray
-    starts: np.ndarray
+    parents: np.ndarray  # int[D, P], nodes with children on the level below, `ROOT` for the root, -2 for none
+    nodes: np.ndarray  # int[D, P, W], their children by rank, K for none
+    widths: np.ndarray  # int[D], most children of any of them
+    starts: np.ndarray  # int[D], first node of each level; its nodes follow each other
 
 
 class _Partial(NamedTuple):

@@ -16,13 +16,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class TreeTemplate:
-    """A fixed tree of draft nodes, without its root. Frozen and hashable: static in the jit.
+    """A fixed tree of draft nodes, without its root. Frozen and hashable: static in the jit."""
 
-    Attributes:
-        parents: node index of each node's parent, `ROOT` for the children of the root; a parent precedes its children,
-            and siblings stand in draw order.
-    """
-
+    # node index of each node's parent, `ROOT` for the children of the root; a parent precedes its children, and
+    # siblings stand in draw order
     parents: tuple[int, ...]
 
     def __post_init__(self):

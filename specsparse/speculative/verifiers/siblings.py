@@ -113,26 +113,16 @@ def _entered(rule: SiblingRule, p: bytes, q: bytes, siblings: int) -> tuple:
 
 
 class Walk(NamedTuple):
-    """State of a walk, and its result.
+    """State of a walk, and its result."""
 
-    Attributes:
-        node: int32, next node to test; K when none is left.
-        at: int32, row of the current parent (0 is the root).
-        fresh: bool, no child of the current parent was rejected yet: the distribution is p itself and `probs` holds
-            nothing.
-        probs: float[V], distribution still owed otherwise.
-        memo: the rule's memo.
-        nodes: int32[K], accepted nodes, padded with `PAD`.
-        accepted: int32.
-    """
-
-    node: jax.Array
-    at: jax.Array
+    node: jax.Array  # int32, next node to test; K when none is left
+    at: jax.Array  # int32, row of the current parent (0 is the root)
+    # bool, no child of the current parent was rejected yet: the distribution is p itself and `probs` holds nothing
     fresh: jax.Array
-    probs: jax.Array
-    memo: tuple
-    nodes: jax.Array
-    accepted: jax.Array
+    probs: jax.Array  # float[V], distribution still owed otherwise
+    memo: tuple  # the rule's memo
+    nodes: jax.Array  # int32[K], accepted nodes, padded with `PAD`
+    accepted: jax.Array  # int32
 
 
 def next_child(parents_K: Array, count: Scalar, at: Scalar, after: Scalar) -> Scalar:

@@ -56,25 +56,18 @@ Matrix = QTensor | jax.Array
 
 @dataclass(frozen=True)
 class BlockShape(LayerShape):
-    """The static facts of a drafter.
+    """The static facts of a drafter."""
 
-    Attributes:
-        features: layers of the target whose incoming rows are fused, in order; its number of layers stands for the
-            rows that leave the last one.
-        feature_width: of one of them, the target's width.
-        windows: of each layer, positions that a row sees back, its own among them; None for all.
-        causal: of each layer, whether a row of the block sees only those before it and itself.
-        windows_of_block: whether a window is the same for all rows of a block: so many positions before its first row,
-            and the block itself. So the library speculators trains; llama.cpp counts from each row.
-        pairing: of the rotation.
-    """
-
+    # layers of the target whose incoming rows are fused, in order; its number of layers stands for the rows that leave
+    # the last one
     features: tuple[int, ...]
-    feature_width: int
-    windows: tuple[int | None, ...]
-    causal: tuple[bool, ...]
+    feature_width: int  # of one of them, the target's width
+    windows: tuple[int | None, ...]  # of each layer, positions that a row sees back, its own among them; None for all
+    causal: tuple[bool, ...]  # of each layer, whether a row of the block sees only those before it and itself
+    # whether a window is the same for all rows of a block: so many positions before its first row, and the block
+    # itself. So the library speculators trains; llama.cpp counts from each row
     windows_of_block: bool = False
-    pairing: str = "neox"
+    pairing: str = "neox"  # of the rotation
 
     @property
     def layers(self) -> int:
@@ -98,21 +91,13 @@ class BlockLayer(NamedTuple):
 
 
 class BlockWeights(NamedTuple):
-    """The weights of a drafter, without embedding and output matrix, which are mostly the target's.
+    """The weights of a drafter, without embedding and output matrix, which are mostly the target's."""
 
-    Attributes:
-        fc: [D, features * feature_width].
-        hidden_norm: f32[D], after it.
-        layers: L of them.
-        output_norm: f32[D].
-        markov: `dspark.MarkovWeights`, or None.
-    """
-
-    fc: Matrix
-    hidden_norm: jax.Array
+    fc: Matrix  # [D, features * feature_width]
+    hidden_norm: jax.Array  # f32[D], after it
     layers: tuple[BlockLayer, ...]
-    output_norm: jax.Array
-    markov: Any = None
+    output_norm: jax.Array  # f32[D]
+    markov: Any = None  # `dspark.MarkovWeights`, or None
 
 
 class BlockKeys(NamedTuple):
@@ -250,27 +235,19 @@ _OTHERS = {
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DFlashFile(PublishedHead):
-    """A drafter as its file describes it.
-
-    Attributes:
-        shape: layers and features.
-        block_size: rows of a block, the last token among them.
-        mask_token: id that stands for the tokens to draft.
-        from_anchor: whether the last token's own row drafts too, and so each row the token after its position.
-        embedding_scale, logit_scale: factors of embedded tokens and of logits.
-        softcap: logits x become softcap * tanh(x / softcap); 0 for none.
-    """
+    """A drafter as its file describes it."""
 
     architecture: ClassVar[str] = "dflash"
     what: ClassVar[str] = "a DFlash drafter"
 
     shape: BlockShape
-    block_size: int
-    mask_token: int
-    from_anchor: bool
+    block_size: int  # rows of a block, the last token among them
+    mask_token: int  # id that stands for the tokens to draft
+    from_anchor: bool  # whether the last token's own row drafts too, and so each row the token after its position
+    # embedding_scale, logit_scale: factors of embedded tokens and of logits
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
-    softcap: float = 0.0
+    softcap: float = 0.0  # logits x become softcap * tanh(x / softcap); 0 for none
 
     def __post_init__(self):
         least, other = 1 if self.from_anchor else 2, [kind for name, kind in _OTHERS.items() if name in self.tensors]
@@ -397,22 +374,14 @@ class BlockDraft(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockSource(FeatureSource):
-    """A block drafter with a cache of the context's keys and values. Static.
-
-    Attributes:
-        shape: of its layers.
-        rows: of a block.
-        skipped: rows of a block that draft nothing: 1, or 0 if the last token's own row drafts.
-        mask_token: id of the other rows.
-        tree: the shape of the trees it drafts, None for chains.
-        embedding_scale, logit_scale, softcap: as in `DFlashFile`.
-    """
+    """A block drafter with a cache of the context's keys and values. Static."""
 
     shape: BlockShape
-    rows: int
-    skipped: int
-    mask_token: int
-    tree: TreeShape | None = None
+    rows: int  # of a block
+    skipped: int  # rows of a block that draft nothing: 1, or 0 if the last token's own row drafts
+    mask_token: int  # id of the other rows
+    tree: TreeShape | None = None  # the shape of the trees it drafts, None for chains
+    # embedding_scale, logit_scale, softcap: as in `DFlashFile`
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     softcap: float = 0.0

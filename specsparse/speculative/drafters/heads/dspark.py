@@ -53,19 +53,12 @@ W1, W2, GATE, JOINT, CONFIDENCE = "markov_w1", "markov_w2", "markov_gate", "mark
 
 @dataclass(frozen=True, kw_only=True)
 class SparkShape(BlockShape):
-    """The static facts of a drafter.
+    """The static facts of a drafter."""
 
-    Attributes:
-        markov_rank: R, of W1 and W2.
-        markov_head_type: the form of the Markov head.
-        enable_confidence_head: whether there is one.
-        confidence_head_with_markov: whether it reads W1 x beside the block's row.
-    """
-
-    markov_rank: int
-    markov_head_type: MarkovForm = "vanilla"
-    enable_confidence_head: bool = True
-    confidence_head_with_markov: bool = True
+    markov_rank: int  # R, of W1 and W2
+    markov_head_type: MarkovForm = "vanilla"  # the form of the Markov head
+    enable_confidence_head: bool = True  # whether there is one
+    confidence_head_with_markov: bool = True  # whether it reads W1 x beside the block's row
 
     @property
     def mix(self) -> tuple[str, int, int]:
@@ -77,18 +70,15 @@ class SparkShape(BlockShape):
 
 
 class MarkovWeights(NamedTuple):
-    """The weights of the two heads.
+    """The weights of the two heads."""
 
-    Attributes:
-        w1, w2: [V, R] by the token before, and [N, R], a row for each column of the logits.
-        mix, mix_bias: of `SparkShape.mix`, and f32[outputs]; None of a vanilla head.
-        confidence, confidence_bias: [1, inputs] and f32[1]; None without a confidence head.
-    """
-
+    # w1, w2: [V, R] by the token before, and [N, R], a row for each column of the logits
     w1: Matrix
     w2: Matrix
+    # mix, mix_bias: of `SparkShape.mix`, and f32[outputs]; None of a vanilla head
     mix: Matrix | None = None
     mix_bias: jax.Array | None = None
+    # confidence, confidence_bias: [1, inputs] and f32[1]; None without a confidence head
     confidence: Matrix | None = None
     confidence_bias: jax.Array | None = None
 
@@ -212,19 +202,13 @@ def read_gguf(f: GGUFFile) -> DFlashFile:
 
 
 class MarkovRows(NamedTuple):
-    """What the heads keep while a draft is made.
+    """What the heads keep while a draft is made."""
 
-    Attributes:
-        h: f32[B, m, D], the block's rows after the output norm, of the m positions after the last token.
-        root: f32[B, S], the recurrent state before the node that is drafted next (before the first node of a tree).
-        rows: f32[B, r, S], the states after the nodes fed in this draft, for trees.
-        confidence: f32[B], of the next node of a chain; None if no policy asks.
-    """
-
-    h: jax.Array
+    h: jax.Array  # f32[B, m, D], the block's rows after the output norm, of the m positions after the last token
+    # f32[B, S], the recurrent state before the node that is drafted next (before the first node of a tree)
     root: jax.Array
-    rows: jax.Array
-    confidence: jax.Array | None
+    rows: jax.Array  # f32[B, r, S], the states after the nodes fed in this draft, for trees
+    confidence: jax.Array | None  # f32[B], of the next node of a chain; None if no policy asks
 
 
 @dataclass(frozen=True)

@@ -48,45 +48,29 @@ PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up"
 
 @dataclass(frozen=True)
 class HeadShape(LayerShape):
-    """Shape and options of a head.
+    """Shape and options of a head."""
 
-    Attributes:
-        features: how many layers' features it reads.
-        norm_before_residual: the residual is the normalised row, not the row itself.
-        norm_before_fc: one RMS norm over all features before they are fused.
-        fc_norm: one RMS norm for each layer's features before they are fused (EAGLE-3.1).
-        norm_output: in place of features the head reads its row after the output norm, not before (EAGLE-3.1).
-        qk_norm: an RMS norm over each head of queries and keys (Qwen3).
-        biases: projections with a bias.
-    """
-
-    features: int = 3
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
+    features: int = 3  # how many layers' features it reads
+    norm_before_residual: bool = False  # the residual is the normalised row, not the row itself
+    norm_before_fc: bool = False  # one RMS norm over all features before they are fused
+    fc_norm: bool = False  # one RMS norm for each layer's features before they are fused (EAGLE-3.1)
+    # in place of features the head reads its row after the output norm, not before (EAGLE-3.1)
     norm_output: bool = False
-    qk_norm: bool = False
-    biases: tuple[str, ...] = ()
+    qk_norm: bool = False  # an RMS norm over each head of queries and keys (Qwen3)
+    biases: tuple[str, ...] = ()  # projections with a bias
 
 
 class Eagle3Weights(NamedTuple):
     """Weights of a head. Matrices are [outputs, inputs], packed for decoding, plain arrays for training.
 
-    Attributes:
-        fc: [D, features * target's D].
-        feature_norm: [features * target's D] with `norm_before_fc`, else None.
-        fc_norms: [target's D] for each layer with `fc_norm`, else ().
-        token_norm, hidden_norm: [D], of the embedding and of the fused features.
-        attn_q, attn_k, attn_v: [heads * head_dim, 2 D] and so on; embedding first.
-        attn_output, ffn_gate, ffn_up, ffn_down: as in a Llama layer.
-        ffn_norm, output_norm: [D].
-        q_norm, k_norm: [head_dim] with `qk_norm`, else None.
-        biases: by projection.
+    Names that a Llama layer has too are of the same shapes.
     """
 
-    fc: Any
+    fc: Any  # [D, features * target's D]
+    # token_norm, hidden_norm: [D], of the embedding and of the fused features
     token_norm: jax.Array
     hidden_norm: jax.Array
+    # attn_q, attn_k, attn_v: [heads * head_dim, 2 D] and so on; embedding first
     attn_q: Any
     attn_k: Any
     attn_v: Any
@@ -96,11 +80,12 @@ class Eagle3Weights(NamedTuple):
     ffn_up: Any
     ffn_down: Any
     output_norm: jax.Array
-    feature_norm: jax.Array | None = None
-    fc_norms: tuple[jax.Array, ...] = ()
+    feature_norm: jax.Array | None = None  # [features * target's D] with `norm_before_fc`, else None
+    fc_norms: tuple[jax.Array, ...] = ()  # [target's D] for each layer with `fc_norm`, else ()
+    # q_norm, k_norm: [head_dim] with `qk_norm`, else None
     q_norm: jax.Array | None = None
     k_norm: jax.Array | None = None
-    biases: dict[str, jax.Array] = {}  # noqa: RUF012 (never changed)
+    biases: dict[str, jax.Array] = {}  # noqa: RUF012 (by projection; never changed)
 
     def bias(self, *names: str) -> tuple[jax.Array | None, ...] | None:
         """Biases of the named projections, or None if the head has no bias."""
@@ -108,31 +93,22 @@ class Eagle3Weights(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Functions that compute products and norms.
+    """Functions that compute products and norms."""
 
-    Attributes:
-        linear: linear(x, weights, norm=None, biases=None, residual=None, act=None) -> a tuple of rows, as
-            `kernels.reference.dense.linear` defines it.
-        normalise: normalise(x, norm): RMS norm over the last axis.
-    """
-
+    # linear(x, weights, norm=None, biases=None, residual=None, act=None) -> a tuple of rows, as
+    # `kernels.reference.dense.linear` defines it
     linear: Callable[..., tuple[jax.Array, ...]]
-    normalise: Callable[[jax.Array, jax.Array], jax.Array]
+    normalise: Callable[[jax.Array, jax.Array], jax.Array]  # normalise(x, norm): RMS norm over the last axis
 
 
 class HeadRows(NamedTuple):
-    """Rows on their way into the head's attention.
+    """Rows on their way into the head's attention."""
 
-    Attributes:
-        q: [R, heads * head_dim], before RoPE.
-        k, v: [R, kv_heads * head_dim], keys before RoPE.
-        residual: [R, D].
-    """
-
-    q: jax.Array
+    q: jax.Array  # [R, heads * head_dim], before RoPE
+    # k, v: [R, kv_heads * head_dim], keys before RoPE
     k: jax.Array
     v: jax.Array
-    residual: jax.Array
+    residual: jax.Array  # [R, D]
 
 
 def default_layers(n_layers: int) -> tuple[int, int, int]:
@@ -184,22 +160,16 @@ _FLAGS = ("norm_before_residual", "norm_before_fc")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Eagle3File(PublishedHead):
-    """An EAGLE-3 head as its file describes it.
-
-    Attributes:
-        shape: of the head, and its options.
-        target_width: D of the target.
-        layers: ids of the target's layers whose incoming rows it reads; () for 2, L/2 and L - 3 of the target's L.
-        vocab_size: ids of the target.
-    """
+    """An EAGLE-3 head as its file describes it."""
 
     architecture: ClassVar[str] = "eagle3"
     what: ClassVar[str] = "an EAGLE-3 head with these options"
 
     shape: HeadShape
-    target_width: int
+    target_width: int  # D of the target
+    # ids of the target's layers whose incoming rows it reads; () for 2, L/2 and L - 3 of the target's L
     layers: tuple[int, ...]
-    vocab_size: int
+    vocab_size: int  # ids of the target
 
     def __post_init__(self):
         features, layers = self.shape.features, self.layers
@@ -330,15 +300,10 @@ def _interleaved_heads(name: str, shape: HeadShape) -> int | None:
 
 @dataclass(frozen=True)
 class Eagle3Source(OneLayerSource):
-    """A head of three layers' features.
-
-    Attributes:
-        shape: of the head.
-        layers: ids of the target's layers whose incoming rows it reads.
-    """
+    """A head of three layers' features."""
 
     shape: HeadShape
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # ids of the target's layers whose incoming rows it reads
 
     wants_hidden = property(attrgetter("layers"))
 

@@ -24,19 +24,14 @@ from specsparse.speculative.trees.base import path_rows
 
 
 class HeadState(NamedTuple):
-    """A head's cache, and in the making of a draft also its last rows.
+    """A head's cache, and in the making of a draft also its last rows."""
 
-    Attributes:
-        k, v, length: as in `KVCache`, of one layer.
-        root: f32[B, D], the head's row before the node that is drafted next (before the first node of a tree).
-        rows: f32[B, r, D], its rows at the nodes fed in this draft, for trees.
-    """
-
+    # k, v, length: as in `KVCache`, of one layer
     k: tuple[jax.Array, ...]
     v: tuple[jax.Array, ...]
     length: jax.Array
-    root: jax.Array
-    rows: jax.Array
+    root: jax.Array  # f32[B, D], the head's row before the node that is drafted next (before the first node of a tree)
+    rows: jax.Array  # f32[B, r, D], its rows at the nodes fed in this draft, for trees
 
 
 State = Any
@@ -53,19 +48,12 @@ def of_target(target: Model, columns: int, eps: float) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class FeatureSource(Source):
-    """Base of the drafters on features. Static.
+    """Base of the drafters on features. Static."""
 
-    Attributes:
-        kernels: of products, embedding and attention.
-        context: tokens the target may look at.
-        kv_dtype: of the cache.
-        eps: of the RMS norms.
-    """
-
-    kernels: Kernels
-    context: int
-    kv_dtype: DTypeLike
-    eps: float
+    kernels: Kernels  # of products, embedding and attention
+    context: int  # tokens the target may look at
+    kv_dtype: DTypeLike  # of the cache
+    eps: float  # of the RMS norms
 
     @property
     def drafted_at_once(self) -> int:
@@ -123,17 +111,13 @@ class FeatureSource(Source):
 class OneLayerSource(FeatureSource):
     """Base of EAGLE's heads: one layer, which reads the target's rows and the token after each, and scores the token
     after that. Behind drafted tokens it reads its own rows in place of the target's. Static.
-
-    Attributes:
-        width: D of the head's rows.
-        kv_heads, head_dim: of the cache.
-        tree_rows: rows that a tree feeds at once, 0 for chains.
     """
 
-    width: int
+    width: int  # D of the head's rows
+    # kv_heads, head_dim: of the cache
     kv_heads: int
     head_dim: int
-    tree_rows: int
+    tree_rows: int  # rows that a tree feeds at once, 0 for chains
 
     def empty(self, batch: int, tokens: int) -> HeadState:
         heads = {"kv_heads": self.kv_heads, "head_dim": self.head_dim}

@@ -59,38 +59,28 @@ class Input(NamedTuple):
 
 
 class HeadParams(NamedTuple):
-    """The weights of a head.
+    """The weights of a head."""
 
-    Attributes:
-        hidden_norm, token_norm: f32[D], RMS norms of its inputs.
-        fc_hidden, fc_token: QTensor [D, D]; their products are added.
-        layer: of `ModelConfig.plain`.
-        output_norm: f32[D].
-        below: of the target's rows that enter layers below; their products are added too.
-        own: in place of `hidden_norm` and `fc_hidden` for the head's own rows, or None for the same.
-    """
-
+    # hidden_norm, token_norm: f32[D], RMS norms of its inputs
     hidden_norm: jax.Array
     token_norm: jax.Array
+    # fc_hidden, fc_token: QTensor [D, D]; their products are added
     fc_hidden: QTensor
     fc_token: QTensor
-    layer: Layer
-    output_norm: jax.Array
-    below: tuple[Input, ...] = ()
-    own: Input | None = None
+    layer: Layer  # of `ModelConfig.plain`
+    output_norm: jax.Array  # f32[D]
+    below: tuple[Input, ...] = ()  # of the target's rows that enter layers below; their products are added too
+    own: Input | None = None  # in place of `hidden_norm` and `fc_hidden` for the head's own rows, or None for the same
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadSource(OneLayerSource):
     """The head of EAGLE 1 and 2: reads the target's rows before its output norm, and of layers below if it has matrices
     for them.
-
-    Attributes:
-        layers: `engine.llama.make_layers` of the head's one layer.
-        features: ids of the layers whose entering rows it reads, as `engine.llama.Want.hidden`; the last rows are last.
     """
 
-    layers: Callable
+    layers: Callable  # `engine.llama.make_layers` of the head's one layer
+    # ids of the layers whose entering rows it reads, as `engine.llama.Want.hidden`; the last rows are last
     features: tuple[int, ...] = ()
 
     @property
@@ -152,18 +142,11 @@ LAYER_MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_
 
 @dataclass(frozen=True)
 class HeadFile:
-    """A head as its file describes it.
-
-    Attributes:
-        params: the packed weights.
-        ids: int32[N], ascending, the target's ids of its columns.
-        below: ids of the layers whose entering rows it reads beside the last ones.
-        path: the file.
-    """
+    """A head as its file describes it."""
 
     params: HeadParams
-    ids: np.ndarray
-    below: tuple[int, ...]
+    ids: np.ndarray  # int32[N], ascending, the target's ids of its columns
+    below: tuple[int, ...]  # ids of the layers whose entering rows it reads beside the last ones
     path: Path
 
 

@@ -33,36 +33,25 @@ from specsparse.support.options import instance_of
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Static sizes.
+    """Static sizes."""
 
-    Attributes:
-        width: D, of the head's rows.
-        heads, kv_heads, head_dim: H, G, d of its attention.
-        d_ff: F, neurons.
-        eps: of every RMS norm.
-    """
-
-    width: int
+    width: int  # D, of the head's rows
+    # heads, kv_heads, head_dim: H, G, d of its attention
     heads: int
     kv_heads: int
     head_dim: int
-    d_ff: int
-    eps: float
+    d_ff: int  # F, neurons
+    eps: float  # of every RMS norm
 
 
 class PublishedWeights(NamedTuple):
-    """The weights of a head, beside its output matrix.
+    """The weights of a head, beside its output matrix."""
 
-    Attributes:
-        layers: all but embedding and output matrix.
-        cos, sin: f32[positions, d/2], its own rotary table.
-        embedding: QTensor [V, D], or None for the target's.
-    """
-
-    layers: Any
+    layers: Any  # all but embedding and output matrix
+    # cos, sin: f32[positions, d/2], its own rotary table
     cos: jax.Array
     sin: jax.Array
-    embedding: QTensor | None
+    embedding: QTensor | None  # [V, D]; None for the target's
 
 
 EMBEDDING, OUTPUT, DRAFT_IDS, ROPE_FACTORS = "token_embd.weight", "output.weight", "d2t", "rope_freqs.weight"
@@ -80,39 +69,24 @@ LAYER_KEYS = frozenset({
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PublishedHead(abc.ABC):
-    """A head as its file describes it, in any of its forms.
+    """A head as its file describes it, in any of its forms."""
 
-    Attributes:
-        architecture: `general.architecture` of its GGUF files.
-        what: names the kind in messages.
-        path: the file or folder.
-        shape: of its layers, and its options.
-        rope: the rotary embedding; `rope_factors` divide its angles (f32[d/2]) or are None.
-        context: positions the head was made for.
-        ids: int64[N], the target's ids of the rows of the output matrix, or None for all.
-        tensors: shapes by GGUF name, without `d2t` and `rope_freqs.weight`.
-        load: reads a tensor by GGUF name.
-        target: the name of its target, or "".
-        target_classes: classes of transformers of the target, as the file names them.
-        accept_k: how many of the target's best tokens the file would accept; above 1 is lossy elsewhere, never here.
-        rope_scaling: the rotation in config.json beside its base, or None without config.json.
-    """
+    architecture: ClassVar[str]  # `general.architecture` of its GGUF files
+    what: ClassVar[str]  # names the kind in messages
 
-    architecture: ClassVar[str]
-    what: ClassVar[str]
-
-    path: Path
-    shape: LayerShape
-    rope: RopeConfig
+    path: Path  # the file or folder
+    shape: LayerShape  # of its layers, and its options
+    rope: RopeConfig  # the rotary embedding; `rope_factors` divide its angles (f32[d/2]) or are None
     rope_factors: np.ndarray | None = None
-    context: int
-    ids: np.ndarray | None = None
-    tensors: Mapping[str, tuple[int, ...]]
-    load: Callable[[str], TensorInfo]
-    target: str = ""
-    target_classes: tuple[str, ...] = ()
+    context: int  # positions the head was made for
+    ids: np.ndarray | None = None  # int64[N], the target's ids of the rows of the output matrix, or None for all
+    tensors: Mapping[str, tuple[int, ...]]  # shapes by GGUF name, without `d2t` and `rope_freqs.weight`
+    load: Callable[[str], TensorInfo]  # reads a tensor by GGUF name
+    target: str = ""  # the name of its target, or ""
+    target_classes: tuple[str, ...] = ()  # classes of transformers of the target, as the file names them
+    # how many of the target's best tokens the file would accept; above 1 is lossy elsewhere, never here
     accept_k: int = 1
-    rope_scaling: Json | None = None
+    rope_scaling: Json | None = None  # the rotation in config.json beside its base, or None without config.json
 
     @property
     def drafter(self) -> str:
