@@ -133,7 +133,7 @@ class _Group:
             raise UserError(f"{place.at}: JAX cannot join the processes: {error}") from error
 
     def leave(self) -> None:
-        """Waits until all others leave too."""
+        """Waits until all other processes leave as well."""
         if self.place.index:
             self.say("bye")
         for _ in self.peers:
@@ -315,7 +315,7 @@ def _detected(seconds: int) -> tuple[Meeting, Sequence[int] | None]:
 
 
 def _gather(place: Meeting, same: str, seconds: int) -> list[_Peer]:
-    """Process 0 waits for all others."""
+    """Process 0 waits for all other processes, and returns the connections to them."""
     came: list[_Peer] = []
     try:
         with _opened(place) as listener:

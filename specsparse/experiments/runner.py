@@ -131,7 +131,6 @@ def run(
 
 
 def _heading(cfg: RunConfig) -> dict[str, object]:
-    """The first keys of a record."""
     stood_in = {} if cfg.stood_in is None else {"stand_in": vars(cfg.stood_in)}
     return {"name": cfg.name, "kind": cfg.kind, **stood_in}
 

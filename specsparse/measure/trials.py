@@ -176,7 +176,7 @@ class Loop:
         self.session = Session(model, [Request(ids, params, seed=0)], method)
 
     def run(self, rounds: int) -> float:
-        """Seconds of up to `rounds` rounds."""
+        """Decodes up to `rounds` rounds, and returns the seconds they took."""
         before = self.session.times.total
         self.session.advance(rounds)
         return self.session.times.total - before

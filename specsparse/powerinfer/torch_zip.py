@@ -109,7 +109,7 @@ def write_torch(path: str | os.PathLike[str], value: np.ndarray | Mapping[str, n
         return b"".join(b"\x8a\x08" + struct.pack("<q", n) for n in numbers)
 
     def tensor(array: np.ndarray) -> bytes:
-        """torch._utils._rebuild_tensor_v2(storage, 0, shape, stride, requires_grad=False, hooks={})."""
+        """The pickle of `torch._utils._rebuild_tensor_v2(storage, 0, shape, stride, requires_grad=False, hooks={})`."""
         array = np.ascontiguousarray(array)
         kind = f"ctorch\n{_NAME_OF[array.dtype]}\n".encode()
         storage = text("storage") + kind + text(str(len(storages))) + text("cpu") + ints([array.size]) + b"tQ"

@@ -97,7 +97,7 @@ class Predictor(abc.ABC):
 
     @property
     def needs(self) -> Needs:
-        """The data that `fit` reads."""
+        """The data that `fit` reads, beside the layer's weights."""
         return Needs.NOTHING
 
     def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> Pytree:

@@ -274,7 +274,6 @@ class Hot(Predictor):
     share: Share = 0.5
 
     def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> jax.Array:
-        """bool[F]"""
         rows_ND = require_rows(self, rows_ND)
         a_NF = self.ffn.neurons(layer, rows_ND, jnp.asarray([rows_ND.shape[0]], jnp.int32))
         added_F = jnp.sum(a_NF**2, axis=0) * jnp.sum(dequantize(layer.dense.down) ** 2, axis=0)

@@ -44,7 +44,6 @@ class Scored(Predictor):
 
     @property
     def by_text(self) -> bool:
-        """Whether a text sets the thresholds."""
         return self.recall is not None or self.share is not None
 
     def differs_by_text(self, other: Predictor) -> bool:

@@ -82,7 +82,6 @@ class ReportedMethod:
         return intervals.share([part(s) for s in self.samples], [whole(s) for s in self.samples])
 
     def measured(self, name: str) -> Interval | None:
-        """One of `MEASURES`, with its interval."""
         over, under = ([term(s) for s in self.samples] for term in MEASURES[name])
         return intervals.share(over, under) if name in SHARES else intervals.ratio(over, under)
 

@@ -205,7 +205,7 @@ def _say_slow(why: str) -> None:
 
 
 def _width(f: GGUFFile, plan: modes.LoadPlan, wished: int | Literal["auto"] | None) -> int:
-    """Rows of every step."""
+    """Rows of every step; 0 if each step runs its own."""
     plain = plan.ffn is None and isinstance(plan.devices, OneDevice)
     if wished is None:
         return kernels.automatic_width(plan.kernels.name) if plain else 0

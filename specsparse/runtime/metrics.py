@@ -85,7 +85,7 @@ class Counters:
         return Counters(**sums)
 
     def validate(self) -> None:
-        """ValueError if a counter contradicts another."""
+        """Raises ValueError if a counter contradicts another one."""
         per_pos = self.num_accepted_tokens_per_pos
         checks = {
             "accepted <= tested <= drafted": self.num_accepted_tokens <= self.num_tested <= self.num_draft_tokens,

@@ -201,7 +201,6 @@ class Session:
         return time.perf_counter() - self.compile_s
 
     def call(self, key: Hashable, function: Callable, *args: Pytree, **how) -> Pytree:
-        """Calls the `program` of these arguments."""
         args = self.model.everywhere(args)
         return self.program(key, function, *args, **how)(*args)
 
@@ -320,7 +319,6 @@ class Session:
 
     @property
     def finish(self) -> list[Finish]:
-        """Why each sequence ended, or RUNNING."""
         return [Finish(int(f)) for f in np.asarray(self.state.finish)]
 
     @property

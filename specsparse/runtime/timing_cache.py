@@ -230,7 +230,6 @@ def _dense_identity(path: Path, config: ModelConfig, kernels_name: str, kv_dtype
 
 
 def path_of(model: Model) -> Path:
-    """The file of the model's table."""
     return _file_for(model.path, identity(model))
 
 

@@ -92,7 +92,7 @@ class Draft(NamedTuple):
 
     @property
     def max_nodes(self) -> int:
-        """K, static."""
+        """K, nodes that a draft has room for; static."""
         return self.tokens.shape[-1]
 
 
@@ -178,7 +178,7 @@ class DraftContext(NamedTuple):
 
     def stop(self, view: "DraftView") -> "jax.Array":
         """bool[B]: whether to end the draft before its next node is drawn from the distribution in view."""
-        return self.policies[0].stop(view) if self.policies else view.depth < 0
+        return self.policies[0].policy.stop(self.policies[0].state, view) if self.policies else view.depth < 0
 
     def from_source(self, source: int) -> "DraftContext":
         """The context of one of the drafter's sources: its policy, and the budget that it sets."""
@@ -189,16 +189,16 @@ class DraftContext(NamedTuple):
 
     def keep(self, count_B: "jax.Array") -> "jax.Array":
         """int32[B]: how many of the nodes that this source drafted are verified."""
-        return self.policies[0].keep(count_B) if self.policies else count_B
+        return self.policies[0].policy.keep(self.policies[0].state, count_B) if self.policies else count_B
 
     def worth(self, reach_BK: "jax.Array") -> "jax.Array":
         """int32[B]: how many nodes of a one-hot tree pay, of those in the order of float32[B, K] `reach`, which falls:
         the chance that each is accepted."""
-        return self.policies[0].worth(reach_BK) if self.policies else self.budget
+        return self.policies[0].policy.worth(self.policies[0].state, reach_BK) if self.policies else self.budget
 
     def deeper(self, gain_B: "jax.Array") -> "jax.Array":
         """bool[B]: whether the time of drafting one more level of a tree pays if it brings `gain` tokens."""
-        return self.policies[0].deeper(gain_B) if self.policies else gain_B > 0
+        return self.policies[0].policy.deeper(self.policies[0].state, gain_B) if self.policies else gain_B > 0
 
 
 class Drafted(NamedTuple):
@@ -257,7 +257,7 @@ class AnyDrafter(abc.ABC):
     @property
     @abc.abstractmethod
     def kind(self) -> DraftKind:
-        """How the tokens are drawn."""
+        """How the tokens of a draft are drawn."""
 
     @property
     @abc.abstractmethod
@@ -323,7 +323,7 @@ class Drafter(AnyDrafter):
 
     @property
     def built(self) -> Self:
-        """Itself."""
+        """The drafter, which needs no model to be built."""
         return self
 
     @property
@@ -392,7 +392,7 @@ class Drafter(AnyDrafter):
         return None
 
     def check(self) -> None:
-        """Refuses facts of the wrong type."""
+        """Refuses a kind, room or depth of the wrong type."""
         name, kind = type(self).__name__, self.kind
         wrong = {f"{name}.kind={shown(kind)} must be a DraftKind, such as ONE_HOT": not isinstance(kind, DraftKind)}
         for fact in ("max_nodes", "max_depth"):
@@ -403,7 +403,7 @@ class Drafter(AnyDrafter):
         refuse(wrong)
 
     def build(self, target: "Model", load: "Load") -> LoadedDrafter:
-        """Itself."""
+        """The drafter itself, which needs no model to be built."""
         return LoadedDrafter(self)
 
 

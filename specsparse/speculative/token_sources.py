@@ -45,7 +45,7 @@ def codes(draft: Draft, verdict: Verdict) -> jax.Array:
 
 
 def read(codes_n: np.ndarray) -> tuple[TokenSource, ...]:
-    """The origins that int16[n] stands for."""
+    """The token sources that codes stand for, int16[n]."""
     own = {0: PLAIN, _RECOVERED: TokenSource("recovered"), _BONUS: TokenSource("bonus")}
     known = {code: own.get(code) or TokenSource("accepted", code) for code in np.unique(codes_n).tolist()}
     return tuple(known[code] for code in codes_n.tolist())

@@ -120,7 +120,7 @@ class Intersection:
 
     @property
     def texts(self) -> int:
-        """Text tokens that both have."""
+        """How many text tokens both vocabularies have."""
         return len(self.target_ids) - sum(pair.drafted for pair in self.specials)
 
     def image(self, token: int) -> list[int]:

@@ -192,7 +192,7 @@ def replacing(path: str | os.PathLike[str]) -> Generator[Path]:
 
 @contextmanager
 def atomically(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
-    """`replacing`, as an open binary file."""
+    """As `replacing`, but yields the new file opened for binary writing."""
     with replacing(path) as temporary, temporary.open("wb") as file:
         yield file
 

@@ -107,7 +107,6 @@ class Registry(Generic[T]):
         return options_of(found)
 
     def make(self, name: str, options: Mapping[str, object]) -> Any:
-        """An instance with checked options."""
         self.options(name)  # it is a frozen dataclass
         return read(self.find(name), options, group=self.group, name=str(name))
 

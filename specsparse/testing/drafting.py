@@ -54,7 +54,7 @@ def draft_context(
 
 
 def drafted_ids(draft: Draft, b: int = 0) -> list[int]:
-    """The drafted ids of sequence b."""
+    """Ids of the nodes that sequence b really drafted."""
     return np.asarray(draft.tokens)[b, : int(draft.count[b])].tolist()
 
 

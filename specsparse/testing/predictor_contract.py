@@ -108,14 +108,14 @@ def static_with_arrays_for_weights(case: PredictorCase) -> None:
 
 
 def a_mask_is_uint8_of_zeros_and_ones(case: PredictorCase) -> None:
-    """uint8[R, F]."""
+    """`keep` gives uint8[R, F] that holds nothing but 0 and 1."""
     got = case.mask(case.planted.held_out[:15], [5, 5, 5])
     assert got.shape == (15, F) and got.dtype == np.uint8, f"keep gives {got.dtype}{got.shape}, not uint8{(15, F)}"
     assert {*np.unique(got)} <= {0, 1}, "a mask holds other numbers than 0 and 1"
 
 
 def rows_that_do_not_count_keep_and_change_nothing(case: PredictorCase) -> None:
-    """Whatever stands in them."""
+    """Rows beyond `n_valid` keep no neuron and change no other row, even if they hold NaN."""
     rows = case.planted.held_out[:15].reshape(3, 5, D)
     whole = case.mask(rows.reshape(-1, D), [5, 5, 5]).reshape(3, 5, F)
     dirty = rows.copy()

@@ -331,7 +331,7 @@ class DummyTokenizer:
         self.vocab_size = vocab_size
 
     def token_text(self, index: int) -> str:
-        """A name for an id."""
+        """A name for each id, as real tokenizers have a text."""
         return f"<{index}>"
 
     def encode(self, text: str, add_special: bool = False, parse_special: bool = False) -> list[int]:

@@ -97,7 +97,7 @@ class DFlashForm(FeatureForm):
 
     @property
     def rope(self) -> RopeConfig:
-        """The target's base, without its scaling."""
+        """The rotation of the target, without the scaling of its context."""
         return RopeConfig(self.model.config.rope.base, self.model.config.head_dim, "neox")
 
     @property

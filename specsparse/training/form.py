@@ -45,7 +45,7 @@ class Aim(NamedTuple):
     entropy: jax.Array
 
     def divergence(self, logits_mN: jax.Array) -> jax.Array:
-        """float32[m]: KL(target, drafter) in nats."""
+        """KL(target, drafter) of each row in nats, float32[m]."""
         return jax.nn.logsumexp(logits_mN, axis=-1) - jnp.sum(self.p * logits_mN, axis=-1) - self.entropy
 
 
@@ -77,7 +77,7 @@ class Form(abc.ABC):
 
     @abc.abstractmethod
     def first(self, texts: Sequence[Text]) -> Pytree:
-        """The weights that training begins with."""
+        """The float32 weights that training begins with, from some texts."""
 
     @abc.abstractmethod
     def zeros(self) -> Pytree:

@@ -257,7 +257,7 @@ class DraftQuality:
 
     @classmethod
     def from_reached(cls, reach: np.ndarray) -> "DraftQuality":
-        """Of the numbers that `reached` gives."""
+        """The quality that the numbers of `reached` stand for."""
         agreement = tuple(float(b / a) if a else 0.0 for a, b in itertools.pairwise(reach))
         return cls(int(reach[0]), agreement, float(1 + reach[1:].sum() / max(reach[0], 1)))
 

@@ -123,7 +123,7 @@ class Log:
 
     @property
     def rate(self) -> float:
-        """`unit` a second, in this run."""
+        """Counted units a second, of this run alone."""
         seconds = time.perf_counter() - self._begun
         return (self._seen - self._before) / seconds if seconds > 0 else 0.0
 

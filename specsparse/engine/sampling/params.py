@@ -185,7 +185,6 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """Completions to generate for a prompt."""
         return self.n if self.best_of is None else self.best_of
 
     @classmethod

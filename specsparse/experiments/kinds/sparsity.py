@@ -202,7 +202,7 @@ def settings(cfg: SparsitySettings) -> list[SparsitySettings]:
 
 
 def judged_text(data: DataSpec, spec: SparsitySpec, model: Model) -> np.ndarray:
-    """int32[W, n]"""
+    """The windows of the prompts that models are judged on, int32[W, n]."""
     length = min(spec.window, model.config.context_length) // 2 * 2
     return windows([model.tokenizer.encode(p.text, add_special=True) for p in data.prompts()], length)[: spec.judged]
 

@@ -69,4 +69,4 @@ class Jsonl(Tracker):
     """The files of the run alone."""
 
     def start(self, run: "RunConfig", directory: Path, folder: Path | None) -> None:
-        """Nothing to do."""
+        """Starts nothing: a run without a tracker has no client."""

@@ -98,7 +98,6 @@ class Traffic:
 
     @cached_property
     def weight_bytes(self) -> float:
-        """Of one row."""
         return self.read_weights(1)
 
     def read_weights(self, rows: float) -> float:
@@ -276,7 +275,7 @@ class Roofline:
         return self.forward_s(n, kv_length) / self.forward_s(1, kv_length)
 
     def tokens_per_second(self, kv_length: float = 0, batch: int = 1) -> float:
-        """Plain decoding, all sequences together."""
+        """Speed of plain decoding, the tokens of all sequences together."""
         return batch / self.forward_s(1, kv_length, batch)
 
     def balance(self) -> int:

@@ -169,5 +169,4 @@ def _part(heading: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -
 
 
 def _digits(value: float) -> str:
-    """Three digits or more, no exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

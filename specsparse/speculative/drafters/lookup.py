@@ -103,7 +103,7 @@ class NGrams(Drafter):
 
     @property
     def min_hits(self) -> int:
-        """Matches an n-gram must have."""
+        """How many matches an n-gram must have to be followed."""
         return 1
 
     def draft(self, params: Pytree, state: Pytree, ctx: DraftContext) -> Drafted:

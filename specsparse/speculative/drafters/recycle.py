@@ -55,7 +55,6 @@ class Recycle(Drafter):
 
     @functools.cached_property
     def template(self) -> TreeTemplate:
-        """The tree, its likeliest nodes first."""
         return TreeTemplate.best_first(self.chances, self.max_nodes)
 
     tree = property(lambda self: self.template.width > 1)
@@ -63,7 +62,6 @@ class Recycle(Drafter):
     wants_top = property(attrgetter("template.width"))
 
     def init(self, params: Pytree, ctx: DraftContext, *, hidden: jax.Array | None = None) -> RecycleState:
-        """The successors that the prompt shows."""
         return RecycleState(shown_successors(ctx, ranks=self.wants_top), root_token(ctx))
 
     def draft(self, params: Pytree, state: RecycleState, ctx: DraftContext) -> Drafted:
@@ -93,7 +91,6 @@ class Recycle(Drafter):
         return drafted(draft, state._replace(root=root_B), ctx)
 
     def commit(self, params: Pytree, state: RecycleState, ctx: DraftContext, feedback: Feedback) -> RecycleState:
-        """The successors behind the verified rows."""
         return state._replace(successors=overwritten(state.successors, state.root, feedback))
 
 
@@ -130,5 +127,4 @@ def overwritten(successors_BVR: jax.Array, root_B: jax.Array, feedback: Feedback
 
 
 def root_token(ctx: DraftContext) -> jax.Array:
-    """int32[B], the last committed token."""
     return jnp.take_along_axis(ctx.tokens, jnp.maximum(ctx.length - 1, 0)[:, None], axis=1)[:, 0]

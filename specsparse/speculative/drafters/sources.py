@@ -191,7 +191,7 @@ class Source(abc.ABC):
     def keep(
         self, weights: DraftWeights, state: Pytree, ctx: DraftContext, feedback: Feedback, kept: KeptRows
     ) -> Pytree:
-        """State after the verdict."""
+        """The source's state after the verdict, without what was rejected."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +207,7 @@ class ModelSource(Source):
 
     @abc.abstractmethod
     def params(self, weights: DraftWeights, ctx: DraftContext) -> Pytree:
-        """Parameters for the forward function."""
+        """The parameters that the forward function is called with."""
 
     def feed(self, weights: DraftWeights, ctx: DraftContext, cache: KVCache, rows: FedRows) -> tuple[Pytree, KVCache]:
         images, tokens_Bn = weights.images, rows.tokens
@@ -247,7 +247,6 @@ class DraftSampling:
         return dataclasses.replace(self, sampling=warm).probs(logits_RN)[0]
 
     def top(self, logits_RN: jax.Array) -> jax.Array:
-        """int32[R]: the argmax."""
         return self.kernels.argmax(logits_RN)
 
     def ranked(self, logits_RN: jax.Array, count: int) -> jax.Array:

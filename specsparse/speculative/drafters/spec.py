@@ -112,12 +112,11 @@ class Drafting:
 
     @functools.cached_property
     def sampling(self) -> SamplingParams:
-        """The draft's own temperature and truncation."""
+        """The draft's own temperature and truncation, other than the target's."""
         return SamplingParams(temperature=self.temperature or 0.0, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
 
     @property
     def kind(self) -> DraftKind:
-        """How the tokens are drawn."""
         if self.shape is not None:
             return self.shape.kind
         drawn = self.draw in ("sampled", "probabilistic") if self.draw else not self.sampling.greedy
@@ -149,7 +148,6 @@ class Drafting:
         return TreeDrafter(source, self._sampling_of(source, target), self.shape)
 
     def chain(self, source: Source, target: Model) -> ModelDrafter:
-        """`drafter` without a tree."""
         return ModelDrafter(source, self._sampling_of(source, target), self.length_policy.gamma, self.kind)
 
     def _sampling_of(self, source: Source, target: Model) -> DraftSampling:
@@ -260,7 +258,6 @@ class DrafterSpec(AnyDrafter):
 
     @property
     def kind(self) -> DraftKind:
-        """How the tokens are drawn."""
         return self.style.kind
 
     @property
@@ -269,7 +266,6 @@ class DrafterSpec(AnyDrafter):
 
     @property
     def max_nodes(self) -> int:
-        """K."""
         return self.style.length_policy.gamma if self.style.shape is None else self.style.shape.max_nodes
 
     @property

@@ -224,7 +224,6 @@ class Scripted(Drafter):
 
     @property
     def lasts(self) -> tuple[int, ...]:
-        """Last right node of each round."""
         if self.template is not None:
             return self.ends
         return tuple(right - 1 for right in ((self.max_nodes,) if self.accept is None else self.accept))

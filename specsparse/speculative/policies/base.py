@@ -122,7 +122,7 @@ class Policy:
         return jnp.full((batch,), self.gamma, jnp.int32)
 
     def length(self, state: Any) -> jax.Array:
-        """int32[B]: nodes to draft next, 0..gamma."""
+        """Nodes to draft next, int32[B] in 0..gamma."""
         return state
 
     def budget(self, state: Any, ctx: DraftContext) -> jax.Array:
@@ -165,22 +165,6 @@ class ActivePolicy:
     policy: Policy
     state: Any
 
-    def stop(self, view: DraftView) -> jax.Array:
-        """`Policy.stop` in this state."""
-        return self.policy.stop(self.state, view)
-
-    def keep(self, count_B: jax.Array) -> jax.Array:
-        """`Policy.keep` in this state."""
-        return self.policy.keep(self.state, count_B)
-
-    def worth(self, reach_BK: jax.Array) -> jax.Array:
-        """`Policy.worth` in this state."""
-        return self.policy.worth(self.state, reach_BK)
-
-    def deeper(self, gain_B: jax.Array) -> jax.Array:
-        """`Policy.deeper` in this state."""
-        return self.policy.deeper(self.state, gain_B)
-
 
 def check_policy(policy: Policy, kind: DraftKind) -> None:
     """Refuses a policy that may drop tokens of drafts that are drawn: `n_min`, or a `keep` of its own."""
@@ -213,7 +197,7 @@ class Fixed(Policy):
 
     @property
     def one_hot_only(self) -> bool:
-        """With `n_min`."""
+        """Whether drafts must be one-hot, as `n_min` asks for."""
         return self.n_min > 1
 
     def keep(self, state: Any, count_B: jax.Array) -> jax.Array:
@@ -242,7 +226,7 @@ class PMin(Fixed):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The renormalised top probability."""
+        """It reads the renormalised top probability of each node."""
         return frozenset({"top10"}) if self.p_min > 0 else frozenset()
 
     def stop(self, state: Any, view: DraftView) -> jax.Array:

@@ -118,7 +118,6 @@ class CostModel:
         return gain_B >= rate_B * jnp.float32(((self.c or 0.0) + self.times[1] - self.times[0]) / self.times[0])
 
     def time(self, g: int) -> float:
-        """T(g)."""
         return expected.round_cost(lambda n: self.times[n - 1], g, c=self.c or 0.0, c0=self.c0 or 0.0)
 
 
@@ -163,7 +162,7 @@ class CostOptimal(Policy):
         return self.cost.deeper(gain_B, self._rate(state))
 
     def _rate(self, state: FadingCounts) -> jax.Array:
-        """float32[B]: the best predicted speed-up."""
+        """The best speed-up that is predicted, float32[B]."""
         return jnp.max(self.cost.speedups(self.cost.alpha(state), self.gamma), axis=1)
 
 
@@ -326,5 +325,5 @@ class AutoOff(Policy):
         return [PolicyReport(off, not pays, predicted) for off, pays, predicted in rows]
 
     def _times(self) -> jax.Array:
-        """float32[gamma+1]: T(g) in plain steps."""
+        """T(g) of g = 0..gamma in plain steps, float32[gamma+1]."""
         return jnp.array([self.cost.time(g) / self.cost.times[0] for g in range(self.gamma + 1)], jnp.float32)

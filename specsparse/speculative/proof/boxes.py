@@ -99,7 +99,6 @@ def settle(
 
 
 def _take(several, index):
-    """Entries of a tuple of arrays."""
     return type(several)(*(a[index] for a in several))
 
 

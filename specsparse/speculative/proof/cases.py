@@ -34,8 +34,6 @@ def map_tables(tables: Tables, change: Change) -> Tables:
 
 
 def tempered(temperature: float) -> Change:
-    """p^(1/T), normalised."""
-
     def change(probs_V):
         hot = probs_V ** (1 / temperature)
         return hot / hot.sum()
@@ -173,8 +171,6 @@ def _changes(*, p: Change | None = None, q: Change | None = None) -> Corner:
 
 
 def _every_second(first: int) -> Change:
-    """Every second token from `first` on."""
-
     def change(probs_V):
         kept = np.where(np.arange(probs_V.shape[0]) % 2 == first, probs_V, 0.0)
         return kept / kept.sum()

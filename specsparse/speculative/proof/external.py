@@ -119,7 +119,6 @@ class ExternalVerifier:
 
     @property
     def kind(self) -> DraftKind:
-        """How its drafts are drawn."""
         return self.drafts or (DraftKind.IID if self.tree else DraftKind.SAMPLED)
 
     @property
@@ -129,7 +128,6 @@ class ExternalVerifier:
 
     @property
     def steps(self) -> int:
-        """Values of a uniform."""
         return GRID[self.dtype]
 
     @property

@@ -26,7 +26,6 @@ def at(probs_NKV: np.ndarray, drafts_NK: np.ndarray) -> np.ndarray:
 
 
 def ratio(p: np.ndarray, q: np.ndarray, drafts_NK: np.ndarray) -> np.ndarray:
-    """float64[N, K]: p/q of each draft."""
     return at(p, drafts_NK) / np.maximum(at(q, drafts_NK), np.finfo(np.float64).tiny)
 
 
@@ -36,7 +35,6 @@ def own_samples(p: np.ndarray, u: np.ndarray) -> np.ndarray:
 
 
 def one_hot(drafts_NK: np.ndarray, V: int) -> np.ndarray:
-    """float64[N, K, V]."""
     return (drafts_NK[:, :, None] == np.arange(V)).astype(np.float64)
 
 

@@ -88,18 +88,18 @@ class TreeShape(abc.ABC):
 
     @property
     def kind(self) -> DraftKind:
-        """How the tokens are drawn."""
+        """How the tokens of a tree are drawn."""
         return DraftKind.ONE_HOT
 
     @property
     @abc.abstractmethod
     def max_nodes(self) -> int:
-        """K."""
+        """K: nodes that a tree has room for."""
 
     @property
     @abc.abstractmethod
     def max_depth(self) -> int:
-        """Longest path."""
+        """Nodes of the longest path that a tree may have."""
 
     @property
     def branches(self) -> bool:

@@ -67,7 +67,7 @@ class DynamicTree(TreeShape):
 
     @property
     def candidates(self) -> int:
-        """T, nodes seen."""
+        """T, nodes that are scored before the best are kept."""
         return self.top_k + (self.depth - 1) * self.top_k**2
 
     @property
@@ -311,7 +311,6 @@ class PSplit(TreeShape):
     def expand(
         self, by: Expander, cache: KVCache, logits_BN: jax.Array, *, budget_B: jax.Array, room_B: jax.Array
     ) -> Expanded:
-        """Consumes no noise."""
         batch, K, S = budget_B.shape[0], self.nodes, self.n_parallel
         zeros_B, zeros_BK = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, K), jnp.int32)
         first_BS = jnp.broadcast_to(jnp.arange(S)[None] == 0, (batch, S)) & (budget_B > 0)[:, None]

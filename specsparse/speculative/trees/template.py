@@ -29,7 +29,6 @@ class TreeTemplate:
 
     @classmethod
     def chain(cls, gamma: int) -> "TreeTemplate":
-        """A path of `gamma` nodes."""
         return cls(tuple(range(-1, gamma - 1)))
 
     @classmethod
@@ -81,7 +80,6 @@ class TreeTemplate:
 
     @property
     def size(self) -> int:
-        """K, the number of nodes."""
         return len(self.parents)
 
     @functools.cached_property
@@ -119,7 +117,6 @@ class TreeTemplate:
         return () if node == ROOT else (*self.path(self.parents[node]), node)
 
     def parents_array(self, batch: int) -> "jax.Array":
-        """int32[B, K]."""
         import jax.numpy as jnp
 
         return jnp.tile(jnp.array(self.parents, jnp.int32)[None], (batch, 1))

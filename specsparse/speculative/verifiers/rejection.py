@@ -26,10 +26,10 @@ class Rejection(SiblingRule):
         return ()
 
     def accept(self, p_x: Scalar, q_x: Scalar, memo: tuple) -> Scalar:
-        """min(1, p/q)."""
+        """Accepts with probability min(1, p/q) (Leviathan et al. 2023, algorithm 1)."""
         return residuals.cap(residuals.ratio(p_x, q_x))
 
     def reject(self, probs_V: Array, q_V: Array, child: Child, memo: tuple, last: Scalar) -> tuple[Array, tuple]:
-        """norm(max(0, p - q))."""
+        """The residual norm(max(0, p - q)), which the next sibling is judged by."""
         # A row that could not have drawn its own token is no distribution: refusing the token leaves p owed in full.
         return residuals.residual(probs_V, q_V, usable=child.q > 0), ()

@@ -63,11 +63,9 @@ class KSeq(SiblingRule):
     """
 
     def enter(self, p_V: Array, q_V: Array, siblings: Scalar) -> tuple:
-        """Memo: (rho, c)."""
         return solve_rho(p_V, q_V, siblings)
 
     def accept(self, p_x: Scalar, q_x: Scalar, memo: tuple) -> Scalar:
-        """min(1, p / (rho q))."""
         rho, _ = memo
         return residuals.cap(residuals.ratio(p_x, rho * q_x))
 
@@ -96,7 +94,7 @@ class Typical(SiblingRule):
     delta: Share = 0.3
 
     def enter(self, p_V: Array, q_V: Array, siblings: Scalar) -> tuple:
-        """Memo: the threshold at this parent."""
+        """The threshold at this parent is all that is remembered."""
         xp = residuals.namespace(p_V)
         some = p_V > 0
         log_p = xp.log(xp.where(some, p_V, xp.ones_like(p_V)))
@@ -104,7 +102,6 @@ class Typical(SiblingRule):
         return (xp.minimum(xp.full_like(entropy, self.epsilon), self.delta * xp.exp(-entropy)),)
 
     def accept(self, p_x: Scalar, q_x: Scalar, memo: tuple) -> Scalar:
-        """1 over the threshold, else 0."""
         return (p_x > memo[0]).astype(p_x.dtype)
 
     def reject(self, probs_V: Array, q_V: Array, child: Child, memo: tuple, last: Scalar) -> tuple[Array, tuple]:

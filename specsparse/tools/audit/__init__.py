@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def rewritten(argv: Sequence[str]) -> list[str]:
-    """`bits` if no sub-command is named."""
+    """Puts `bits` in front if no sub-command is named."""
     return [*argv] if argv and argv[0] in ("bits", "diff", "-h", "--help") else ["bits", *argv]
 
 

@@ -45,7 +45,7 @@ class Benchmark(Protocol):
         """Measures, showing progress on `out`, and returns the report."""
 
     def parts(self, report: Json) -> "Iterable[Table | Text | str]":
-        """The report as tables and lines."""
+        """The report's tables and lines in the order of printing."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

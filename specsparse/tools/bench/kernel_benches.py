@@ -139,7 +139,7 @@ class KernelBench(abc.ABC):
 
     @abc.abstractmethod
     def all_shapes(self) -> Sequence[tuple[int, int]]:
-        """(rows, columns) of the matrices."""
+        """(rows, columns) of the matrices to be timed."""
 
     def block_lengths(self, shape: tuple[int, int]) -> Sequence[int]:
         """Lengths that must be whole blocks of a type."""
@@ -151,7 +151,7 @@ class KernelBench(abc.ABC):
 
     @abc.abstractmethod
     def make(self, kind: str, shape: tuple[int, int]) -> Any:
-        """The weights and their copies."""
+        """Weights of one shape, with copies enough to be read from memory each time."""
 
     @abc.abstractmethod
     def cases(self) -> Sequence[Hashable]:
@@ -162,7 +162,7 @@ class KernelBench(abc.ABC):
 
     @abc.abstractmethod
     def once(self, chosen: Kernels, weights: Any, case: Any) -> Any:
-        """Times a case once."""
+        """Runs a case once, and returns what `row` is given of it."""
 
     @abc.abstractmethod
     def row(self, weights: Any, case: Any, taken: Mapping[Any, list[Any]], machine: MachinePeaks) -> Json:
@@ -170,7 +170,7 @@ class KernelBench(abc.ABC):
 
     @abc.abstractmethod
     def table(self, report: Json) -> Table:
-        """Medians."""
+        """The table of a report, whose times are medians."""
 
     def about(self) -> str:
         """The end of the line under the table."""
@@ -611,7 +611,7 @@ def _bytes_of(layer: Experts) -> int:
 
 @functools.cache
 def _through_experts(chosen: Kernels) -> Callable:
-    """(layers, x_nD, chosen_Lnk, weights_nk) -> x_nD."""
+    """A program of (layers, x_nD, chosen_Lnk, weights_nk) that returns x_nD."""
 
     def run(layers, x, choices, weights):
         for layer, choice in zip(layers, choices, strict=True):

@@ -328,7 +328,7 @@ def reset_peak_memory() -> None:
 
 
 def peak_memory() -> int:
-    """Most resident bytes since `reset_peak_memory`."""
+    """The most bytes that were resident since `reset_peak_memory`."""
     with contextlib.suppress(OSError):
         found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
         if found:

@@ -20,7 +20,7 @@ class RowWriter(abc.ABC):
 
     @abc.abstractmethod
     def next_token(self, prompt: list, chunk: int) -> int:
-        """The likeliest token after the prompt."""
+        """The likeliest token after the prompt, which is read in chunks."""
 
     @abc.abstractmethod
     def logits_of(self, tokens: list, start: int) -> Any:

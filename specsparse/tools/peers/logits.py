@@ -43,7 +43,7 @@ class RowEngine(Protocol):
         """float32[len(text), V]: the logits of a text behind a prompt, in batches of `width` rows."""
 
     def close(self) -> None:
-        """Gives back what it holds."""
+        """Gives back the memory and files that it holds."""
 
 
 class OurRows:

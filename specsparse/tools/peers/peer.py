@@ -259,7 +259,6 @@ def _faster(seconds: Callable[[bool], float]) -> bool:
 
 
 def perplexities(check: Json) -> str:
-    """ "check" of `Peer.facts` as a line."""
     one, wide = (check[how] for how in ("one_row", "widest"))
     theirs = f"{one['perplexity']:.2f} one row at a time, {wide['perplexity']:.2f} in batches"
     return f"perplexity {theirs}; ours {one['ours']:.2f}"

@@ -81,7 +81,7 @@ class _Running:
 
 
 def _plain(sequence: Request) -> tuple[object, ...]:
-    """A sequence as JSON has it."""
+    """A sequence as JSON has it, for the other hosts."""
     given = {k: v for k, v in dataclasses.asdict(sequence.params).items() if v != getattr(SamplingParams(), k)}
     return sequence.prompt.tolist(), given, sequence.seed, sequence.sample
 

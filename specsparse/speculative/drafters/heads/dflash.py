@@ -265,7 +265,6 @@ class DFlashFile(PublishedHead):
 
     @property
     def drafts(self) -> int:
-        """Tokens that a whole block drafts."""
         return self.block_size - (0 if self.from_anchor else 1)
 
     def gguf_keys(self) -> Json:

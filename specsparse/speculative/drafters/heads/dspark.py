@@ -125,7 +125,7 @@ def markov_shapes(shape: SparkShape, vocab: int, columns: int) -> dict[str, tupl
 def confidence_logits(
     linear: Linear, shape: SparkShape, w: MarkovWeights, before_Rr: jax.Array, h_RD: jax.Array
 ) -> jax.Array:
-    """f32[R]: the confidence before its sigmoid."""
+    """The confidence of the next node before its sigmoid, f32[R]."""
     read = jnp.concatenate([h_RD, before_Rr], axis=-1) if shape.confidence_head_with_markov else h_RD
     assert w.confidence_bias is not None
     (c_R1,) = linear(read, (w.confidence,))

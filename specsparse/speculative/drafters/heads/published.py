@@ -250,11 +250,11 @@ class HeadKeys:
             raise UserError(f"{f.path}: {unknown[0]} is not supported")
 
     def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-        """An int in 1..most."""
+        """A whole number of the file, above 0 and at most `most`."""
         return self._number(key, "int", default, 0, most)
 
     def number(self, key: str, default: float | None = None, low: float = 0.0, most: float = 1e12) -> float:
-        """A finite float in (low, most]."""
+        """A finite number of the file, above `low` and at most `most`."""
         return self._number(key, "float", default, low, most)
 
     def _number(self, key: str, kind: Any, default: float | None, low: float, most: float) -> Any:
@@ -276,7 +276,6 @@ class HeadKeys:
         return value
 
     def sizes(self) -> Json:
-        """The fields of a `LayerShape`."""
         width, heads = self.size("embedding_length"), self.size("attention.head_count")
         return {
             "width": width,
