@@ -364,7 +364,6 @@ def test_arguments_that_are_none_are_one_line(model):
     assert specsparse.SamplingParams(top_k=3).top_k == 3
     refused("method .*'model'.* is unknown", specsparse.citation, ["model"])
     refused("rounds=True must be a whole number", specsparse.stream, model, "a", rounds=True)
-    refused("watch=3 must be a function", specsparse.generate, model, "a", watch=3)
     refused("certifies nothing", specsparse.certify, [])
     for name in ("driver", "known_bugs", "mutants"):
         refused(f"{name}=x must be true or false", specsparse.certify, "greedy", **{name: "x"})

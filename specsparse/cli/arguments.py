@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specsparse.engine import hosts
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.support.files import Json, atomically, need_place, to_json, write_atomically
 from specsparse.support.neighbours import DRAFT_FILES, METHODS, WORDS, speculative
 from specsparse.support.options import options_of, shown
@@ -270,12 +270,11 @@ def method_of(args: argparse.Namespace, sampling: "SamplingParams") -> "MethodSp
     options = read_options(getattr(args, "option", ()))
     chosen = {group: Choice(name, options[group]) for group in GROUPS if (name := getattr(args, group, None))}
     theirs = getattr(args, "speculative_config", None) or {}
-    if theirs and (args.drafter != DRAFTER or args.draft is not None):
-        raise UserError("--speculative-config names the drafter: leave --drafter and --draft out, or it")
-    if theirs.get("verifier") and "verifier" in chosen:
-        raise UserError(
-            "--verifier and rejection_sample_method of --speculative-config are one thing: give one of them"
-        )
+    named, twice = args.drafter != DRAFTER or args.draft is not None, theirs.get("verifier") and "verifier" in chosen
+    refuse({
+        "--speculative-config names the drafter: leave --drafter and --draft out, or it": theirs and named,
+        "--verifier and rejection_sample_method of --speculative-config are one thing: give one of them": twice,
+    })  # fmt: skip
     if theirs.get("verifier"):
         chosen["verifier"] = Choice(theirs["verifier"], options["verifier"])
     drafter = theirs.get("drafter") or drafter_of(args.drafter, args.draft)

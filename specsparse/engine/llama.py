@@ -17,7 +17,6 @@ from specsparse.engine.config import ModelConfig, parse_activation
 from specsparse.engine.experts import experts_ffn
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer, Params
-from specsparse.errors import UserError
 from specsparse.kernels import ChosenFfn, Kernels, QTensor, SkipWeights, SparseStats
 from specsparse.kernels.native.layers import MOST_CHOSEN_ROWS
 from specsparse.kernels.reference.dense import activate
@@ -259,17 +258,10 @@ def side_by_side(rows: Sequence[jax.Array], n_valid_B: jax.Array) -> jax.Array:
 
 
 def places(wanted: bool | tuple[int, ...], which: Sequence[int], n_layers: int) -> tuple[int, ...]:
-    """Where in the layers `which` that run, of `n_layers`, the rows of `Want.hidden` come from.
-
-    Raises:
-        UserError: a layer that does not run.
-    """
+    """Where in the layers `which` that run, of `n_layers`, the rows of `Want.hidden` come from."""
     if isinstance(wanted, bool):
         return ()
     at = {layer: place for place, layer in reversed(list(enumerate(which)))} | {n_layers: len(which)}
-    missing = [layer for layer in wanted if layer not in at]
-    if missing:
-        raise UserError(f"features of layer {missing[0]} are wanted; the layers that run are {[*which]} of {n_layers}")
     return tuple(at[layer] for layer in wanted)
 
 

@@ -24,7 +24,6 @@ from specsparse.runtime.method import Method
 from specsparse.runtime.metrics import Times
 from specsparse.speculative import loop as speculation
 from specsparse.speculative.base import Draft, Verdict
-from specsparse.support.options import shown
 
 if TYPE_CHECKING:
     from specsparse.runtime.session import Session  # that module imports this one
@@ -119,12 +118,10 @@ def loop_for(model: Model, method: Method, *, loop: str = "jit", watch: Watch | 
     reads and writes text.
 
     Raises:
-        UserError: an unknown loop, or a watch that cannot be called.
+        UserError: an unknown loop.
     """
     if loop not in LOOPS:
         raise UserError(f"loop={loop!r} must be one of {', '.join(LOOPS)}")
-    if watch is not None and not callable(watch):
-        raise UserError(f"watch={shown(watch)} must be a function of a round")
     whole = model.devices.one_program
     by_text = method.drafter is not None and method.drafter.reads_text
     if loop == "jit" and watch is None and whole and not by_text:

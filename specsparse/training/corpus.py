@@ -28,7 +28,7 @@ from specsparse.engine.generate import Finish
 from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.runtime.method import Method
 from specsparse.runtime.session import Request, Session
 from specsparse.support.files import read_tensors, write_tensors
@@ -84,10 +84,11 @@ class DataOptions:
     seed: Annotated[int, Internal()] = 0
 
     def __post_init__(self):
-        if not self.temperatures:
-            raise UserError("train.temperatures=[]: at least one is needed")
-        if self.text == "self" and not self.chat:
-            raise UserError("train.text=self: the model writes a user's turn in its chat template, give data.chat=true")
+        templated = "train.text=self: the model writes a user's turn in its chat template, give data.chat=true"
+        refuse({
+            "train.temperatures=[]: at least one is needed": not self.temperatures,
+            templated: self.text == "self" and not self.chat,
+        })  # fmt: skip
 
 
 @dataclass(frozen=True)

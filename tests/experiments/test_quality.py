@@ -109,7 +109,7 @@ def test_the_table_of_types(cfg, folder, tmp_path):
     [
         ({"text": "none.txt"}, "perplexity.text=none.txt: cannot be read: No such file"),
         ({"context": 9999}, "a window takes 9999: give more text"),
-        ({"stride": 65}, "perplexity.stride=65: must be at most perplexity.context=64"),
+        ({"stride": 65}, "perplexity.stride=65 must be at most perplexity.context=64"),
         ({"base": "none.gguf"}, "none.gguf: no such file"),
         ({"base": "bpe.gguf"}, "has 300 tokens and perplexity.base has 320"),
     ],

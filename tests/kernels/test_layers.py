@@ -128,11 +128,6 @@ def test_features_of_layers(pair, layers):
         np.testing.assert_array_equal(one.hidden[0, :, at], wanted[0])
 
 
-def test_features_of_a_layer_that_does_not_run(pair):
-    with pytest.raises(UserError, match="features of layer 1 are wanted; the layers that run are"):
-        pair[0].forward(pair[0].params, np.array([[3]], np.int32), pair[0].cache(), want=Want(layers=(0,), hidden=(1,)))
-
-
 @pytest.mark.parametrize(("struct", "record"), [("Matrix", descriptor.MATRIX), ("Layer", descriptor.LAYER)])
 def test_records_have_the_fields_of_the_structs(struct, record):
     text = (Path(kernels.__file__).parent / "csrc/dense/descriptor.h").read_text(encoding="utf-8")

@@ -31,7 +31,7 @@ from specsparse.report import display
 from specsparse.runtime.perplexity import Scores, Windows, score, windows
 from specsparse.support import files, tables, terminal
 from specsparse.support.files import Json
-from specsparse.support.options import Count, Range, Size
+from specsparse.support.options import Count, Range, Size, check_at_most
 
 F32 = "f32"
 """The base that is the same file computed in float32."""
@@ -81,8 +81,7 @@ class Perplexity(Kind[PerplexitySettings]):
         sparse_model.check(cfg)
         if spec.base not in (None, F32):
             catalogue.resolve(spec.base)
-        if spec.stride > spec.context:
-            raise UserError(f"perplexity.stride={spec.stride}: must be at most perplexity.context={spec.context}")
+        check_at_most("perplexity", spec, stride="context")
         read_text(cfg)
 
     def run(self, cfg: PerplexitySettings, ctx: RunContext) -> RunResult:

@@ -29,7 +29,7 @@ from specsparse.speculative.base import (
 )
 from specsparse.speculative.policies.base import Fixed, Policy
 from specsparse.speculative.trees.template import TreeTemplate
-from specsparse.support.options import Also, Count, Range
+from specsparse.support.options import Also, Count, Range, check_at_most
 
 NgramSize = Annotated[int, Range(1, 64)]
 SizeN = Annotated[int, Range(1, 64), Also("ngram_size_n", "spec_ngram_size_n")]
@@ -250,8 +250,7 @@ class Suffix(Drafter):
     candidates: Annotated[int, Range(1, 64)] = 8
 
     def __post_init__(self):
-        if self.min_match > self.longest:
-            raise UserError(f"drafter.min_match={self.min_match} must be at most longest={self.longest}")
+        check_at_most("drafter", self, min_match="longest")
 
     def init(self, params: Pytree, ctx: DraftContext, *, hidden: jax.Array | None = None) -> SuffixState:
         """Matches of the prompt's end, by as many passes over C as its longest match is long."""

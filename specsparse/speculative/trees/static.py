@@ -159,8 +159,7 @@ class StaticTree(TemplateTree):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.draw is DraftKind.SAMPLED and self.branches:
-            raise UserError("draw=DraftKind.SAMPLED is for chains: siblings are drawn IID or WOR")
+        assert self.draw is not DraftKind.SAMPLED or not self.branches, "siblings are drawn IID or WOR"
         parents, depths = self.template.parents, self.template.depths
         order = sorted(range(self.template.size), key=lambda node: depths[node])
         place = {node: i for i, node in enumerate(order)} | {ROOT: ROOT}

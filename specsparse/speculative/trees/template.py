@@ -23,9 +23,7 @@ class TreeTemplate:
     parents: tuple[int, ...]
 
     def __post_init__(self):
-        for node, parent in enumerate(self.parents):
-            if not ROOT <= parent < node:
-                raise UserError(f"tree node {node} has parent {parent}: a parent is -1 (root) or an earlier node")
+        assert all(ROOT <= parent < node for node, parent in enumerate(self.parents)), self.parents
 
     @classmethod
     def chain(cls, gamma: int) -> "TreeTemplate":

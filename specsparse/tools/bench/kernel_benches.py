@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specsparse import kernels
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.kernels import Experts, Kernels, processor, skipping
 from specsparse.kernels.native import cpu
 from specsparse.kernels.neurons import NeuronRows, SignRows, pack_neurons, pack_signs
@@ -527,12 +527,12 @@ class ExpertsBench(KernelBench):
         return shape
 
     def check(self) -> None:
-        if self.chosen > self.experts:
-            raise UserError(f"--chosen {self.chosen}: a row chooses at most --experts {self.experts}")
-        if self.ns[0] != 1:
-            raise UserError("--widths: v(n) divides by the time of one row: begin with 1")
-        if self.idle and (self.types != ("Q4_0",) or self.idle < 0.5):
-            raise UserError(f"--idle {self.idle}: from 0.5 on, as half of random neurons are idle, and with Q4_0 alone")
+        idle = f"--idle {self.idle}: from 0.5 on, as half of random neurons are idle, and with Q4_0 alone"
+        refuse({
+            f"--chosen {self.chosen}: a row chooses at most --experts {self.experts}": self.chosen > self.experts,
+            "--widths: v(n) divides by the time of one row: begin with 1": self.ns[0] != 1,
+            idle: self.idle and (self.types != ("Q4_0",) or self.idle < 0.5),
+        })  # fmt: skip
         super().check()
 
     def bytes_of(self, kind: str, shape: tuple[int, int]) -> int:
