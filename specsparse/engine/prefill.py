@@ -49,7 +49,7 @@ def prefill(
     Args:
         program: a forward pass that commits the tokens of a chunk and returns the cache as it is then.
         texts: B texts int32[n], of any lengths. If all are empty, there is no chunk.
-        cache: before the first chunk; handed to `program` and no longer used.
+        cache: before the first chunk; `program` takes it over.
         rows: of every chunk; None for those of `chunk_rows`.
     """
     longest, start = max(map(len, texts), default=0), 0

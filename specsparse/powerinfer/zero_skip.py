@@ -1,6 +1,6 @@
 """The oracle without its price: a ReLU model that does not read the neurons its gate closes, and keeps every bit.
 
-The gate is read whole. Where it is not above 0, up and down add nothing: the dense kernels sum each block of 32 neurons
+The gate is read whole. If it is not above 0, up and down add nothing: the dense kernels sum each block of 32 neurons
 as an exact whole number before scales come in, so that a sum without its zeros has the same bits (of finite weights).
 This needs Q4_0 matrices whose blocks run along the neurons, as `+experiment=relufy` writes them; other models have the
 oracle of `powerinfer.sparse_ffn`. Passes of several rows run the dense kernels, which read a weight once for all.

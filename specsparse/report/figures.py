@@ -223,7 +223,7 @@ def time_split(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawin
                 rows.append({"method": method.label, "stage": stage, **cells})
     cut = f" The {len(shown)} fastest of {len(timed)} methods, by speed-up." if len(shown) < len(timed) else ""
     caption = (
-        "Shares of the decode time, stepped stage by stage from the host on the first prompt of each task, weighted by "
+        "Shares of the decode time, run stage by stage from the host on the first prompt of each task, weighted by "
         "the tasks' timed passes. Whiskers: 95 % interval of each share over the tasks; none for one task." + cut
     )
     return Drawing(caption, rows, _draw_stages, (8.6, 1.5 + 0.42 * len(shown)))
@@ -324,7 +324,7 @@ def union_size(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawin
         return "no record holds unions of kept neurons: +experiment=spec_sparse measures them"
     caption = (
         "Share of the FFNs' neurons that some row of a pass keeps (solid), mean over passes and layers; dashed: what "
-        "it would be if rows were independent, 1 - (1 - kept)^rows layer by layer. Where the solid line lies lower, "
+        "it would be if rows were independent, 1 - (1 - kept)^rows layer by layer. If the solid line lies lower, "
         "neighbouring tokens share neurons, and a verifying pass reads less than chance would have it."
     )
     if len(found) > _MOST_UNIONS:

@@ -3,7 +3,7 @@
 `JIT` runs all rounds in one program. The host's loops run them one by one: for models that no program may contain, for
 drafts that are made of text, and to time and to watch speculative rounds. Slower, and token for token the same. Traces,
 recordings of distributions and the time split are taken there: each stage of a round is a program of its own, which is
-handed only what it reads. Finding it, and taking trees of arrays apart and together, is the host's time.
+given only the arrays that it reads. Finding it, and taking trees of arrays apart and together, is the host's time.
 """
 
 import time
@@ -297,7 +297,7 @@ class Unpruned:
 
 
 class Note(NamedTuple):
-    """What is remembered of a state. Arrays are [B, ..], or [rounds, B, ..] for the states after several rounds."""
+    """The part of a state that is kept after a round: arrays [B, ..], or [rounds, B, ..] after several rounds."""
 
     counters: LoopCounters
     policy: Pytree = None  # `speculative.loop.PolicyState`, or None without a policy

@@ -42,7 +42,7 @@ NO_DRAFTER = "none"
 
 @dataclass(frozen=True, init=False)
 class MethodSpec:
-    """What a method is made of. Each part is given as a name, a name with options (`Choice`), or the part itself.
+    """The parts of a method. Each is given as a name, a name with options (`Choice`), or the part itself.
 
     Attributes:
         drafter: who proposes; None and "none" are plain decoding.

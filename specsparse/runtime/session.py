@@ -349,11 +349,10 @@ class Session:
         return [values[: self.log.kept.get(b)] for b, values in enumerate(new)]
 
     def note(self, state: DecodeState) -> Note:
-        """What is noted of a state after a round."""
         return Note(state.counters, state.policy)
 
     def _ends(self) -> Note:
-        """What was noted at the end of each text, or now, in numpy."""
+        """The notes at the end of each text, or now, in numpy."""
         return self.log.at_ends(self.note(self.state))
 
     def counters(self) -> list[Counters]:
@@ -390,7 +389,7 @@ class Session:
         return [tuple(self.log.drafts(b, int(r))) for b, r in enumerate(self._ends().counters.rounds)]
 
     def policies(self) -> list[PolicyReport] | None:
-        """What the draft-length policy did to each sequence; None without one, and for several sources of drafts."""
+        """The policy's report on each sequence; None without a policy, and for several sources of drafts."""
         policy, state = self.method.policy, self._ends().policy
         if policy is None or len(state.sources) > 1:
             return None

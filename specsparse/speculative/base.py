@@ -97,7 +97,7 @@ class Draft(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a verifier made of a draft. Every round emits at least one token.
+    """A verifier's verdict on a draft. Every round emits at least one token.
 
     Attributes:
         tokens: int32[B, K+1], emitted tokens: the accepted path, then one more; padded with `PAD`.
@@ -133,7 +133,7 @@ class Vocabulary:
 
 
 class DraftContext(NamedTuple):
-    """What every drafter may look at.
+    """The view of a round that every drafter gets.
 
     `length` counts the last emitted token too; the target's cache holds one token fewer, because that token is row 0 of
     the next forward pass.
@@ -213,7 +213,7 @@ class Drafted(NamedTuple):
 
 
 class Feedback(NamedTuple):
-    """What a drafter learns when a round is over."""
+    """The outcome of a round, from which a drafter learns."""
 
     draft: Draft
     verdict: Verdict
@@ -237,7 +237,7 @@ class LoadedDrafter(NamedTuple):
 
 
 class AnyDrafter(abc.ABC):
-    """What is known of a drafter before it runs: a `Drafter`, or the `DrafterSpec` of one that needs a model."""
+    """The facts of a drafter before it runs: a `Drafter`, or the `DrafterSpec` of one that needs a model."""
 
     @property
     def on_mesh(self) -> bool:

@@ -89,7 +89,7 @@ class Round:
         return () if self.policy is None else self.drafter.source_policies(self.policy)
 
     def context(self, params, job: Job, state: DecodeState) -> DraftContext:
-        """What the drafter may look at; the budget leaves room for the token that every round adds."""
+        """The drafter's view; the budget leaves room for the token that every round adds."""
         room_B = jnp.minimum(job.limit - state.length - 1, state.cache.capacity - state.length)
         return DraftContext(
             tokens=state.tokens,

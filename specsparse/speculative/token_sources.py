@@ -17,14 +17,14 @@ KINDS: dict[Kind, str] = {
     "bonus": "written by the target after a draft that was kept whole",
     "plain": "written by the target without a draft",
 }
-"""Where a token can come from."""
+"""The kinds of sources."""
 DTYPE = jnp.int16
 """Holds every position of a draft."""
 _RECOVERED, _BONUS = -1, -2
 
 
 class TokenSource(NamedTuple):
-    """Where a token came from: a key of `KINDS`, and for an accepted one its position in the draft, 1 first."""
+    """The source of a token: a key of `KINDS`, and for an accepted one its position in the draft, 1 first."""
 
     kind: Kind
     position: int = 0
@@ -52,7 +52,7 @@ def read(codes_n: np.ndarray) -> tuple[TokenSource, ...]:
 
 
 def to_html(pieces: Iterable[tuple[str, TokenSource]]) -> str:
-    """A text whose tokens stand on the colours of their origins, with a legend; later positions are darker."""
+    """A text whose tokens stand on the colours of their sources, with a legend; later positions are darker."""
     shown = [(text, origin) for text, origin in pieces if text]
     place = ", position {} of its draft".format
     titles = [o.kind + (place(o.position) if o.position else "") for _, o in shown]

@@ -37,7 +37,7 @@ class LogitRows(NamedTuple):
 
 
 class Target:
-    """What a rule may ask of the target at the K+1 rows of a draft; `loop.RoundTarget` finds it when it is asked.
+    """The target at the K+1 rows of a draft, as rules read it; `loop.RoundTarget` computes a property when it is read.
 
     Row 0 follows the last committed token, row 1+i node i. Rows of nodes >= count may hold anything.
 

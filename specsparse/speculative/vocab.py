@@ -124,7 +124,7 @@ class Intersection:
         return len(self.target_ids) - sum(pair.drafted for pair in self.specials)
 
     def image(self, token: int) -> list[int]:
-        """What the draft reads for a target token."""
+        """The draft's ids that stand for a target token."""
         return self.pieces[self.starts[token] : self.starts[token + 1]].tolist()
 
     def probs(self, q_D: np.ndarray) -> np.ndarray:

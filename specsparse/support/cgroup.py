@@ -1,4 +1,4 @@
-"""What a container or a job of Slurm may take: processors and memory, by Linux's control groups (versions 1 and 2).
+"""Limits of a container or a job of Slurm: processors and memory, by Linux's control groups (versions 1 and 2).
 
 The system's own figures are those of the whole machine: threads by them are throttled, a model by them is killed.
 A line or a file of another form is no limit: `import specsparse` reads them.

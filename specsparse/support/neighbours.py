@@ -186,7 +186,7 @@ _PLACES = {
 
 
 def answer(name: str, *, at: str = "python") -> str:
-    """What a neighbour's word is in Python, in a "command" or at the "server"; "" for a word that is in no table."""
+    """Our word for a neighbour's, in Python, in a "command" or at the "server"; "" for a word that is in no table."""
     word = WORDS.get(name)
     if word is None:
         return ""

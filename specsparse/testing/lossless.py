@@ -36,7 +36,7 @@ def assert_lossless(
             known = ", ".join(field.name for field in dataclasses.fields(ExternalVerifier))
             raise UserError(f"assert_lossless: {error}; known are {known}") from error
     elif how:
-        raise UserError(f"assert_lossless: {', '.join(how)} say how a callable is handed its arguments")
+        raise UserError(f"assert_lossless: {', '.join(how)} say how a callable gets its arguments")
     report = certify(verifier, vocab=vocab, gamma=gamma, seed=seed, mutants=False)
     broken = [result for result in report.results if not result.holds]
     if broken:

@@ -53,7 +53,7 @@ class RooflineSettings(DecodingSettings):
 
 
 class RooflineKind(Kind[RooflineSettings]):
-    """What a model file could do at best on a device, and what it was measured to do on this one."""
+    """A model file's best possible speed on a device, and its measured speed on this one."""
 
     takes_ffn = False
 

@@ -1,4 +1,4 @@
-"""What a tracker is. Yours is one file: `tracker=mine:Board`, or an entry point of the group `specsparse.trackers`."""
+"""Base of trackers. Yours is one file: `tracker=mine:Board`, or an entry point of the group `specsparse.trackers`."""
 
 import abc
 from collections.abc import Mapping

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 class Tracking:
     """`prompts.jsonl`, a line per row, `metrics.jsonl`, a line per point, and `record.json` at the end, whole or not at
-    all. What an earlier run left in the directory goes first, so that its rows are never taken for this run's.
+    all. Rows of an earlier run in the directory are removed first, so that its rows are never taken for this run's.
 
     An error of these files ends the run. The tracker is beside them: what fails there is one line of warning.
     """

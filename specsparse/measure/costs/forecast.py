@@ -248,7 +248,7 @@ class DraftShape:
         return cls(template.size, template)
 
     def tokens(self, a: Accepted) -> float:
-        """E[tokens] of a round, the bonus included. What was counted of a chain's positions holds for levels."""
+        """E[tokens] of a round, the bonus included. Acceptance counted by a chain's positions is used for levels."""
         t = self.template
         if t is None:
             return a.tokens(self.room)

@@ -47,7 +47,7 @@ def expert_sources(checkpoint: "Checkpoint", count: int) -> tuple[dict[str, Sour
 
 
 def _of_all(checkpoint: "Checkpoint", name: str, layer: str, matrix: str, form: str) -> Iterator[Source]:
-    """What a tensor of `_ALL` becomes; nothing for `_scales`, which are read beside `_blocks`."""
+    """The sources that a tensor of `_ALL` is cut into; `_scales` are read beside `_blocks` and give none."""
     shape, scales = checkpoint.shapes[name], name.replace("_blocks", "_scales")
     if form == "_scales":
         return

@@ -1,7 +1,7 @@
 """One small tree over all that is known cheaply: a head, lookup, the target's last choice behind a token, a table.
 
 Each level of the tree holds what the sources propose behind the likeliest node of the level above, and the likeliest
-nodes of all are verified. What a proposal is worth is learnt while the text is written, from rounds that are over.
+nodes of all are verified. The worth of a proposal is learnt while the text is written, from rounds that are over.
 """
 
 from dataclasses import dataclass, field, replace
@@ -72,7 +72,8 @@ class NGramTable(NamedTuple):
 
     @classmethod
     def from_ids(cls, ids: np.ndarray) -> "NGramTable":
-        """Of a text's ids, int32[n]. What followed once only is left out; of two that meet the more frequent stays."""
+        """The table of a text's ids, int32[n]. Tokens that followed only once are left out; of two that meet the more
+        frequent stays."""
         pairs = []
         for n in (2, 3):
             key_m = _hashed([ids[i : len(ids) - n + i] for i in range(n)])

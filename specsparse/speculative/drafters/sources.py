@@ -1,4 +1,4 @@
-"""Where a model drafter's logits come from.
+"""Sources of a model drafter's logits.
 
 A model of its own (`draft_model`), a part of the target (`self_draft`), or a head on its features
 (`heads.feature_source`).

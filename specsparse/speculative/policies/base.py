@@ -25,7 +25,7 @@ Unit = Annotated[float, Range(0, 1)]
 
 
 class PolicyReport(NamedTuple):
-    """What a policy did to one sequence.
+    """The effect of a policy on one sequence.
 
     Attributes:
         rounds_off: rounds without a draft because the policy said so.
@@ -39,7 +39,7 @@ class PolicyReport(NamedTuple):
 
 
 class DraftView(NamedTuple):
-    """What a model drafter shows before it draws node i from q_i; fields a policy does not name in `needs` are None.
+    """A model drafter's view before it draws node i from q_i; fields a policy does not name in `needs` are None.
 
     Attributes:
         depth: int32[B], i, nodes drafted so far.
@@ -153,7 +153,7 @@ class Policy:
         return gain_B > 0
 
     def reports(self, state: Any, off_B: np.ndarray) -> list[PolicyReport]:
-        """What it did to each sequence, of which it drafted nothing in `off_B` rounds."""
+        """The effect on each sequence, of which it drafted nothing in `off_B` rounds."""
         return [PolicyReport(off) for off in off_B.tolist()]
 
 

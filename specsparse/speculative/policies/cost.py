@@ -305,12 +305,12 @@ class AutoOff(Policy):
         return self.paying.stop(state.inner, view)
 
     def keep(self, state: AutoOffState, count_B: jax.Array) -> jax.Array:
-        """As `inner` where it pays; a probe is verified however short it is."""
+        """As `inner` if drafting pays; a probe is verified however short it is."""
         return jnp.where(self.pays(state), self.paying.keep(state.inner, count_B), count_B)
 
     def worth(self, state: AutoOffState, reach_BK: jax.Array) -> jax.Array:
-        """Where it pays, beside the tokens over time of the run, but one at least, since a round without a draft says
-        nothing; a probe whole."""
+        """The nodes that pay beside the tokens over time of the run, but one at least, since a round without a draft
+        says nothing; a probe is verified whole."""
         whole_B = super().worth(state, reach_BK)
         some_B = jnp.maximum(self.cost.worth(reach_BK, jnp.maximum(self.predicted(state), 1)), 1)
         return jnp.where(self.pays(state), some_B, whole_B)

@@ -77,7 +77,7 @@ def settle(
         inside: points drawn inside a box.
         most: boxes a draft may be cut into, on average.
         spots: points drawn at the end over all drafts, one in each `spots`-th part of every uniform, and a quarter as
-            many near the edges of boxes. Where one has another verdict than its box, the box is cut there and points
+            many near the edges of boxes. If one has another verdict than its box, the box is cut there and points
             are drawn anew, until all have the verdict of their box.
     """
     rng, shape = np.random.default_rng([seed, 2]), (drafts, uniforms)

@@ -102,7 +102,7 @@ def outcomes(
         record: distribution written into the draft; `draw` if None.
         one_hot: leave q out, as one-hot drafts do.
 
-    An empty draft is one node that does not exist, as rules are handed one.
+    An empty draft is one node that does not exist, as rules get one.
     """
     parents, count = np.array(template.parents, np.int32), np.int32(template.size)
     if not template.size:

@@ -266,7 +266,7 @@ longer drafts or more tokens.
 
 ## Verifiers of other libraries
 
-The rule is certified, on distributions that are handed over. Whether a library hands it the right distributions is
+The rule is certified, on distributions that it is given. Whether a library gives it the right distributions is
 another question: see the mistakes below.
 """
 

@@ -367,7 +367,7 @@ SECOND_OR_NONE = (1.0, 2.1, 2.25, 9.0)
 
 ARGUMENTS = (
     (
-        "no_coins", "token block mss", "coins not handed over: all 0",
+        "no_coins", "token block mss", "coins not passed on: all 0",
         lambda draft, p, u: (draft, p, np.concatenate([np.zeros_like(u[..., :-1]), u[..., -1:]], axis=-1)),
     ),
     (

@@ -127,7 +127,7 @@ class TemplateTree(TreeShape):
                 wide_BPV = by.widen(x_RN).reshape(batch, P, -1)
                 q_BKV = q_BKV.at[:, node_P].set(wide_BPV, mode="drop")
             tokens_BK = tokens_BK.at[:, node_P].set(by.token_ids(column_R).reshape(batch, P), mode="drop")
-            # What the next sibling is taken from: logits or q without the column just used.
+            # The next sibling is taken from these: logits or q without the column just used.
             row_R = jnp.arange(x_RN.shape[0], dtype=jnp.int32)
             if self.kind is DraftKind.ONE_HOT:
                 x_RN = x_RN.at[row_R, column_R].set(np.float32(-np.inf))

@@ -1,4 +1,4 @@
-"""Where the time goes: the stages of speculative rounds, the kernels of one forward pass, and both as a Chrome trace.
+"""Times of decoding: the stages of speculative rounds, the kernels of one forward pass, and both as a Chrome trace.
 
 A dense forward is one native call. Here it is taken apart again into the calls it is made of, each timed in a loop on
 the device over the weights of all layers, so that no layer is read from a cache.

@@ -202,7 +202,7 @@ def read_gguf(f: GGUFFile) -> DFlashFile:
 
 
 class MarkovRows(NamedTuple):
-    """What the heads keep while a draft is made."""
+    """The heads' state while a draft is made."""
 
     h: jax.Array  # f32[B, m, D], the block's rows after the output norm, of the m positions after the last token
     # f32[B, S], the recurrent state before the node that is drafted next (before the first node of a tree)
@@ -264,7 +264,7 @@ class DSparkSource(BlockSource):
     def _step(
         self, weights: DraftWeights, ctx: DraftContext, rows: FedRows, state_BnS: jax.Array, h_BnD: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """What the Markov head adds to the logits after rows, f32[B, n, N], their states, and f32[B], the confidence
+        """The Markov head's part of the logits after rows, f32[B, n, N], their states, and f32[B], the confidence
         after the first of them, if a policy asks for it."""
         w: MarkovWeights = weights.params.layers.markov
         batch, n = rows.tokens.shape
