@@ -53,6 +53,19 @@ GATINGS: tuple[Gating | None, ...] = (None, "softmax", "sigmoid", "chosen")
 _ACTIVATIONS = ("silu", "gelu_tanh", "relu", "drelu", "relu2", "fatrelu(t)")
 
 
+def woken(share: float, rows: float, overlap: float | None = None, batch: int = 1) -> float:
+    """The part of a layer's experts that `rows` rows in each of `batch` texts wake, if a row wakes `share` of them.
+
+    Rows choose by chance, or each has the part `overlap` of its experts from the row before it, in a tree from its
+    parent, and the others by chance: an expert that slept there wakes with the same chance at every row, so the number
+    of rows decides and not the shape of the tree. Texts have experts in common by chance.
+    """
+    if share >= 1:
+        return 1.0
+    wakes = share if overlap is None else share * (1 - overlap) / (1 - share)
+    return 1 - ((1 - share) * (1 - wakes) ** (rows - 1)) ** batch
+
+
 def parse_activation(name: object, *, where: str = "activation") -> tuple[Act, Act | None]:
     """(activation of the gate, activation of up or None) of a name.
 

@@ -16,7 +16,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from specsparse.data.devices import THIS, Device, known, sheets
 from specsparse.engine.architectures import ARCHITECTURES
 from specsparse.engine.cache import WHOLE, LayerWindows
-from specsparse.engine.config import ModelConfig
+from specsparse.engine.config import ModelConfig, woken
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf, show
 from specsparse.engine.rope import RopeConfig
 from specsparse.engine.text.tokenizer import Tokenizer
@@ -59,9 +59,9 @@ class Matrix:
     macs_per_row: float
     share: float = 1.0
 
-    def read(self, rows: float) -> float:
-        """Bytes that `rows` rows read, if each chooses its experts by chance: real ones share more of them."""
-        return self.nbytes * (1 - (1 - self.share) ** rows)
+    def read(self, rows: float, batch: int = 1, overlap: float | None = None) -> float:
+        """Bytes that `rows` rows in each of `batch` sequences read; `overlap` as for `woken`."""
+        return self.nbytes * woken(self.share, rows, overlap, batch)
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Traffic:
     kv_bytes_per_token: float  # keys and values of one position, all layers
     attention_macs: float  # multiply-adds of one row with one position, all layers
     windows: LayerWindows = WHOLE  # of the layers; positions outside are neither read nor multiplied
+    overlap: float | None = None  # part of a row's experts that the row before it has too; None: they are by chance
 
     @classmethod
     def from_gguf(cls, f: GGUFFile, config: ModelConfig, *, kv_dtype: str = "f16") -> "Traffic":
@@ -100,8 +101,8 @@ class Traffic:
     def weight_bytes(self) -> float:
         return self.read_weights(1)
 
-    def read_weights(self, rows: float) -> float:
-        return sum(m.read(rows) for m in self.matrices)
+    def read_weights(self, rows: float, batch: int = 1) -> float:
+        return sum(m.read(rows, batch, self.overlap) for m in self.matrices)
 
     def by_type(self) -> dict[str, float]:
         """Bytes of `weight_bytes` by GGUF type, the most first."""
@@ -112,7 +113,7 @@ class Traffic:
 
     def read_bytes(self, rows: float, kv_length: float, batch: int = 1) -> float:
         """Bytes a forward of `rows` rows in each of `batch` sequences reads, `kv_length` tokens before the first."""
-        return self.read_weights(batch * rows) + batch * self.kv_bytes_per_token * self.windows.read(rows, kv_length)
+        return self.read_weights(rows, batch) + batch * self.kv_bytes_per_token * self.windows.read(rows, kv_length)
 
     @cached_property
     def macs_a_row(self) -> dict[str, float]:

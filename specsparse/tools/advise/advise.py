@@ -3,18 +3,28 @@
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from matplotlib.figure import Figure as Canvas
 from rich.table import Table
 from rich.text import Text
 
 from specsparse.data.devices import THIS, Device
+from specsparse.engine.config import woken
 from specsparse.errors import UserError
 from specsparse.measure import intervals
 from specsparse.measure.costs import acceptance, measuring
 from specsparse.measure.costs.acceptance import AcceptedRates
-from specsparse.measure.costs.forecast import LENGTHS, Candidate, Clocks, Forecast, candidates, device_of, forecast
+from specsparse.measure.costs.forecast import (
+    LENGTHS,
+    Candidate,
+    Clock,
+    Clocks,
+    Forecast,
+    candidates,
+    device_of,
+    forecast,
+)
 from specsparse.measure.costs.measuring import Bar, silent
 from specsparse.measure.costs.roofline import ModelOutline, another_vocabulary, get_device, outline
 from specsparse.models import catalogue
@@ -23,6 +33,7 @@ from specsparse.report.plots import FAINT, MOST, Figure, Row
 from specsparse.runtime import timing_cache
 from specsparse.runtime.load import load
 from specsparse.runtime.timing_cache import CostTable
+from specsparse.speculative import expected
 from specsparse.support import tables
 from specsparse.support.files import Json, size_text
 from specsparse.support.options import nearest
@@ -31,6 +42,9 @@ SWEEP = (0.5, 0.6, 0.7, 0.8)
 """Acceptances that are supposed if none was measured."""
 CONTEXT = 512
 """Tokens in the cache by default."""
+OVERLAPS = (None, 0.26, 0.38)
+"""Parts of its experts that a row has from the row before: by chance, and as published of real texts (26 % in mlx-lm's
+issue 1485 with 4 experts of 64, 38 % by Cohere, 2026-04-21)."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +66,32 @@ class Question:
 
 
 @dataclass(frozen=True)
+class WokenExperts:
+    """A forward of `rows` rows a sequence of a model with experts, on paper."""
+
+    overlap: float | None  # of `OVERLAPS`
+    rows: int
+    experts: float  # of a layer, that some row chose
+    nbytes: float  # of all weights that are read
+    v: float  # in plain steps
+    break_even: float | None  # least acceptance at which chains of rows - 1 tokens pay that cost nothing to draft
+
+    @classmethod
+    def all_from(cls, target: ModelOutline, device: Device, context: int, batch: int) -> "tuple[WokenExperts, ...]":
+        """2, 4 and 8 rows at each of `OVERLAPS`; () for a dense model."""
+        c, whole = target.config, target.traffic()
+
+        def at(overlap: float | None, n: int) -> WokenExperts:
+            load = replace(whole, overlap=overlap)
+            v = Clock.on_paper(device, load, target.kernels(), context, batch).v(n)
+            least = expected.least(lambda alpha: expected.expected_tokens(alpha, n - 1) >= v)
+            awake = c.n_experts * woken(c.n_chosen / c.n_experts, n, overlap, batch)
+            return cls(overlap, n, awake, load.read_weights(n, batch), v, least)
+
+        return tuple(at(overlap, n) for overlap in OVERLAPS for n in (2, 4, 8)) if c.n_experts else ()
+
+
+@dataclass(frozen=True)
 class Sizes:
     """One batch size and context: times, forecasts, and bytes that each model of it needs."""
 
@@ -60,6 +100,7 @@ class Sizes:
     clocks: Clocks
     forecasts: tuple[Forecast, ...]
     memory: Mapping[str, float]
+    experts: tuple[WokenExperts, ...]
 
     @property
     def best(self) -> Forecast | None:
@@ -101,6 +142,7 @@ class Advice:
             "batch": case.batch, "context": case.context, "times": case.clocks.source, "note": case.clocks.note,
             "step_s": clock.step_s, "v": {n: clock.v(n) for n in (1, 2, 4, 8, 16)},
             "tokens_per_second": case.batch / clock.step_s, "memory": dict(case.memory),
+            "experts": [asdict(each) for each in case.experts],
             "fits": self.fits(case), "methods": [f.to_dict() for f in case.forecasts],
             "best": None if best is None else best.to_dict(), "verdict": verdict(case),
         }  # fmt: skip
@@ -172,7 +214,8 @@ def advise(question: Question, *, bar: Bar = silent) -> Advice:
             found = tuple(forecast(clocks, method, rates, lengths=question.lengths) for method, rates in methods)
             caches = sum(model.kv_bytes(context, question.kv_dtype) for model in models) * batch
             memory = {**{model.name: model.nbytes for model in models}, "caches": caches}
-            cases.append(Sizes(batch, context, clocks, found, memory))
+            experts = WokenExperts.all_from(target, device, context, batch)
+            cases.append(Sizes(batch, context, clocks, found, memory, experts))
     vocabularies = tuple(filter(None, (another_vocabulary(target, draft) for draft in draft_models)))
     memory = device.memory
     if device.name == THIS:
@@ -248,12 +291,27 @@ def parts(advice: Advice) -> Iterator[Table | Text]:
         limit = "" if advice.memory is None else " of {}" if advice.fits(case) else ", MORE THAN THE {} THERE ARE"
         total = size_text(sum(case.memory.values())) + limit.format(size_text(advice.memory or 0))
         yield Text(f"memory: {each} = {total}")
+        if case.experts:
+            yield _experts_table(case.experts, advice.target.config.n_experts)
         if counted := [f for f in case.forecasts if f.acceptance.source != acceptance.SWEPT]:
             yield _counted_table(counted)
             yield from (Text(line, style="dim") for line in dict.fromkeys(f.acceptance.source for f in counted))
         if guessed := [f for f in case.forecasts if f.acceptance.source == acceptance.SWEPT]:
             yield _swept_table(guessed)
         yield Text(verdict(case), style="bold")
+
+
+def _experts_table(found: Sequence[WokenExperts], all_of_layer: int) -> Table:
+    columns = ("rows", f"experts of {all_of_layer}", "read", "v(n)", "break-even")
+    note = (
+        "on paper; shared: experts that a row has from the row before; break-even: least acceptance at which drafts of "
+        "n - 1 tokens pay that cost nothing"
+    )
+    table = tables.new("shared", *columns, note=note)
+    for e in found:
+        cells = (str(e.rows), f"{e.experts:.1f}", f"{e.nbytes / 1e6:,.0f} MB", f"{e.v:.2f}", _rate(e.break_even))
+        table.add_row("by chance" if e.overlap is None else f"{e.overlap:.0%}", *cells)
+    return table
 
 
 def _counted_table(found: list[Forecast]) -> Table:

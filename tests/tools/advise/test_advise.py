@@ -1,11 +1,13 @@
 """Advice by arithmetic that is done here again: shapes of the catalogue, devices on paper, chains, memory."""
 
+import itertools
 import math
 from dataclasses import replace
 
 import pytest
 
 from specsparse.data.devices import Device
+from specsparse.engine.config import woken
 from specsparse.errors import UserError
 from specsparse.measure.costs.acceptance import Accepted, AcceptedRates, swept
 from specsparse.measure.costs.forecast import Clocks, candidates, forecast
@@ -73,6 +75,37 @@ def test_where_arithmetic_is_free_a_forward_takes_one_step_and_a_draft_its_bytes
     grown = (target.traffic().read_bytes(9, 100)) / target.traffic().read_bytes(1, 100)
     assert times.expected.v(9) == pytest.approx(grown)  # rows read their own keys and values
     assert times.expected.draft(by_name["suffix"]).token_s == 0
+
+
+def test_a_model_with_experts_is_told_what_its_rows_wake_and_when_drafts_pay():
+    advice = advise(Question("smallthinker-4b-a0.6b", device="h200", contexts=(64,)))
+    by = {(e.overlap, e.rows): e for e in advice.cases[0].experts}
+    assert by[None, 4].experts == pytest.approx(32 * (1 - (7 / 8) ** 4))
+    assert by[0.38, 2].experts == pytest.approx(4 + 4 * 0.62)
+    whole = sum(size for name, _, size in advice.target.tensors if "_exps" in name)
+    assert by[0.38, 2].nbytes - by[None, 2].nbytes == pytest.approx(whole * (6.48 - 7.5) / 32)
+    assert by[None, 4].v == pytest.approx(advice.cases[0].clocks.expected.v(4))  # methods are judged by chance
+    e = by[0.26, 8]
+    assert expected.expected_tokens(e.break_even, 7) == pytest.approx(e.v)
+    assert by[None, 2].break_even == pytest.approx(by[None, 2].v - 1)
+    assert {e["rows"] for e in advice.to_dict()["cases"][0]["experts"]} == {2, 4, 8}
+    assert not advise(Question("llama-2-7b", device="h200", contexts=(64,))).cases[0].experts
+
+
+@pytest.mark.parametrize("parents", [(-1, 0, 1, 2), (-1, 0, 0, 0), (-1, 0, 0, 2)], ids=["chain", "siblings", "tree"])
+def test_rows_that_take_experts_from_their_parents_wake_as_many_in_every_tree(parents):
+    """One expert of a layer, by all its states in four rows; a row has it with the same chance at every place."""
+    share, overlap = 0.125, 0.38
+    slept = share * (1 - overlap) / (1 - share)
+    woken_chance = 0.0
+    for states in itertools.product((0, 1), repeat=len(parents)):
+        chance = 1.0
+        for state, parent in zip(states, parents):
+            awake = share if parent < 0 else overlap if states[parent] else slept
+            chance *= awake if state else 1 - awake
+        woken_chance += chance * any(states)
+    assert woken(share, len(parents), overlap) == pytest.approx(woken_chance)
+    assert woken(share, 4, share) == pytest.approx(woken(share, 4)) and woken(1, 4, 0.3) == 1
 
 
 def test_a_forecast_is_leviathans_formula_and_its_break_even_is_where_it_is_one(pair):
