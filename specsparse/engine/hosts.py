@@ -27,8 +27,7 @@ SECONDS = "SPECSPARSE_JOIN_SECONDS"
 """The environment variable with the seconds that processes wait for each other at the beginning, 60 without it."""
 BEAT_S, SILENCE_S = 5.0, 60.0
 """Seconds between two signs of life, and without one until a process is given up."""
-_GRACE_S = 3.0
-"""Seconds in which the loss of another process is noticed, once it looks like a fault of this one."""
+_GRACE_S = 3.0  # seconds in which the loss of another process is noticed, once it looks like a fault of this one
 _NEVER_S = 10**6  # a limit of jaxlib's that ours come before
 
 

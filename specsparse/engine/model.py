@@ -27,8 +27,7 @@ from specsparse.kernels import Kernels, QTensor, promise, status
 from specsparse.support import notebook
 
 KV_DTYPES = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16, "q8_0": jnp.int8}
-_CAPACITY_STEP = 256
-"""Caches come in few sizes, so that few programs are compiled."""
+_CAPACITY_STEP = 256  # caches come in few sizes, so that few programs are compiled
 Program = TypeVar("Program")
 """A compiled function, or one that is timed."""
 

@@ -18,8 +18,7 @@ from specsparse.speculative.policies.base import PolicyReport
 from specsparse.speculative.token_sources import PLAIN, TokenSource, to_html
 from specsparse.support import notebook
 
-_SHOWN = 80
-"""Characters of a text in a repr."""
+_SHOWN = 80  # characters of a text in a repr
 
 
 @dataclasses.dataclass(frozen=True)

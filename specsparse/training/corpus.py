@@ -37,18 +37,14 @@ from specsparse.support.options import Count, Internal, Positive, Range
 _GRAMMAR_FILE = Path(__file__).parents[1] / "data" / "training_prompts.json"
 _SLOT = re.compile(r"\{([a-z_-]+|\d+\.\.\d+)\}")
 _DEEPEST = 12
-_ROUNDS = 24
-"""Tokens between two looks at how many answers still go on."""
-_SHORTEST = 8
-"""Tokens under which a part of a document, or a text of the target's own, says too little to be kept."""
-_GRAM = 4
-"""Tokens of the n-grams by which a text is found to repeat itself."""
+_ROUNDS = 24  # tokens between two looks at how many answers still go on
+_SHORTEST = 8  # tokens under which a part of a document, or a text of the target's own, says too little to be kept
+_GRAM = 4  # tokens of the n-grams by which a text is found to repeat itself
 _TURN = "<the user's turn>"
 _FORMAT = "specsparse.training.texts"
 _BATCH, _STEP = 8, 128
 """Texts of a forward pass, and what its length is a multiple of: few shapes, so that few programs are compiled."""
-_OPEN = 8
-"""Windows that wait for a text that still fits."""
+_OPEN = 8  # windows that wait for a text that still fits
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,8 @@ from specsparse.training.corpus import Features, Text, Window, fill, pack
 from specsparse.training.form import Aim, FeatureForm, Frozen, ridge, unit
 from specsparse.training.layer import Keys, attention, linear, rms_norm, times
 
-_ROWS, _DRAFTING = 512, 224
-"""Size of the windows that the first weights are fitted on."""
-_FIRST_ROWS = 8_000
-"""Tokens of answers that the first weights are fitted on."""
+_ROWS, _DRAFTING = 512, 224  # size of the windows that the first weights are fitted on
+_FIRST_ROWS = 8_000  # tokens of answers that the first weights are fitted on
 _NAMES = {"fc": "fc.weight", "hidden_norm": "enc.output_norm.weight", "output_norm": "output_norm.weight"}
 """Fields of `BlockWeights` beside its layers, and their tensors in the file."""
 

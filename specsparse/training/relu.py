@@ -41,11 +41,9 @@ from specsparse.training.corpus import Features, Text, fill_up, pack
 from specsparse.training.layer import LayerWeights, Precision, attend, halved, rms_norm, times
 from specsparse.training.training_loop import OnStep, endless, train, trapezoid, updated
 
-_PART = 8
-"""Windows of a file of inputs."""
+_PART = 8  # windows of a file of inputs
 
-_SEARCHED = 20480
-"""Tokens that the start of a rebuilt layer is fitted on."""
+_SEARCHED = 20480  # tokens that the start of a rebuilt layer is fitted on
 
 
 # The model's layers as a function of its FFNs: attention and norms stay as they are.

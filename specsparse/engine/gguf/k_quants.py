@@ -17,10 +17,8 @@ from gguf.constants import GGMLQuantizationType as GGML
 from specsparse.support.cgroup import cpus
 
 BLOCK = 256
-_BLOCKS = 1024
-"""Blocks that are worked on together: about as much as a core's cache holds."""
-_ROUNDS = 2
-"""Times that the scales are fitted to the codes, and the codes to the scales."""
+_BLOCKS = 1024  # blocks that are worked on together: about as much as a core's cache holds
+_ROUNDS = 2  # times that the scales are fitted to the codes, and the codes to the scales
 _HALF = 65504.0
 
 

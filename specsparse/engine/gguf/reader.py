@@ -31,8 +31,7 @@ VERSIONS = (2, 3)
 MAX_DIMS = 4
 MAX_ENTRIES = 1 << 17
 """Tensors or metadata keys; the largest models have some thousands, and each costs far more memory than its bytes."""
-_PROBE = 1 << 12
-"""Bytes of each tensor that `model_digest` reads."""
+_PROBE = 1 << 12  # bytes of each tensor that `model_digest` reads
 DEFAULT_ALIGNMENT = 32
 
 POWERINFER_MAGIC = b"PWRI"

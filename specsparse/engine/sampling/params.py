@@ -25,8 +25,7 @@ GREEDY_TEMPERATURE = 1e-5
 MAX_SEQUENCES = 16384
 SEEDS = Range(-(2**63), 2**64 - 1)
 """64 bits, signed or not."""
-_HUGE = 1e20
-"""Beyond this a temperature or penalty makes no difference, and the arithmetic on logits stays finite."""
+_HUGE = 1e20  # beyond this a temperature or penalty makes no difference, and the arithmetic on logits stays finite
 
 
 def _is_int(value: object) -> TypeGuard[int]:

@@ -32,8 +32,7 @@ _CONTROL = ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin�
 _CONTROL += ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>")
 _CONTROL += ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>")
 _CONTROL += ("<|prefix|>", "<|suffix|>", "<|middle|>")
-_SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
-"""Parts of an answer, always shown."""
+_SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # parts of an answer, always shown
 
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 

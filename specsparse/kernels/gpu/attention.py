@@ -17,10 +17,8 @@ from specsparse.kernels.gpu.pallas_calls import Replicated, arrangement, meet, m
 
 SLOTS = 256
 """Slots of a warpgroup: two a thread."""
-_BLOCKS, _LANES = 4, 16
-"""Blocks of keys a warp, positions a block."""
-_SHARED = 228_000
-"""Bytes of shared memory that a block may take of an H200's 232,448, some of which the compiler takes."""
+_BLOCKS, _LANES = 4, 16  # blocks of keys a warp, positions a block
+_SHARED = 228_000  # bytes of shared memory that a block may take of an H200's 232,448, some of which the compiler takes
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 

@@ -255,14 +255,11 @@ def pack_rows(codes: jax.Array, scales: jax.Array) -> PackedRows:
 
 SUMS = 8
 """Tiles times row tiles that a warpgroup sums: four registers of a thread each."""
-_MOST_TILES = 4
-"""Tiles of a warpgroup at most."""
+_MOST_TILES = 4  # tiles of a warpgroup at most
 _MOST_PARTS = (4, 2)
 """Warpgroups of a block at most, for up to three row tiles and for more: 512 threads may have 128 registers each."""
-_ENOUGH = 264
-"""Blocks that are enough: two for each processor of an H200."""
-_SPLIT_SHARE = 0.06
-"""Share of the weights' bytes that reads of partial sums may add."""
+_ENOUGH = 264  # blocks that are enough: two for each processor of an H200
+_SPLIT_SHARE = 0.06  # share of the weights' bytes that reads of partial sums may add
 
 
 @dataclass(frozen=True)

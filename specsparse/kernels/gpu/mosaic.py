@@ -37,8 +37,7 @@ from specsparse.kernels.reference.dense import activate
 _ACC = arrangement(((64, 8), (16, 8), (8, 8), (2,)), (-7,), (-3, -2))
 _ROWS = arrangement(((32, 4), (1, 4)), (Replicated(4),), (-4,))
 """Codes of rows, [32 n, 4]: a line a lane, the same in each warp."""
-_ROW_SCALES = arrangement(((4, 4), (1, 4)), (Replicated(4),), (Replicated(8), -4))
-"""[4 n, 4]: a line every fourth lane."""
+_ROW_SCALES = arrangement(((4, 4), (1, 4)), (Replicated(4),), (Replicated(8), -4))  # [4 n, 4]: a line every fourth lane
 
 
 @partial(jax.jit, static_argnames=("plan", "act", "interpret"))  # one kernel for all layers

@@ -13,8 +13,7 @@ _SCALE_AT = dict.fromkeys(_FIRST, 0) | {_T.Q2_K: 80, _T.Q3_K: 108, _T.Q6_K: 208,
 """Offset in a block of its float16 scale."""
 _MIN = {_T.Q4_1: (2, -7.5), _T.Q5_1: (2, -15.5), _T.Q2_K: (82, 1.5), _T.Q4_K: (2, 7.5), _T.Q5_K: (2, 15.5)}
 """Offset of a float16 min, and the min, in units of the scale, with which a uniform code averages to zero."""
-_SAMPLE = 1 << 14
-"""Blocks that tell the deviation of the codes; large tensors need not be dequantised whole."""
+_SAMPLE = 1 << 14  # blocks that tell the deviation of the codes; large tensors need not be dequantised whole
 
 
 def random_quantised(

@@ -21,8 +21,7 @@ from specsparse.support.files import atomically, is_unicode
 
 ARCHITECTURE = "specsparse-delta"
 BASE_KEY, BASE_NAME_KEY = "specsparse.delta.base_sha256", "specsparse.delta.base_name"
-_SET = "specsparse.delta.set."
-"""Before the keys that the result has and the base has not, or not so."""
+_SET = "specsparse.delta.set."  # before the keys that the result has and the base has not, or not so
 _CODES = {
     "uint8": "B", "int8": "b", "uint16": "H", "int16": "h", "uint32": "I", "int32": "i", "uint64": "Q", "int64": "q",
     "float32": "f", "float64": "d", "bool": "?",

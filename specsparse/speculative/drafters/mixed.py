@@ -42,16 +42,11 @@ from specsparse.support.options import Also, Inline, Range, Size
 HEAD_RANKS = 3
 """Tokens that the head proposes behind a node; every other source proposes one."""
 LOOKUP = PromptLookup(ngram_max=6, ngram_min=2)
-_CLASSES = 6
-"""Of the head's probabilities, and of the length of lookup's match, which its copied tokens make longer."""
-_SURE = np.array([0.1, 0.25, 0.45, 0.65, 0.85], np.float32)
-"""Limits of the classes of the head's probabilities."""
-_LEAST = 0.04
-"""Chance of a node below which no row is cheap enough to verify what follows it."""
-_HEAD_GAIN = 0.5
-"""Tokens expected of one more level by the head, where lookup has nothing."""
-_WEIGHT = 8.0
-"""Proposals that a prior is worth."""
+_CLASSES = 6  # of the head's probabilities, and of the length of lookup's match, which its copied tokens make longer
+_SURE = np.array([0.1, 0.25, 0.45, 0.65, 0.85], np.float32)  # limits of the classes of the head's probabilities
+_LEAST = 0.04  # chance of a node below which no row is cheap enough to verify what follows it
+_HEAD_GAIN = 0.5  # tokens expected of one more level by the head, where lookup has nothing
+_WEIGHT = 8.0  # proposals that a prior is worth
 # The chance of a proposal if nobody else makes it, a later source does, or lookup does too; as SmolLM2-135M and its
 # head had it on sixteen questions of Spec-Bench's conversations.
 _HEAD_FIRST = ((0.07, 0.2, 0.8), (0.14, 0.35, 0.8), (0.32, 0.45, 0.8), (0.47, 0.56, 0.9), (0.7, 0.7, 0.95), (0.93,) * 3)

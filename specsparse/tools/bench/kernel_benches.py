@@ -45,8 +45,7 @@ from specsparse.tools.bench.lut_product import SUMS, BitPlanes, Sums, lut_linear
 
 MADE_BYTES, BLOCK_MADE_BYTES = 12, 4
 """Most bytes a weight while it is made: as a float64 and its float32; as codes, whose scales alone are floats."""
-_SAMPLE = 16, 256
-"""Rows and columns that every type packs, in whole groups and blocks."""
+_SAMPLE = 16, 256  # rows and columns that every type packs, in whole groups and blocks
 
 Weights = TypeVar("Weights")
 
@@ -224,8 +223,7 @@ class KernelBench(abc.ABC):
 
 
 MEMORY, CACHE = "memory", "cache"
-_PROMPT = 16
-"""Rows from which on computing takes so long that it does not matter where weights come from."""
+_PROMPT = 16  # rows from which on computing takes so long that it does not matter where weights come from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,8 +302,7 @@ class ProductsBench(KernelBench):
 
 VARIANTS = ("ffn", "ffn+mlp", "ffn+signbit")
 """Which neurons are kept is given; predicted by a two-layer MLP; predicted from sign bits."""
-_SEEDS = itertools.count()
-"""Of activations and of the neurons that are kept: others in each call."""
+_SEEDS = itertools.count()  # of activations and of the neurons that are kept: others in each call
 
 
 class _FfnWeights(NamedTuple):

@@ -32,8 +32,7 @@ from specsparse.support import tables, terminal
 from specsparse.support.files import Json
 from specsparse.tools.peers.peer import Peer, below_expectation, perplexities, wrong_logits
 
-_WIDE = 64
-"""Rows of the batches in which a peer's perplexity is checked if prompts are timed."""
+_WIDE = 64  # rows of the batches in which a peer's perplexity is checked if prompts are timed
 _MIB = 2**20
 _METHODS = {"prompt": "prompts", "decode": "decoding", "verify": "v(n)"}
 

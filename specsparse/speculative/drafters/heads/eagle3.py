@@ -154,8 +154,7 @@ def again(shape: HeadShape, w: Eagle3Weights, products: Products, y_RD: jax.Arra
 
 FEATURE_NORM = "enc.output_norm.weight"
 _FC_NORM = "fc_norm"  # no GGUF file has it
-_FLAGS = ("norm_before_residual", "norm_before_fc")
-"""Keys of GGUF files beside those of every head."""
+_FLAGS = ("norm_before_residual", "norm_before_fc")  # keys of GGUF files beside those of every head
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
