@@ -61,11 +61,8 @@ def own_line(error: BaseException) -> str:
 
 
 def not_installed(error: ModuleNotFoundError) -> str:
-    """The line for a Python that lacks a package we need.
-
-    Raises:
-        ModuleNotFoundError: the module that is missing is one of ours: a defect, not a mistake of the user's.
-    """
+    """The line for a Python that lacks a package we need. ModuleNotFoundError: the module that is missing is one of
+    ours: a defect, not a mistake of the user's."""
     package = (error.name or "specsparse").partition(".")[0]
     if package == "specsparse":
         raise error

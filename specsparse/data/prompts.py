@@ -50,7 +50,7 @@ def load(
     turns: str = "first",
     split: str = "blank",
 ) -> list[Prompt]:
-    """Prompts of a source, in its order.
+    """Prompts of a source, in its order. UserError: no such file, a malformed line, an unknown task, or nothing left.
 
     Args:
         source: "builtin", "spec_bench", "humaneval" or "speed_bench"; or a .jsonl file, one object per line with "text"
@@ -61,9 +61,6 @@ def load(
         limit_per_task: keep this many of each task, the first ones.
         turns: "first" turns of conversations only, or "both": later turns are prompts of their own.
         split: how a .txt file becomes prompts: "blank" at blank lines, or "lines" at every line.
-
-    Raises:
-        UserError: no such file, a malformed line, an unknown task, or nothing left.
     """
     other = f"and data.source={source}; a file of your own is data.source=FILE"
     refuse({

@@ -30,11 +30,8 @@ class KVCache(NamedTuple):
 
 
 def init(*, layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype=jnp.float16) -> KVCache:
-    """An empty cache; `capacity` is rounded up to a multiple of 16.
-
-    Raises:
-        UserError: a q8_0 cache of heads whose size is not a multiple of 32.
-    """
+    """An empty cache; `capacity` is rounded up to a multiple of 16. UserError: a q8_0 cache of heads whose size is not
+    a multiple of 32."""
     blocks = -(-capacity // LANES)
     row = q8_cache.row_size(head_dim) if dtype == q8_cache.DTYPE else head_dim
     k = tuple(jnp.zeros((batch, kv_heads, blocks, row, LANES), dtype) for _ in range(layers))

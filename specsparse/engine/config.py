@@ -69,13 +69,10 @@ def woken(share: float, rows: float, overlap: float | None = None, batch: int = 
 def parse_activation(name: object, *, where: str = "activation") -> tuple[Act, Act | None]:
     """(activation of the gate, activation of up or None) of a name.
 
-    gelu_tanh is GELU by its tanh formula (Hendrycks and Gimpel 2016, arXiv:1606.08415); relu is
-    ReGLU; drelu is relu of gate and up (TurboSparse, arXiv:2406.05955); relu2 is relu squared; fatrelu(t) is x if
-    x > t, else 0 (ProSparse, arXiv:2402.13516).
-
-    Raises:
-        UserError: another name, or a t that is not a finite number of at least 0; `where` begins the line.
-    """
+    gelu_tanh is GELU by its tanh formula (Hendrycks and Gimpel 2016, arXiv:1606.08415); relu is ReGLU; drelu is relu of
+    gate and up (TurboSparse, arXiv:2406.05955); relu2 is relu squared; fatrelu(t) is x if x > t, else 0 (ProSparse,
+    arXiv:2402.13516). UserError: another name, or a t that is not a finite number of at least 0; `where` begins the
+    line."""
     if name in ("silu", "gelu_tanh", "relu", "relu2"):
         return name, None
     if name == "drelu":
@@ -247,12 +244,9 @@ class ModelConfig:
 
     @staticmethod
     def from_gguf(f: GGUFFile, *, overrides: Mapping[str, object] | None = None) -> "ModelConfig":
-        """The config of an open file with the fields of `Overrides`, its tensors checked.
-
-        Raises:
-            UserError: an unknown architecture; a key missing, of the wrong type or out of range; a tensor missing,
-                unknown, of the wrong shape or type; a bad override.
-        """
+        """The config of an open file with the fields of `Overrides`, its tensors checked. UserError: an unknown
+        architecture; a key missing, of the wrong type or out of range; a tensor missing, unknown, of the wrong shape or
+        type; a bad override."""
         config = _with_overrides(_Reader(f).config(), overrides or {})
         _check_tensors(config, f)
         return config

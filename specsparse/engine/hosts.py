@@ -266,14 +266,12 @@ def joined(text: str | None = None, words: Sequence[str] = ()) -> Generator[None
 
 
 def join(text: str | None, words: Sequence[str] = ()) -> None:
-    """Joins the processes that `text` says, once; before JAX looks for a device. None: no others.
+    """Joins the processes that `text` says, once; before JAX looks for a device. None: no others. UserError: another
+    form, a port that is taken, or processes that did not come in time or were told other things.
 
     Args:
         text: auto, or HOST:PORT,COUNT,INDEX.
         words: of the command line, which all have in common but for `text`.
-
-    Raises:
-        UserError: another form, a port that is taken, or processes that did not come in time or were told other things.
     """
     global _group
     if text is None or _group is not None:

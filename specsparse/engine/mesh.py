@@ -85,11 +85,8 @@ class Split:
         """The split of a dense model among `ways` devices; `floats` says that its weights are kept as float32.
 
         A device holds whole groups of 16 rows, and of a matrix cut along its columns whole blocks (32 columns, 256 of a
-        K-quant).
-
-        Raises:
-            UserError: a device would be left without a head or a neuron; the line names the numbers that would do.
-        """
+        K-quant). UserError: a device would be left without a head or a neuron; the line names the numbers that would
+        do."""
 
         def unit(name: str) -> int:
             """Columns of the matrix that are cut together, over all layers."""

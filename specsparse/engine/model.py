@@ -115,11 +115,7 @@ class Model:
         """The model with an automatic width that holds steps of `rows` rows: itself, or one on the same weights.
 
         Plain decoding and all that is compared with it run on one such model. A width that was asked for stays. There
-        is one model a width, with its own programs.
-
-        Raises:
-            UserError: no width holds them.
-        """
+        is one model a width, with its own programs. UserError: no width holds them."""
         if self.narrow is None or rows <= self.width:
             return self
         width, kept = least_width(rows), self.programs

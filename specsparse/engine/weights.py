@@ -151,7 +151,7 @@ def load_params(
     pack_ffn: PackFFN | None = None,
     place: Callable[[str, Pytree], Pytree] | None = None,
 ) -> Params:
-    """Packs every tensor of `f`.
+    """Packs every tensor of `f`. UserError: a tensor holds values that are not finite.
 
     Args:
         f: an open file whose tensors `config` was checked against.
@@ -160,9 +160,6 @@ def load_params(
         progress: called with the bytes done after each tensor, or None.
         pack_ffn: packs the matrices of a layer's FFN in its own way; None makes the dense one.
         place: called by two threads with name and packed tensor, returns the one to keep (`Devices.place_tensor`).
-
-    Raises:
-        UserError: a tensor holds values that are not finite.
     """
 
     tensors = unfused(f, config)

@@ -137,13 +137,11 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def check_ray(launcher: Mapping[str, Any] | None) -> None:
-    """Asks the head of a Ray cluster whether it is there: Ray itself would try for minutes.
+    """Asks the head of a Ray cluster whether it is there: Ray itself would try for minutes. UserError: nothing answers
+    at `init.address` within `RAY_SECONDS`, or no cluster runs on this machine.
 
     Args:
         launcher: `hydra.launcher.ray`, or None of another launcher.
-
-    Raises:
-        UserError: nothing answers at `init.address` within `RAY_SECONDS`, or no cluster runs on this machine.
     """
     if launcher is None:
         return

@@ -93,11 +93,8 @@ TILE_ROWS = 8
 
 
 def platform() -> str:
-    """The kind of device that JAX computes on: "cpu", "gpu" or "tpu".
-
-    Raises:
-        UserError: JAX_PLATFORMS names one that is not here.
-    """
+    """The kind of device that JAX computes on: "cpu", "gpu" or "tpu". UserError: JAX_PLATFORMS names one that is not
+    here."""
     try:
         return jax.default_backend()
     except (RuntimeError, AssertionError) as error:  # the latter if JAX has no plugin for it

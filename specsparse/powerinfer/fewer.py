@@ -47,7 +47,8 @@ def gated(model: Model, predictor: Predictor, weights: Sequence[Pytree], *, down
     """The model that computes the neurons which `predictor` keeps.
 
     It shares all matrices with `model` and has the FFN's once more, as rows of neurons; the oracle of a ReLU model
-    whose matrices allow it skips the zeros of a dense pass instead (`powerinfer.zero_skip`).
+    whose matrices allow it skips the zeros of a dense pass instead (`powerinfer.zero_skip`). UserError: a model on a
+    mesh, or whose matrices are kept in another form.
 
     Args:
         model: with dense matrices.
@@ -56,9 +57,6 @@ def gated(model: Model, predictor: Predictor, weights: Sequence[Pytree], *, down
         down_type: of the transposed down projection, see `sparse_ffn.sparse_params`. By default floats stay as
             they are and codes become Q8_0: their blocks do not survive the transposition, eight bits lose next to
             nothing, and floats are twice as long.
-
-    Raises:
-        UserError: a model on a mesh, or whose matrices are kept in another form.
     """
     model.check_whole(f"predictor={predictor.name}")
     model.check_packed(f"predictor={predictor.name}")
@@ -111,7 +109,8 @@ def with_fewer_neurons(
     threshold: float | None = None,
     text: Sequence[int] | None = None,
 ) -> Model:
-    """A draft that shares `model`'s attention and embeddings and computes fewer neurons.
+    """A draft that shares `model`'s attention and embeddings and computes fewer neurons. UserError: a rule that the
+    model has no matrices or predictors for, or a text without ids or with ids that are none of its vocabulary.
 
     Args:
         model: with dense matrices for `hot` and `gate`, with predictors for `own`.
@@ -119,10 +118,6 @@ def with_fewer_neurons(
         share: of the neurons to compute, for `hot` (in steps of 32 neurons) and, on average over the text, `gate`.
         threshold: for `own`.
         text: token ids that `hot` and `gate` choose by; None: a text that the model itself writes.
-
-    Raises:
-        UserError: a rule that the model has no matrices or predictors for, or a text without ids or with ids that are
-            none of its vocabulary.
     """
     config, last = model.config, model.config.vocab_size - 1
     if rule == "own":

@@ -102,7 +102,8 @@ def to_powerinfer(
     out_type: str = "f16",
     threshold: float | None = None,
 ) -> list[str]:
-    """Joins a dense GGUF with a directory of predictors.
+    """Joins a dense GGUF with a directory of predictors. UserError: anything PowerInfer could not load, or that does
+    not fit.
 
     Args:
         source: a GGUF of architecture llama or bamboo.
@@ -113,9 +114,6 @@ def to_powerinfer(
 
     Returns:
         What PowerInfer will do differently from here, one line each.
-
-    Raises:
-        UserError: anything PowerInfer could not load, or that does not fit.
     """
     refuse({f"type {out_type!r}: PowerInfer computes {' and '.join(OUT_TYPES)} only": out_type not in OUT_TYPES})
     f, kind = open_gguf(source), OUT_TYPES[out_type]

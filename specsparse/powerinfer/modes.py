@@ -58,13 +58,9 @@ def plan(
     hot: str = "masked",
     devices: GivenDevices = 1,
 ) -> LoadPlan:
-    """The plan for an open file; by default PowerInfer's for its files and dense for others.
-
-    Raises:
-        UserError: options that do not exist or do not go together, a mode that the file has no predictors for, a
-            threshold that nothing would read or that is no number, a type of weights that `faithful_f16` does not
-            know, or a placement of another model.
-    """
+    """The plan for an open file; by default PowerInfer's for its files and dense for others. UserError: options that do
+    not exist or do not go together, a mode that the file has no predictors for, a threshold that nothing would read or
+    that is no number, a type of weights that `faithful_f16` does not know, or a placement of another model."""
     sparse = bool(config.predictor_ranks)
     placed = placement is not None or hot != "masked" or devices != 1
     mode = ffn or ("powerinfer" if sparse or placed else "dense")
@@ -150,11 +146,8 @@ def plan(
 
 
 def threshold_of(f: GGUFFile, given: float | None = None) -> float:
-    """The threshold in force: `given`, else the environment's, else the file's, else 0, as in PowerInfer.
-
-    Raises:
-        UserError: one that is no number, or NaN; infinities are fine (all neurons, or none).
-    """
+    """The threshold in force: `given`, else the environment's, else the file's, else 0, as in PowerInfer. UserError:
+    one that is no number, or NaN; infinities are fine (all neurons, or none)."""
     if given is not None:
         return number(given, "threshold")
     if (text := os.environ.get(THRESHOLD_ENV)) is not None:

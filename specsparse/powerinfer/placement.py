@@ -468,7 +468,7 @@ def kept_or_solved(
     """The placement to run with: the one of `MODEL.generated.gpuidx` if it fits, else a fresh one.
 
     PowerInfer ends a run with "failed to apply previously generated gpu split" if its file does not fit. Here such a
-    file is replaced, and one line says why.
+    file is replaced, and one line says why. UserError: `path` is a model: it would be overwritten.
 
     Args:
         solve: called if a fresh placement is needed; the result is written to `path`.
@@ -476,9 +476,6 @@ def kept_or_solved(
         path: of the gpuidx file; None is PowerInfer's place for it.
         reset: solve in any case (PowerInfer's --reset-gpu-index).
         disable: no hot neurons, and no file read or written (--disable-gpu-index).
-
-    Raises:
-        UserError: `path` is a model: it would be overwritten.
     """
     path = Path(path or path_for(f.path))
     if path.is_file():  # garbage and stale placements may be written over; a model may not, nor a torn one

@@ -208,7 +208,7 @@ def _mlp(own: dict[str, TensorInfo], threshold: float, floats: bool) -> Factors:
 def sparse_params(
     params: Params, weights: Sequence[Pytree], *, down_type: str | None = None, keep_dense: bool = False
 ) -> Params:
-    """A dense model's parameters for `make_ffn`.
+    """A dense model's parameters for `make_ffn`. UserError: a width whose rows the type does not fit.
 
     Args:
         params: with dense matrices.
@@ -216,9 +216,6 @@ def sparse_params(
         down_type: GGUF type to quantise the transposed down projection to, such as "Q8_0". Its blocks run along the
             other axis, so this is lossy; None keeps every value, in F16 if they were F16, else in float32.
         keep_dense: whether the dense matrices stay beside the rows, for predictors that are asked for their mask alone.
-
-    Raises:
-        UserError: a width whose rows the type does not fit.
     """
     layers = []
     for layer, predictor in zip(params.layers, weights, strict=True):

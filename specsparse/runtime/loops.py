@@ -115,11 +115,7 @@ def loop_for(model: Model, method: Method, *, loop: str = "jit", watch: Watch | 
     """How to run the rounds of a method: in one program, unless the host is asked for or is needed.
 
     `watch` needs it, which is called with every speculative round; so do a model on two devices, and a drafter that
-    reads and writes text.
-
-    Raises:
-        UserError: an unknown loop.
-    """
+    reads and writes text. UserError: an unknown loop."""
     if loop not in LOOPS:
         raise UserError(f"loop={loop!r} must be one of {', '.join(LOOPS)}")
     whole = model.devices.one_program

@@ -152,11 +152,7 @@ def resolve(spec: MethodSpec, target: Model | None = None, *, batch: int = 1) ->
     drafter by its bare name, or a spec that says nothing of how long drafts are, drafts no more than pays
     (`policies.default_policy`) in a batch of so many sequences. If a text depends on how long its drafts were
     (`verifier=token` and the like), what pays a single sequence decides, so that a sequence is written in a batch as it
-    is alone.
-
-    Raises:
-        UserError: an unknown name or option, or parts that do not go together.
-    """
+    is alone. UserError: an unknown name or option, or parts that do not go together."""
     drafter, policy = _drafter(spec)
     if drafter is None:
         return Method()

@@ -207,12 +207,8 @@ STYLES = ("llama.cpp", "sglang", "spec-bench")
 
 
 def export(counters: Counters, style: str, *, tree: bool = False) -> dict[str, float | None]:
-    """The counters as another project of `STYLES` defines and names them (`accept` of llama.cpp is in percent); None
-    if the counters do not tell a figure. `tree`: the drafts branched.
-
-    Raises:
-        ValueError: another style.
-    """
+    """The counters as another project of `STYLES` defines and names them (`accept` of llama.cpp is in percent); None if
+    the counters do not tell a figure. `tree`: the drafts branched. ValueError: another style."""
     c = counters
     per_round = _ratio(c.num_emitted_tokens, c.num_rounds)
     if style == "llama.cpp":  # counts the levels that a tree came to, which nodes do not tell

@@ -39,16 +39,13 @@ class Windows:
 def windows(
     ids: Sequence[int], *, context: int, stride: int = 0, chunks: int | None = None, bos: int | None
 ) -> Windows:
-    """Cuts a text.
+    """Cuts a text. UserError: the text does not fill a window.
 
     Args:
         context: tokens of a window, at least 4; with a stride half of it comes on top.
         stride: 0, or the tokens from one window to the next.
         chunks: at most so many windows; None for all.
         bos: the token that begins every window if there is no stride, or None.
-
-    Raises:
-        UserError: the text does not fill a window.
     """
     size = context + stride // 2 if stride else context
     count = -(-(len(ids) - size) // stride) if stride else len(ids) // size
@@ -103,15 +100,12 @@ def score(
     keep: np.ndarray | None = None,
     progress: Callable[[int, "Scores"], None] = lambda done, so_far: None,
 ) -> Scores:
-    """Scores a text, window by window.
+    """Scores a text, window by window. UserError: a window longer than the model's context.
 
     Args:
         base: float32[N, V], the log-probabilities of another model on the same text; gives KL(base, model).
         keep: float32[N, V] that takes this model's log-probabilities, or None.
         progress: called after each window with how many are done and their scores.
-
-    Raises:
-        UserError: a window longer than the model's context.
     """
     size = text.tokens.shape[1]
     capacity = model.capacity_for(size)

@@ -63,11 +63,8 @@ def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def prompt_ids(model: Model, prompt: PromptLike, params: SamplingParams) -> np.ndarray:
-    """Checked ids int32[n] of a text, a chat or ids; texts as `text_ids` reads them.
-
-    Raises:
-        UserError: ids that the model does not have, none at all, or more than its context holds.
-    """
+    """Checked ids int32[n] of a text, a chat or ids; texts as `text_ids` reads them. UserError: ids that the model does
+    not have, none at all, or more than its context holds."""
     if isinstance(prompt, Seq) and not isinstance(prompt, str) and prompt and isinstance(prompt[0], dict):
         prompt = model.tokenizer.apply_chat_template(prompt)
     ids = text_ids(model.tokenizer, prompt) if isinstance(prompt, str) else prompt
@@ -83,11 +80,7 @@ def prompt_ids(model: Model, prompt: PromptLike, params: SamplingParams) -> np.n
 
 
 def seed_of(seed: object) -> int:
-    """The seed, or a new one for None.
-
-    Raises:
-        UserError: no whole number of 64 bits.
-    """
+    """The seed, or a new one for None. UserError: no whole number of 64 bits."""
     if seed is None:
         return secrets.randbits(32)
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not SEEDS.holds(int(seed)):
@@ -105,15 +98,13 @@ def requests(
 ) -> list[list[Request]]:
     """The completions to draw for each prompt of a batch, each with noise of its own.
 
-    Log probabilities are kept if the best of several completions are to be chosen.
+    Log probabilities are kept if the best of several completions are to be chosen. UserError: as `prompt_ids` and
+    `seed_of`.
 
     Args:
         sampling: for all prompts, and its seed wins over `seed`; or one for each, whose seed is that prompt's own.
         seed: of the batch: prompt i has `seed_at(seed, i)`. None draws a new one.
         common_noise: prompts share `seed` itself: as long as two texts agree, so do their next draws.
-
-    Raises:
-        UserError: as `prompt_ids` and `seed_of`.
     """
     if isinstance(sampling, SamplingParams):
         seed = seed if sampling.seed is None else sampling.seed
@@ -132,7 +123,7 @@ def requests(
 
 
 class Session:
-    """Decodes one batch. `advance` runs rounds; `tokens` and `finish` say how far it got.
+    """Decodes one batch. `advance` runs rounds; `tokens` and `finish` say how far it got. UserError: an unknown loop.
 
     Args:
         noting: whether counters are noted after each round, so that a text can end at any of its tokens.
@@ -146,9 +137,6 @@ class Session:
         state: donated to each call.
         log: times and counters.
         compile_s: seconds of compiling, which no other time holds.
-
-    Raises:
-        UserError: an unknown loop.
     """
 
     def __init__(

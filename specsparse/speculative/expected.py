@@ -10,11 +10,8 @@ from typing import Any
 def expected_tokens(alpha: float, gamma: int) -> float:
     """E[tokens] of a round of gamma drafted tokens, each accepted with chance alpha on its own, the bonus included.
 
-    (1 - alpha^(gamma+1)) / (1 - alpha): Leviathan et al. 2211.17192, eq. 1.
-
-    Raises:
-        ValueError: alpha outside [0, 1] or gamma below 0.
-    """
+    (1 - alpha^(gamma+1)) / (1 - alpha): Leviathan et al. 2211.17192, eq. 1. ValueError: alpha outside [0, 1] or gamma
+    below 0."""
     if not 0 <= alpha <= 1 or gamma < 0:
         raise ValueError(f"alpha={alpha} must lie in [0, 1] and gamma={gamma} be at least 0")
     return float(sum(alpha**i for i in range(gamma + 1)))

@@ -220,11 +220,8 @@ def config_key(key: str) -> str:
 
 
 def understood(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `specsparse.generate` from those that a neighbour's reader writes; ours stay as they are.
-
-    Raises:
-        UserError: a word that has no meaning here, with what there is; or one thing by two names.
-    """
+    """Arguments of `specsparse.generate` from those that a neighbour's reader writes; ours stay as they are. UserError:
+    a word that has no meaning here, with what there is; or one thing by two names."""
     out: dict[str, Any] = {}
     options: dict[str, Any] = {}  # of the drafter
     said: dict[str, str] = {}
@@ -264,11 +261,8 @@ def understood(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def speculative(config: object) -> dict[str, Any]:
-    """The arguments of `specsparse.generate` for vLLM's `speculative_config`, a mapping or its JSON.
-
-    Raises:
-        UserError: a method, a model or a key that we do not have.
-    """
+    """The arguments of `specsparse.generate` for vLLM's `speculative_config`, a mapping or its JSON. UserError: a
+    method, a model or a key that we do not have."""
     if isinstance(config, str):
         with contextlib.suppress(ValueError, RecursionError):
             config = json.loads(config)

@@ -139,7 +139,8 @@ def read(
     owner: type[T], given: Mapping[str, object], *,
     group: str, name: str = "", internal: Mapping = {}, null: bool = False,
 ) -> T:  # fmt: skip
-    """An instance of a dataclass from values by option name.
+    """An instance of a dataclass from values by option name. UserError: an unknown option (with the nearest), one given
+    under two names, a missing one, or a bad value.
 
     Args:
         given: values; None leaves an option at its default, unless its type has None.
@@ -147,9 +148,6 @@ def read(
         name: of the choice in the group, for messages.
         internal: values of the fields marked `Internal`.
         null: None is a value like any other, and refused if the type does not have it.
-
-    Raises:
-        UserError: an unknown option (with the nearest), one given under two names, a missing one, or a bad value.
     """
     options, label = options_of(owner), f"{group}." if group else ""
     rest = next((field.name for field in _fields(owner) if field.has(Rest)), None)

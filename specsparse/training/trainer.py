@@ -273,11 +273,7 @@ def evaluator(
     model: Model, form: Form, texts: Sequence[Text], *, gamma: int, shape: tuple[int, int]
 ) -> Callable[[Pytree, Frozen], Qualities]:
     """Judges drafts of `gamma` tokens on greedy answers, as often as it is called, with the weights and the target's
-    part; `shape` is (rows, drafting rows) of a window.
-
-    Raises:
-        UserError: no answer is longer than gamma.
-    """
+    part; `shape` is (rows, drafting rows) of a window. UserError: no answer is longer than gamma."""
     rows, drafting = shape
 
     @jax.jit

@@ -150,11 +150,8 @@ class GGUFFile:
     def get(self, key: str, kind: Kind, default: Any = _REQUIRED) -> Any:
         """The value of `key` as int, float, str, bool, list[str] or 1-D numpy array; `default` if it is missing.
 
-        An int counts as a float; nothing else is converted.
-
-        Raises:
-            UserError: the key is missing and there is no default, or its value is of another kind.
-        """
+        An int counts as a float; nothing else is converted. UserError: the key is missing and there is no default, or
+        its value is of another kind."""
         if key not in self.metadata and default is not _REQUIRED:
             return default
         value, (wanted, name) = self.metadata.get(key), _KINDS[kind]
@@ -345,11 +342,8 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     """Opens a GGUF file (version 2 or 3, little-endian) without reading its tensors.
 
     The first of the files that a model was split into opens all of them. Time and memory are bounded by the size of the
-    files, whatever a header claims.
-
-    Raises:
-        UserError: it is missing, no GGUF file, truncated or inconsistent; the line names the file and the thing.
-    """
+    files, whatever a header claims. UserError: it is missing, no GGUF file, truncated or inconsistent; the line names
+    the file and the thing."""
     first = open_one(path)
     return first if first.get("split.count", "int", 1) <= 1 else _join_shards(first)
 

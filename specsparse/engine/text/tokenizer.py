@@ -77,15 +77,12 @@ class Tokenizer:
         return self._codec.text_bytes(text) if kind == TokenType.NORMAL else text.encode()
 
     def encode(self, text: str, add_special: bool = False, parse_special: bool = False) -> list[int]:
-        """Ids of a text.
+        """Ids of a text. UserError: `text` is not a valid Unicode string.
 
         Args:
             text: any valid Unicode.
             add_special: add BOS and EOS if the file asks for them.
             parse_special: read the names of control tokens in `text` as those tokens.
-
-        Raises:
-            UserError: `text` is not a valid Unicode string.
         """
         try:
             text.encode()
@@ -121,14 +118,12 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True, continues: bool = False) -> str:
-        """The text of some ids; bytes that are not valid UTF-8 become U+FFFD.
+        """The text of some ids; bytes that are not valid UTF-8 become U+FFFD. UserError: an id is outside the
+        vocabulary.
 
         Args:
             skip_special: leave control tokens out instead of printing their names.
             continues: the ids continue a text, so the space that `encode` puts before a text ("spm") stays.
-
-        Raises:
-            UserError: an id is outside the vocabulary.
         """
         stream = self.stream(skip_special=skip_special, continues=continues)
         return "".join([stream.push(index) for index in ids]) + stream.flush()
@@ -161,16 +156,14 @@ class Tokenizer:
         tokenize: bool = False,
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> str | list[int]:
-        """Renders a chat with the file's template.
+        """Renders a chat with the file's template. UserError: no template, a template that fails, or messages of
+        another form.
 
         Args:
             add_generation_prompt: end with the beginning of the assistant's turn.
             tokenize: return ids instead of text. The template writes BOS itself if the model wants it: text that it
                 rendered is encoded with `parse_special` and without `add_special`.
             chat_template_kwargs: further variables of the template, such as {"enable_thinking": False}.
-
-        Raises:
-            UserError: no template, a template that fails, or messages of another form.
         """
         text = self._chat.render(messages, add_generation_prompt=add_generation_prompt, more=chat_template_kwargs)
         return self.encode(text, parse_special=True) if tokenize else text

@@ -47,11 +47,8 @@ def _opened() -> ctypes.CDLL | str:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, set up as the environment asks, or None.
-
-    Raises:
-        UserError: a build of another version, or a bad SPECSPARSE_ISA, SPECSPARSE_THREADS or SPECSPARSE_SPIN_US.
-    """
+    """The compiled kernels, set up as the environment asks, or None. UserError: a build of another version, or a bad
+    SPECSPARSE_ISA, SPECSPARSE_THREADS or SPECSPARSE_SPIN_US."""
     opened = _opened()
     if isinstance(opened, str):
         return None

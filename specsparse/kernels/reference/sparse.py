@@ -44,9 +44,6 @@ def sparse_ffn(
 
     Returns:
         f32[R, D] and `SparseStats`.
-
-    Raises:
-        UserError: an activation that no sparse FFN has.
     """
     check(x_RD, keep_RF, gate, up, down_t, act, up_act)
     gate_FD, up_FD, down_FD = (None if w is None else unpack_neurons(w) for w in (gate, up, down_t))

@@ -100,11 +100,8 @@ _SPARK_FLAGS = ("enable_confidence_head", "confidence_head_with_markov")
 
 
 def read_eagle3(path: str | Path) -> Eagle3File:
-    """An EAGLE-3 head: a folder, a file in one, or a GGUF file.
-
-    Raises:
-        UserError: no such head, a damaged one, or an option that is not supported, which the message names.
-    """
+    """An EAGLE-3 head: a folder, a file in one, or a GGUF file. UserError: no such head, a damaged one, or an option
+    that is not supported, which the message names."""
     path = Path(os.path.expanduser(path))
     if os.path.isfile(path) and path.suffix in (".safetensors", ".bin", ".json"):
         path = path.parent
@@ -167,11 +164,8 @@ def read_eagle3(path: str | Path) -> Eagle3File:
 
 
 def read_dflash(path: str | Path) -> DFlashFile:
-    """A DFlash or DSpark drafter: a folder or a GGUF file.
-
-    Raises:
-        UserError: no such drafter, a damaged one, or an option that is not supported, which the message names.
-    """
+    """A DFlash or DSpark drafter: a folder or a GGUF file. UserError: no such drafter, a damaged one, or an option that
+    is not supported, which the message names."""
     path = Path(os.path.expanduser(path))
     if not os.path.isdir(path):
         return dspark.read_gguf(open_gguf(path))
@@ -349,7 +343,8 @@ def convert_head(
     kind: HeadKind, source: str | Path, out: Path, *, form: str | None = None, target: GGUFFile | None = None,
     verifier: str | None = None, quant: str = "F32",
 ) -> HeadFile:  # fmt: skip
-    """Writes a head in another form.
+    """Writes a head in another form. UserError: no such head, one for another target, options that do not go together,
+    or a head that the form cannot say.
 
     Args:
         kind: of the head.
@@ -364,10 +359,6 @@ def convert_head(
 
     Returns:
         The head that was written.
-
-    Raises:
-        UserError: no such head, one for another target, options that do not go together, or a head that the form
-            cannot say.
     """
     file: HeadFile = read_eagle3(source) if kind == "eagle3" else read_dflash(source)
     if file.drafter != kind:
@@ -426,7 +417,8 @@ def _for_target(file: HeadFile, target: GGUFFile) -> HeadFile:
 
 
 def write_folder(file: HeadFile, folder: Path, *, form: str | None = None) -> Path:
-    """Writes config.json and model.safetensors (float32), which vLLM and SGLang read.
+    """Writes config.json and model.safetensors (float32), which vLLM and SGLang read. UserError: the form cannot say
+    what the head is; the message names what.
 
     Args:
         file: the head, in whatever form it was read.
@@ -434,9 +426,6 @@ def write_folder(file: HeadFile, folder: Path, *, form: str | None = None) -> Pa
         form: "speculators", or the authors' own: "original" of EAGLE-3 (`LlamaForCausalLMEagle3`), "authors" of DFlash
             (`DFlashDraftModel` with dflash_config) and DSpark (`Qwen3DSparkModel`). By default the authors' if it can
             say what the head is.
-
-    Raises:
-        UserError: the form cannot say what the head is; the message names what.
     """
     config, prefix, vocab_size = (
         _eagle3_config(file, form) if isinstance(file, Eagle3File) else _dflash_config(file, form)
@@ -590,11 +579,8 @@ def _dflash_config(file: DFlashFile, form: str | None) -> tuple[Json, str, int]:
 
 
 def _layer_config(file: HeadFile, reason: str | None, *, vocab_size: int, **own: object) -> Json:
-    """The layers as config.json has them; `own` are keys that only one kind of head has.
-
-    Raises:
-        UserError: config.json cannot say what the head is: for `reason`, or for its rotation.
-    """
+    """The layers as config.json has them; `own` are keys that only one kind of head has. UserError: config.json cannot
+    say what the head is: for `reason`, or for its rotation."""
     s, rope, scaling = file.shape, file.rope, file.rope_scaling
     if scaling is None and (file.rope_factors is not None or rope.attn_factor != 1.0):
         reason = reason or "a rotation with frequency factors"
@@ -626,11 +612,8 @@ def _layer_config(file: HeadFile, reason: str | None, *, vocab_size: int, **own:
 
 
 def _library_config(file: HeadFile, *, algorithm: str, kind: str, tokens: int, layer: Json) -> Json:
-    """config.json of the speculators library without the head's options; `tokens` are drafted at once.
-
-    Raises:
-        UserError: the head names no target. The library loads the target's matrices with the head, by its name.
-    """
+    """config.json of the speculators library without the head's options; `tokens` are drafted at once. UserError: the
+    head names no target. The library loads the target's matrices with the head, by its name."""
     if not file.target:
         raise UserError(
             f"{file.path}: does not say which model it is for, and a speculators folder must: give --verifier "

@@ -208,6 +208,7 @@ def convert_hf(
     note: Callable[[str], None] = lambda line: None,
 ) -> ModelConfig:
     """Converts a folder, or a repository of the Hub; of a model that sees images too (`TEXT_PARTS`), its text part.
+    UserError: a part of it is missing, damaged or not supported.
 
     Args:
         source: a folder with config.json, weights and a tokenizer; or owner/repo, hf://owner/repo[@revision].
@@ -217,9 +218,6 @@ def convert_hf(
         progress: called with (bytes written, bytes in all).
         note: called, when the file is written, with each line that says how the file differs from the config, or from
             the model that another program makes of it.
-
-    Raises:
-        UserError: a part of it is missing, damaged or not supported.
     """
     kind, text, folder = out_type(type_name), str(source), Path(os.path.expanduser(source))
     if not folder.is_dir():

@@ -83,11 +83,7 @@ _OF_MODEL_TYPE = {known.model_type: name for name, known in [*CLASSES.items(), *
 
 
 def read_json(path: Path, *, optional: bool = False) -> Json:
-    """A JSON object; {} for a file that is not there and need not be.
-
-    Raises:
-        UserError: it is missing, or no JSON object.
-    """
+    """A JSON object; {} for a file that is not there and need not be. UserError: it is missing, or no JSON object."""
     if optional and not path.exists():
         return {}
     try:
@@ -176,11 +172,8 @@ class HfConfig:
         return self.get(key, float, default, low=1.0, most=_MAX)
 
     def rotation(self, table: Json, architecture: str, *, base: float, dim: int, context: int) -> "HfRope":
-        """The rotary embedding of a table of this config; `base` is theta if neither says it.
-
-        Raises:
-            UserError: a value is of another type or out of range.
-        """
+        """The rotary embedding of a table of this config; `base` is theta if neither says it. UserError: a value is of
+        another type or out of range."""
         partial = {"partial_rotary_factor": self.get("partial_rotary_factor", float, None)}
         base = self.theta(table, "rope_theta", base)
         pretrained = self.get("original_max_position_embeddings", int, None)
@@ -284,11 +277,8 @@ class GgufRope(NamedTuple):
 
 
 def gguf_rope(rope: HfRope) -> GgufRope:
-    """Keys and factors of a rotary embedding.
-
-    Raises:
-        UserError: an unknown kind or key, a number that is missing or out of range, or GGUF cannot say it.
-    """
+    """Keys and factors of a rotary embedding. UserError: an unknown kind or key, a number that is missing or out of
+    range, or GGUF cannot say it."""
     table = rope.table.values
     kind = table.get("rope_type", table.get("type", "default"))
     unknown = sorted(key for key, value in table.items() if key not in _ROPE_KEYS and value is not None)
@@ -384,12 +374,9 @@ def _yarn(rope: HfRope) -> GgufRope:
 
 
 def metadata(config: HfConfig, *, name: str) -> Json:
-    """GGUF keys of the model, without those of its tokenizer.
-
-    Raises:
-        UserError: a key is missing or of another type, or asks for what is not supported: another architecture,
-            activation, rotary embedding, sliding window, or layers that a GGUF file of this architecture cannot say.
-    """
+    """GGUF keys of the model, without those of its tokenizer. UserError: a key is missing or of another type, or asks
+    for what is not supported: another architecture, activation, rotary embedding, sliding window, or layers that a GGUF
+    file of this architecture cannot say."""
     a, family, head_dim, rope = config.architecture, config.hf_class.family, config.head_dim, config.rope
     width, n_layers = config.get("hidden_size", int), config.size("num_hidden_layers", most=1 << 14)
     keys = {"general.type": "model"} | size_keys(

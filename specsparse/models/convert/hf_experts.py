@@ -22,10 +22,7 @@ _ALL = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(_bia
 
 def expert_sources(checkpoint: "Checkpoint", count: int) -> tuple[dict[str, Source], set[str]]:
     """The stacked tensors of `count` experts by their GGUF names, and the names of all that they are made of.
-
-    Raises:
-        UserError: an expert is missing, or has another shape than its neighbours.
-    """
+    UserError: an expert is missing, or has another shape than its neighbours."""
     stacks: dict[str, dict[int, str]] = {}
     sources, used = dict[str, Source](), set[str]()
     for name in checkpoint.shapes:

@@ -29,14 +29,12 @@ NAMES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def tokenizer_keys(folder: Path, config: Json, *, vocab_size: int, pre: str | None = None) -> Json:
-    """`tokenizer.*` keys of a checkpoint.
+    """`tokenizer.*` keys of a checkpoint. UserError: no tokenizer, one of another family, more tokens than rows, or one
+    that would give other ids here.
 
     Args:
         vocab_size: rows of the embedding; ids without a token become unused ones.
         pre: name of the pre-tokenizer of a byte-level BPE; None finds the one that cuts a test text alike.
-
-    Raises:
-        UserError: no tokenizer, one of another family, more tokens than rows, or one that would give other ids here.
     """
     settings, fast = read_json(folder / "tokenizer_config.json", optional=True), None
     if (folder / "tokenizer.json").is_file():

@@ -30,15 +30,13 @@ def convert_llama2c(
     type_name: str = "f32",
     progress: Progress = lambda done, total: None,
 ) -> ModelConfig:
-    """Converts model.bin (the first version of the format, float32) and tokenizer.bin.
+    """Converts model.bin (the first version of the format, float32) and tokenizer.bin. UserError: a file is missing, of
+    another format, or of another size than its header asks for.
 
     Args:
         path: of the new file.
         type_name: of `write.OUT_TYPES`.
         progress: called with (bytes written, bytes in all).
-
-    Raises:
-        UserError: a file is missing, of another format, or of another size than its header asks for.
     """
     kind, source = out_type(type_name), Path(model)
     head = _read(source, _HEADER.size)

@@ -66,6 +66,7 @@ def write_model(
     progress: Progress = lambda done, total: None,
 ) -> ModelConfig:
     """Writes a model and returns its config; one tensor at a time is in memory, and the file appears when it is whole.
+    UserError: tensors and metadata do not make a model that runs here, or the file cannot be written.
 
     Args:
         path: of the new file; replaced if it is there.
@@ -73,9 +74,6 @@ def write_model(
         kind: of the matrices, by the rules of `engine.gguf.requantise.type_for`; vectors are float32.
         output: of the output matrix, if it is not to go by those rules.
         progress: called with (bytes written, bytes in all).
-
-    Raises:
-        UserError: tensors and metadata do not make a model that runs here, or the file cannot be written.
     """
     need_folder(path)
     sources = list(sources)

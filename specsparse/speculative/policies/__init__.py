@@ -37,12 +37,8 @@ POLICIES: "Registry[Policy]" = Registry(
 def get_policy(name: str, **options: object) -> "Policy":
     """The policy of that name or `module:Class`, with its options under their own or other projects' names.
 
-    None is an option that was not given.
-
-    Raises:
-        UserError: unknown name or option (with the nearest valid one), a value out of range, or times that are needed
-            and were not given.
-    """
+    None is an option that was not given. UserError: unknown name or option (with the nearest valid one), a value out of
+    range, or times that are needed and were not given."""
     policy = POLICIES.make(name, {key: value for key, value in options.items() if value is not None})
     policy.check_times()
     return policy

@@ -146,6 +146,7 @@ class ExternalVerifier:
         self, p: np.ndarray, q: np.ndarray, drafts: np.ndarray, random: Any, parents: AnyArray = None
     ) -> np.ndarray:
         """Calls it once and reads its result. A batched one has a leading axis N in all arguments and the result.
+        UserError: it raised, or its result is no verdict.
 
         Args:
             p: float64[K+1, V].
@@ -156,9 +157,6 @@ class ExternalVerifier:
 
         Returns:
             int64[K+1], emitted tokens padded with `PAD`.
-
-        Raises:
-            UserError: it raised, or its result is no verdict.
         """
         K, V = drafts.shape[-1], p.shape[-1]
         given = [self._array(p, self.dtype), self._array(q, self.dtype), self._array(drafts, "int64")]
@@ -299,11 +297,8 @@ def _emitted(back: object, drafts: np.ndarray, V: int, parents: np.ndarray | Non
 
 
 def _along_path(back: tuple, drafts: np.ndarray, parents: np.ndarray) -> np.ndarray:
-    """int64[N, K+1], the tokens of accepted nodes int[N, ..], and the one after them.
-
-    Raises:
-        ValueError: the nodes are no path from the root down.
-    """
+    """int64[N, K+1], the tokens of accepted nodes int[N, ..], and the one after them. ValueError: the nodes are no path
+    from the root down."""
     (N, K), tokens = drafts.shape, np.full((len(drafts), drafts.shape[1] + 1), PAD, np.int64)
     for row, nodes, token in zip(range(N), back[0], _whole_numbers(back[1]).reshape(N), strict=True):
         path = [node for node in list(_whole_numbers(nodes)) if node != PAD]  # a number is no path: a TypeError

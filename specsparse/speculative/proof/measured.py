@@ -64,16 +64,14 @@ def measure_external(
     seed: int,
     progress: Progress | None = None,
 ) -> list[Result]:
-    """Every case of a callable: one round on each corner, and several rounds; or samples of several rounds.
+    """Every case of a callable: one round on each corner, and several rounds; or samples of several rounds. UserError:
+    it raised, returned no verdict, or is no function of thresholds of its uniforms.
 
     Args:
         how: the callable.
         vocab, gamma: tokens, and the longest draft. Drafts of every length from `how.shortest` on are tried.
         seed: of the random distributions and of points and samples.
         progress: gets a line before each shape of drafts.
-
-    Raises:
-        UserError: it raised, returned no verdict, or is no function of thresholds of its uniforms.
     """
     say, found = progress or (lambda line: None), list[Result]()
     shapes = [shape for shape in _shapes(how, vocab, gamma) if shape[2].size >= how.shortest]

@@ -29,11 +29,8 @@ TREES: "Registry[TreeShape]" = Registry(
 
 
 def get_tree(name: str, **options: object) -> "TreeShape | None":
-    """The tree of that name or `module:Class`; None for `chain`.
-
-    Raises:
-        UserError: unknown name or option (with the nearest valid one), a value out of range, or too many nodes.
-    """
+    """The tree of that name or `module:Class`; None for `chain`. UserError: unknown name or option (with the nearest
+    valid one), a value out of range, or too many nodes."""
     if name == CHAIN:
         if options:
             raise UserError(f"tree.{next(iter(options))} is no option of tree={CHAIN}")

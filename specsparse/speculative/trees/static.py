@@ -264,16 +264,14 @@ def sequoia(
     A tree T is expected to yield 1 + sum over its nodes of the product of acceptances on the node's path; it takes
     cost_of_n[size] + level_cost * depth. Unlike the paper's, the cost is measured and may have steps.
 
-    The tree has its nodes level by level, and at least one, since no draft at all is a policy's business.
+    The tree has its nodes level by level, and at least one, since no draft at all is a policy's business. UserError:
+    chances or times that are none.
 
     Args:
         acceptance_by_rank: chance that the child of rank r is the one accepted at a node.
         cost_of_n: time of a round that verifies n nodes, n = 0 .. max_nodes, in any unit (a table of v(n + 1)).
         max_nodes, max_depth: at least 1.
         level_cost: time of drafting one level, same unit.
-
-    Raises:
-        UserError: chances or times that are none.
     """
     rates, cost = np.asarray(acceptance_by_rank, np.float64), np.asarray(cost_of_n, np.float64)
     chances = rates.ndim == 1 and rates.size and (rates >= 0).all() and rates.sum() <= 1 + 1e-9

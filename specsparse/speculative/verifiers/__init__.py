@@ -67,11 +67,8 @@ def same_text(name: str) -> bool:
 def get_verifier(name: str, **options: object) -> Verifier:
     """The verifier of that name, of that `module:Class` (a `Rule`), or that `module:NAME` (a `Verifier`).
 
-    `options` are those of its rule; None is an option that was not given.
-
-    Raises:
-        UserError: an unknown name or option (with the nearest valid one), a value of the wrong type or out of range.
-    """
+    `options` are those of its rule; None is an option that was not given. UserError: an unknown name or option (with
+    the nearest valid one), a value of the wrong type or out of range."""
     if name == SYNTHETIC:
         raise UserError(f"verifier={name} makes up the acceptance of a drafter's chains: it is made with a drafter")
     if name in BUILTIN:

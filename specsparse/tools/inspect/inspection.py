@@ -169,16 +169,13 @@ def _rates(roofline: Roofline) -> Json:
 
 
 def _pair(target: Inspected, draft: Inspected, device: Device) -> Json:
-    """The fit of `draft` as the draft model of `target`.
+    """The fit of `draft` as the draft model of `target`. UserError: one of the files does not run here.
 
     Returns:
         draft; differences of the vocabularies and fits (there are none); only_special, whether special_tokens=target
         would settle them; intersection, the tokens that both have if they do not fit, and overlap, the same in a line;
         cost, a drafted token in plain steps of the target; and speedups, a list of {alpha, gamma, speedup} by the
         roofline of `device` (Leviathan et al. 2211.17192, theorem 3.8).
-
-    Raises:
-        UserError: one of the files does not run here.
     """
     big, small = target.roofline(device), draft.roofline(device)
     assert target.config and draft.config and target.tokenizer and draft.tokenizer

@@ -42,15 +42,13 @@ def profile(
     sampling: SamplingParams,
 ) -> tuple[Json, list[dict[str, float]]]:
     """Measures a dense model: the stages of decoding the prompt by `method` ({} leaves them out), and the kernels of a
-    forward pass of `rows` rows after `depth` tokens.
+    forward pass of `rows` rows after `depth` tokens. UserError: the FFN is sparse, or the context does not hold the
+    rows.
 
     Returns:
         The report, and the seconds of each stage in each round. "kernels" are the parts of the pass in order, timed one
         by one: the kernel and its matrices, calls, seconds and bytes of all of them. "forward_s" is the pass as it
         runs, "stages" the seconds of all rounds together, "read_bandwidth" what this machine reads in a second.
-
-    Raises:
-        UserError: the FFN is sparse, or the context does not hold the rows.
     """
     if model.ffn != "dense":
         raise UserError(f"{model.path}: runs with ffn={model.ffn}; only dense models can be taken apart")

@@ -60,6 +60,8 @@ def replay(
     temperature: float | None = None,
 ) -> Replayed:  # fmt: skip
     """Acceptance of a verifier on drafts cut to a depth or to a narrower tree, at another temperature if given.
+    UserError: a verifier that does not fit the draws, a gamma out of range, a tree wider or deeper than the recorded
+    ones, a temperature that cannot be had.
 
     Args:
         gamma: depth to cut to; None keeps the recorded one.
@@ -68,10 +70,6 @@ def replay(
             replacement, where an elder sibling's distribution does not know the younger. (A dynamic tree would have
             other nodes instead.)
         temperature: of the target; None keeps the recorded one.
-
-    Raises:
-        UserError: a verifier that does not fit the draws, a gamma out of range, a tree wider or deeper than the
-            recorded ones, a temperature that cannot be had.
     """
     about, depth = recording.about, recording.about["depth"]
     verifier = get_verifier(verifier) if isinstance(verifier, str) else verifier

@@ -179,15 +179,13 @@ class PublishedHead(abc.ABC):
         return self.values(name)
 
     def write_gguf(self, path: Path, *, tokenizer: Mapping[str, object], quant: str = "F32", name: str = "") -> Path:
-        """Writes a head as GGUF with llama.cpp's names and keys; the file appears whole or not at all.
+        """Writes a head as GGUF with llama.cpp's names and keys; the file appears whole or not at all. UserError: a
+        type that cannot be written, or an option or rotation for which the format has no key.
 
         Args:
             tokenizer: the `tokenizer.ggml.*` keys of the target's GGUF file, which llama.cpp reads from the head's.
             quant: type of the matrices: F32, F16, BF16, Q8_0, Q4_0, Q4_1 or another that can be written. Norms are F32.
             name: `general.name`, the file's stem by default.
-
-        Raises:
-            UserError: a type that cannot be written, or an option or rotation for which the format has no key.
         """
         own, kind = self.gguf_keys(), matrix_type(quant, self.tensors.values(), self.path)
         shape, rope = self.shape, self.rope
