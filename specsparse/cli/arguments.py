@@ -350,7 +350,6 @@ def add_sampling(
 
 
 def _form(annotation: Any) -> dict[str, Any]:
-    """The keywords of an argument of this type."""
     kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
     kind = kinds[0] if type(None) in typing.get_args(annotation) else annotation
     if kind is bool:
@@ -365,7 +364,6 @@ def _form(annotation: Any) -> dict[str, Any]:
 
 
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters that a command line names."""
     given = {name: getattr(args, name) for name in args.sampling_names if hasattr(args, name)}
     if isinstance(bias := given.get("logit_bias"), list):
         given["logit_bias"] = dict(bias)

@@ -100,7 +100,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Converts, and prints the line of the conversion."""
     if args.out is not None:
         need_folder(args.out)
         if args.out.exists():

@@ -75,7 +75,6 @@ def _row(entry: Any) -> dict[str, Any]:
 
 @functools.cache
 def _bandwidth() -> float:
-    """Bytes a second that this machine reads."""
     from specsparse.measure.machine import read_bandwidth
 
     return read_bandwidth()

@@ -137,7 +137,6 @@ def _parsed(row: object) -> list[Prompt]:
 
 
 def spec_bench_file() -> Path:
-    """The file that keeps the downloaded questions."""
     return cache_dir() / "spec_bench" / "question.jsonl"
 
 

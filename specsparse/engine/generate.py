@@ -100,7 +100,6 @@ def zero_counters(batch: int, max_nodes: int) -> LoopCounters:
 
 
 def empty_scores(batch: int, capacity: int, k: int) -> Logprobs:
-    """Room for the log probabilities of every position."""
     one, top = (batch, capacity), (batch, capacity, k)
     kinds = (one, np.float32), (one, np.int32), (top, np.float32), (top, np.int32)
     return Logprobs(*jax.device_put([np.zeros(shape, dtype) for shape, dtype in kinds]))

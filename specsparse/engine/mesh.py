@@ -144,7 +144,6 @@ class MeshDevices(Devices):
         return self.mesh.size
 
     def make_forward(self, config: ModelConfig, kernels: Kernels, ffn: Callable | None) -> ForwardFn:
-        """`engine.llama.make_forward` of a dense model over the mesh."""
         inner = llama.make_forward(config, across(kernels, config.vocab_size))
         by_rows: Any = P(AXIS)
         whole: Any = P()

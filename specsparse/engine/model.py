@@ -158,7 +158,6 @@ class Model:
         return self.width or drafted
 
     def params_for(self, capacity: int) -> Params:
-        """The weights with rotary tables of `capacity` positions."""
         tables = self.programs.tables
         if capacity not in tables:
             cos_sin = rope.model_tables(self.config.ropes, capacity, self.rope_factors)

@@ -27,7 +27,6 @@ D = TypeVar("D", bound=DecodingSettings)
 
 
 def shape_of(cfg: MethodSettings) -> TreeShape | None:
-    """The tree of the drafts; None for chains."""
     return get_tree(cfg.tree.name, **cfg.tree.options)
 
 

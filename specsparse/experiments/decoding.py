@@ -266,7 +266,6 @@ class Passes:
         return [Width(*halves) for halves in hosts.agreed([dataclasses.astuple(width) for width in known])]
 
     def _plain_s(self) -> list[float]:
-        """Seconds of plain decoding, one entry a repeat."""
         seconds: dict[int, float] = {}
         for done in self._done:
             if done.side == next(iter(self.sides)):

@@ -68,7 +68,6 @@ class Cell:
 
     @classmethod
     def from_config(cls, cfg: RunConfig) -> "Cell":
-        """The cell of a config that has been checked."""
         depends = {
             "config": {k: v for k, v in cfg.composed.items() if k not in _NO_MATTER},
             "stand_in": cfg.stood_in and cfg.stood_in.asked,
@@ -161,8 +160,6 @@ def check_ray(launcher: Mapping[str, Any] | None) -> None:
 
 
 class Sweep(NamedTuple):
-    """A sweep from its first cell to its table."""
-
     directory: Path  # a folder of each cell is in it
     launcher: str  # the path of its class
     cells: Sequence[str]  # what each sets, by its number; none for a sweeper that chooses as it goes, as Optuna's
@@ -228,7 +225,6 @@ def _finished(directory: Path) -> bool:
 
 
 def forget(directory: Path) -> None:
-    """Removes a cell's record and its mark."""
     for name in (RECORD_FILE, CELL_FILE):
         (directory / name).unlink(missing_ok=True)
 

@@ -111,7 +111,6 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes read by one use of the whole matrix."""
         return int(self.data.size)
 
 

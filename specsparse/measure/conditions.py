@@ -57,7 +57,6 @@ class Conditions:
         return cls(**{f.name: values.get(f.name) for f in fields(cls)})
 
     def parts(self) -> list[str]:
-        """The figures that are known, in words."""
         read = None if self.read_bandwidth is None else self.read_bandwidth / 1e9
         known = (
             (read, "read bandwidth {:.1f} GB/s"),

@@ -262,7 +262,6 @@ class Trace:
         self._prompt, self._begun = prompt_id, False
 
     def round(self, view: RoundView) -> None:
-        """Shows and writes one round of the first sequence."""
         decode = view.session.model.tokenizer.decode
         if not self._begun:
             self._begun = True

@@ -75,7 +75,6 @@ class TrialPlan:
     repeats: int = 5  # timings of each test on each side
 
     def tests(self) -> tuple[Trial, ...]:
-        """Every test, in the order of the first repeat."""
         out = [Trial(f"pp{self.pp}", "prompt", self.pp)] if self.pp else []
         out += [Trial(f"tg{self.tg}", "decode", self.tg)] if self.tg else []
         return (*out, *(Trial(f"v{n}", "verify", n) for n in self.ns))

@@ -302,8 +302,6 @@ def _in_package(package: str, file: str) -> Path | None:
 
 
 class DownloadPlan(NamedTuple):
-    """A model to download."""
-
     entry: Entry
     files: tuple[RepoFile, ...]  # in its repository
     bytes: int  # of the files

@@ -34,8 +34,6 @@ THRESHOLD_ENV = "LLAMA_SPARSE_PRED_THRESHOLD"
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """How a model is packed and run."""
-
     mode: str  # of `MODES`
     rule: str  # the threshold in force, and PowerInfer's roundings
     kernels: Kernels

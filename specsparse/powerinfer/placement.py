@@ -215,7 +215,6 @@ class Placement:
 
     @property
     def hot_neurons(self) -> int:
-        """Neurons on the accelerator, of all layers."""
         return int(sum(h.sum() for h in self.hot))
 
     def hot_share(self, problem: Problem) -> float:

@@ -46,7 +46,6 @@ def fit_layers(
 
 
 def with_weights(params: Params, weights: Sequence[Pytree]) -> Params:
-    """`params` with a predictor's weights in each layer's `sparse`."""
     pairs = zip(params.layers, weights, strict=True)
     return params._replace(layers=tuple(layer._replace(sparse=w) for layer, w in pairs))
 
@@ -152,7 +151,6 @@ class Cost:
 
 
 def matrices(layer: Layer) -> list[QTensor]:
-    """The dense matrices of the layer's FFN."""
     return [m for m in (layer.ffn_gate, layer.ffn_up, layer.ffn_down) if m is not None]
 
 
@@ -193,8 +191,6 @@ def cost_of(predictor: Predictor, ffn: FFN, weights: Pytree, layer: Layer, *, ke
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A judged predictor."""
-
     name: str  # of the predictor
     # on the residuals of the dense model, so that no layer answers for another's mistakes
     layers: tuple[LayerQuality, ...]

@@ -26,8 +26,6 @@ _FORMAT = "specsparse.predictors.mlp"
 
 @dataclass(frozen=True)
 class Labels:
-    """The active neurons of a layer."""
-
     bits: np.ndarray  # uint8[N, ceil(F/8)], as `numpy.packbits` of the labels
     density: float  # share of ones
 
@@ -61,8 +59,6 @@ def label(ffn: FFN, layer: Layer, rows_ND: np.ndarray, *, active_share: float | 
 
 @dataclass(frozen=True)
 class FitOptions:
-    """How to train."""
-
     rank: Count = 128  # r, rows of fc1
     epochs: Count = 20  # at most
     batch: Count = 128  # rows of a step

@@ -29,8 +29,6 @@ class Line:
 
 @dataclass(frozen=True)
 class Difference:
-    """Two runs beside each other."""
-
     names: tuple[str, str]
     # (key, of A, of B) that differ, of the configs and of commit, machine, kernels and packages
     settings: tuple[tuple[str, str, str], ...]

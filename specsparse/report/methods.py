@@ -57,8 +57,6 @@ SHARES = frozenset({"draft acceptance rate"})
 
 @dataclass(frozen=True)
 class ReportedMethod:
-    """One method of one run."""
-
     run: Run
     side: str  # its name in the rows
     parts: tuple[str, ...]  # drafter and verifier, or the one name of a side of a comparison

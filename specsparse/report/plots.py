@@ -123,7 +123,6 @@ class Figure:
         return "data:image/svg+xml;base64," + base64.b64encode(self._image("svg")).decode()
 
     def csv_uri(self) -> str:
-        """The CSV, for a page of one file."""
         return "data:text/csv;base64," + base64.b64encode(csv_text(self.rows).encode()).decode()
 
     def write(self, directory: Path) -> None:
@@ -143,7 +142,6 @@ class Missing:
 
 
 def distinct(rows: Sequence[Row], key: str) -> list[Any]:
-    """The values of a column in order of appearance."""
     return list(dict.fromkeys(row[key] for row in rows))
 
 

@@ -193,7 +193,6 @@ class RunRecord:
         return sides.get(SPECULATIVE, sides[PLAIN]).rates["tokens_per_second"]
 
     def _repr_html_(self) -> str:
-        """For notebooks: the table of the terminal."""
         shown = [[label, *cells] for label, cells in rows(list(self.groups.values()))]
         if self.identity is not None:
             shown.append(["tokens that differ from plain", f"{self.identity.differing} of {self.identity.tokens}"])

@@ -24,8 +24,6 @@ _PASS = frozenset(field.name for field in fields(Pass) if field.name != "seed")
 
 @dataclass(frozen=True)
 class Run:
-    """One finished run."""
-
     directory: Path
     record: Json
     rows: tuple[Json, ...] = ()  # the lines of its prompts.jsonl

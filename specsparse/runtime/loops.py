@@ -95,7 +95,6 @@ class RoundView:
         return self._stage("own_tokens")
 
     def coins(self) -> np.ndarray:
-        """float32[B, K], the acceptance coins of the round."""
         return np.asarray(speculation.coins(self.session.job, self.before, max_nodes=self.draft.max_nodes)[0])
 
     def _stage(self, name: str) -> jax.Array:

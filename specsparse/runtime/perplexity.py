@@ -63,8 +63,6 @@ def windows(
 
 @dataclass(frozen=True)
 class Scores:
-    """Measurements on each of N scored tokens."""
-
     nll: np.ndarray  # float64[N], negative log-likelihood in nats
     kl: np.ndarray | None = None  # float64[N], KL(base, model) in nats, or None without a base
     same: np.ndarray | None = None  # bool[N], whether both find the same token most likely, or None

@@ -315,7 +315,6 @@ class Session:
         return self.log.times
 
     def tokens(self) -> list[np.ndarray]:
-        """Tokens generated so far, one int32 array a sequence."""
         return self._generated(self.state.tokens)
 
     def token_sources(self, first: int = 0) -> list[tuple[TokenSource, ...]] | None:

@@ -85,7 +85,6 @@ class Round:
 
     @property
     def policies(self) -> tuple[Policy, ...]:
-        """The policy of each of the drafter's sources."""
         return () if self.policy is None else self.drafter.source_policies(self.policy)
 
     def context(self, params, job: Job, state: DecodeState) -> DraftContext:
@@ -155,7 +154,6 @@ class Round:
         )
 
     def accept_nothing(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> Verdict:
-        """`accept` of drafts that are all empty."""
         q = None if draft.q is None else draft.q[:, :0]
         none = draft._replace(tokens=draft.tokens[:, :0], parents=draft.parents[:, :0], q=q)
         if self.verifier.needs_p:

@@ -19,7 +19,7 @@ Draw = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Noise(NamedTuple):
-    """A round's noise."""
+    """The noise that a round's verdict draws on."""
 
     coins: jax.Array  # float32[B, K] in [0, 1), one acceptance coin a node (noise stream `accept`)
     # what `Target.draw` takes for the token after the accepted ones, in [0, 1): float32[B, 4] of noise stream

@@ -120,7 +120,6 @@ class Intersection:
 
     @property
     def texts(self) -> int:
-        """How many text tokens both vocabularies have."""
         return len(self.target_ids) - sum(pair.drafted for pair in self.specials)
 
     def image(self, token: int) -> list[int]:

@@ -44,7 +44,6 @@ def cell(value: float | None, spec: str, scale: float = 1, unit: str = "") -> st
 
 
 def markdown(table: Table) -> str:
-    """The table for a page of Markdown."""
     columns = [
         [str(column.header), "---" if column.justify == "left" else "---:", *map(str, column.cells)]
         for column in table.columns

@@ -89,8 +89,6 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class Text:
-    """One answered prompt."""
-
     tokens: np.ndarray  # int32[n], prompt and answer
     prompt: int  # tokens of the prompt
     hidden: np.ndarray | None = None  # float32[n, W], the target's rows at these tokens, if `Features` made them

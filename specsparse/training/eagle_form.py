@@ -94,7 +94,6 @@ class HeadWeights(NamedTuple):
 
     @staticmethod
     def from_params(params: HeadParams) -> "HeadWeights":
-        """The weights of a file, as float32 arrays."""
         layer = {name: dequantize(getattr(params.layer, name)) for name in LAYER_MATRICES}
         norms = {name: getattr(params.layer, name) for name in ("attn_norm", "ffn_norm")}
         weights = HeadWeights(
@@ -111,7 +110,6 @@ class HeadWeights(NamedTuple):
         return form.owned(weights)
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """float32 tensors by their names in the file."""
         w = jax.tree.map(lambda x: np.asarray(x, np.float32), self)
         own = {f"{name}.weight": getattr(w, name) for name in (*NORMS, "fc_hidden", "fc_token")}
         if w.fc_below is not None:

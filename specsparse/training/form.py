@@ -158,7 +158,6 @@ def last_inputs(model: Model) -> dict[str, jax.Array]:
 
 
 def owned(weights: Pytree) -> Pytree:
-    """float32 copies, since a step donates its weights."""
     return jax.tree.map(lambda a: jnp.array(a, jnp.float32, copy=True), weights)
 
 
@@ -208,8 +207,6 @@ class SmallOptions:
 
 
 class SmallWeights(NamedTuple):
-    """Weights of a small Llama."""
-
     embedding: jax.Array  # [V, D], of the input and of the output
     layers: tuple[LayerWeights, ...]
     output_norm: jax.Array  # [D]

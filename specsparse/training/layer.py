@@ -104,7 +104,6 @@ class Keys(NamedTuple):
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * weight over the last axis."""
     weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + jnp.float32(eps)) * weight
 

@@ -116,7 +116,6 @@ class Trainer:
         return TrainState(weights, self._optimiser.init(weights), jnp.asarray(ids), jnp.int32(0))
 
     def frozen(self, ids: np.ndarray) -> Frozen:
-        """The target's part for that draft vocabulary."""
         params = self.model.params
         rows = dequantize(take_rows(params.output, np.asarray(ids)))
         tables = rope_tables(self.config.rope, self.options.rows, self.model.rope_factors)

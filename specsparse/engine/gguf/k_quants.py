@@ -37,8 +37,6 @@ class _Fit(NamedTuple):
 
 @dataclass(frozen=True)
 class _Form:
-    """The codes and scales of a type."""
-
     sub: int  # weights that share a scale
     # codes, scales: least and largest
     codes: tuple[int, int]

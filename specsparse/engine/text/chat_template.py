@@ -143,7 +143,6 @@ class _ChatEnvironment(ImmutableSandboxedEnvironment):
         self._steps = self._built = 0
 
     def concat(self, parts: Iterable[str]) -> str:  # pyrefly: ignore[bad-override]  # Jinja's is an attribute
-        """Joins the output of a block, macro or template."""
         parts = list(parts)
         self._count(sum(map(len, parts)))
         return "".join(parts)

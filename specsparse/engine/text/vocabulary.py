@@ -85,7 +85,6 @@ class TokenizerKeys:
         return list(value)
 
     def strings(self, name: str) -> list[str]:
-        """The values of an array of valid Unicode strings."""
         values = self.array(name)
         try:
             "".join(values).encode()  # in C, because vocabularies are long

@@ -48,8 +48,6 @@ class Compared:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How our numbers agree with PowerInfer's."""
-
     logits: tuple[Compared, ...]
     greedy: tuple[int, int] | None  # (tokens that are equal, tokens compared), or None if PowerInfer wrote none
     threads: tuple[int, ...]  # thread counts that were tried; one without native kernels

@@ -22,15 +22,12 @@ from specsparse.runtime.timing_cache import FREE, CostTable
 
 
 class Speed(Kind[DecodingSettings]):
-    """Plain decoding and one method, interleaved."""
-
     on_mesh = True
 
     def check(self, cfg: DecodingSettings) -> None:
         decoding.check(cfg, [cfg.spec])
 
     def run(self, cfg: DecodingSettings, ctx: RunContext) -> RunResult:
-        """Decodes, with a line of prompts.jsonl for each pass."""
         started = time.perf_counter()
         bench = decoding.prepare(cfg, ctx, [cfg.spec])
         spec = configured.filled(cfg, bench.model, ctx.counting).spec
@@ -165,7 +162,6 @@ def _host(passes: Sequence[Pass], findings: dict[str, object], notes: list[str])
 
 
 def _policy(reports: Sequence[Any], findings: dict[str, object], notes: list[str]) -> None:
-    """Adds how often the policy turned drafting off."""
     if not reports:
         return
     rounds, off = sum(r.rounds_off for r in reports), sum(r.off for r in reports)

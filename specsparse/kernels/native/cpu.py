@@ -122,7 +122,6 @@ def set_isa(name: str) -> None:
 
 
 def threads() -> int | None:
-    """Number of threads that share a kernel's work."""
     return found.specsparse_threads() if (found := library()) else None
 
 

@@ -61,7 +61,6 @@ class Accepted:
 
     @classmethod
     def from_counters(cls, c: Counters) -> "Accepted | None":
-        """From a run's counters; None if nothing was drafted."""
         if not (c.num_drafts and c.num_tested and c.num_rounds):
             return None
         reach = tuple(accepted / c.num_drafts for accepted in c.num_accepted_tokens_per_pos)
@@ -112,7 +111,6 @@ class AcceptedRates:
 
     @property
     def longest(self) -> int | None:
-        """The longest draft that was counted, or None."""
         return max((len(a.reach) for a in self.tasks.values() if a.reach and a.share), default=None)
 
 

@@ -33,8 +33,6 @@ TREE = " tree"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A drafter for one target."""
-
     name: str  # in tables; of a draft model the model's
     drafter: str
     options: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
@@ -231,7 +229,6 @@ class Clocks:
 
 
 def device_of(table: CostTable) -> Device:
-    """The machine on which a table was measured."""
     title = str(table.identity.get("cpu", THIS))
     return Device(THIS, title, table.bandwidth, table.f32, None, table.int8, overlap=0.0, measured=True)
 
@@ -350,8 +347,6 @@ class ForecastPoint:
 
 @dataclass(frozen=True)
 class Forecast:
-    """One method at one acceptance."""
-
     candidate: Candidate
     acceptance: AcceptedRates
     c: float  # a drafted token, in plain steps

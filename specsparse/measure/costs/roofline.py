@@ -186,7 +186,6 @@ class ModelOutline:
         return KERNELS_A_LAYER * (self.config.n_layers if layers is None else layers) + 2
 
     def kv_bytes(self, tokens: float, kv_dtype: str = "f16") -> float:
-        """Bytes of the cache of one sequence."""
         return kv_bytes(self.config, tokens, kv_dtype)
 
 

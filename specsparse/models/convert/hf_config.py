@@ -225,7 +225,6 @@ class HfConfig:
 
     @property
     def tied(self) -> bool:
-        """True if the output matrix is the embedding."""
         return self.get("tie_word_embeddings", bool, self.hf_class.tied)
 
     @property
@@ -268,8 +267,6 @@ class HfRope:
 
 
 class GgufRope(NamedTuple):
-    """A rotary embedding in a GGUF file."""
-
     keys: Json  # without the architecture before them
     # `rope_freqs.weight`, the divisors of the pairs' angles, float32[dim / 2], or None
     factors: np.ndarray | None = None

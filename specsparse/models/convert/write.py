@@ -46,7 +46,6 @@ def size_keys(
     base: float,
     dim: int,
 ) -> Json:
-    """The keys of a model's name and sizes."""
     own = {
         "vocab_size": vocab, "context_length": context, "embedding_length": width, "block_count": layers,
         "feed_forward_length": ffn, "attention.head_count": heads, "attention.head_count_kv": kv_heads,

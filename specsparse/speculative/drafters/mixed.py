@@ -123,8 +123,6 @@ class Proposals(NamedTuple):
 
 
 class MixedState(NamedTuple):
-    """State between rounds."""
-
     # successors, root: as in `RecycleState`
     successors: jax.Array
     root: jax.Array

@@ -25,8 +25,6 @@ from specsparse.speculative.trees.template import TreeTemplate
 
 
 class _Chain(NamedTuple):
-    """A draft in the making."""
-
     cache: KVCache  # of the source, its length with the drafted tokens that it holds
     tokens: jax.Array  # int32[B, K]
     q: jax.Array | None  # float32[B, K, V], or None for one-hot drafts

@@ -127,8 +127,6 @@ class OwnText(NamedTuple):
 
 
 class StringState(NamedTuple):
-    """State between rounds."""
-
     cache: KVCache  # the draft model's
     text: OwnText  # the text of the last draft, with the draft behind it among its `ids`
     held: jax.Array  # int32[B], how many of these ids the cache holds
@@ -214,5 +212,4 @@ class StringDrafter(Drafter):
 
 
 def _own(ctx: DraftContext) -> DraftContext:
-    """The context as the draft model sees it."""
     return ctx._replace(tokens=ctx.text.ids, length=ctx.text.length, text=None)

@@ -96,8 +96,6 @@ class DraftWeights(NamedTuple):
 
 
 class FedRows(NamedTuple):
-    """Rows to feed."""
-
     tokens: jax.Array  # int32[B, n], ids of the target
     n_valid: jax.Array  # int32[B], how many of a sequence's rows count, the first ones
     # int32[B, n] of all rows of a tree so far, with those of earlier calls; None for a chain, whose tokens come one at

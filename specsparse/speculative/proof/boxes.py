@@ -29,8 +29,6 @@ Judge = Callable[[np.ndarray], Verdicts]
 
 
 class Boxes(NamedTuple):
-    """Boxes of uniforms."""
-
     draft: np.ndarray  # int[N], whose uniforms they are
     low: np.ndarray  # int64[N, n], least tick of each uniform
     high: np.ndarray  # int64[N, n], the tick beyond the largest

@@ -100,8 +100,6 @@ def measure_driver(verifier: Verifier, tried: Sequence[Case], *, seed: int) -> l
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """The options of `certify`, for their types."""
-
     vocab: Annotated[int, Range(2, 6)] | None
     gamma: Annotated[int, Range(1, 3)] | None
     seed: Seed

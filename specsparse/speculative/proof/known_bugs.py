@@ -81,7 +81,6 @@ def match(p, q, drafts, uniforms) -> np.ndarray:
 
 
 def greedy(p, q, drafts, uniforms) -> np.ndarray:
-    """The argmax of the target at every row."""
     own = p.argmax(axis=2)
     return walk(drafts, own[:, : drafts.shape[1]] == drafts, own)
 

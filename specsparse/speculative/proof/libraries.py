@@ -190,8 +190,6 @@ def llama_cpp_match(*, seed: int = 1, top_k: int = 0) -> ExternalVerifier:
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """A verifier of another library."""
-
     how: Callable[[], ExternalVerifier]  # makes the callable
     package: str  # its version is on the page; empty for one that is written from a definition
     about: str  # one line on it

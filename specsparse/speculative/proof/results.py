@@ -246,7 +246,6 @@ class CertificateReport:
         return out
 
     def cells(self) -> list[list[str]]:
-        """The rows as `COLUMNS` of a table."""
         out = []
         for row in self.rows():
             bound = {"lossless": "<= {:.0e}", "lossy": "LOSSY", "mutant": "> {:.0e}"}[row["promise"]]

@@ -107,7 +107,6 @@ class TreeTemplate:
 
     @functools.cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Position of each node among its siblings, from 0."""
         return tuple(self.children[parent + 1].index(node) for node, parent in enumerate(self.parents))
 
     def path(self, node: int) -> tuple[int, ...]:

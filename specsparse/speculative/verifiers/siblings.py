@@ -113,8 +113,6 @@ def _entered(rule: SiblingRule, p: bytes, q: bytes, siblings: int) -> tuple:
 
 
 class Walk(NamedTuple):
-    """State of a walk, and its result."""
-
     node: jax.Array  # int32, next node to test; K when none is left
     at: jax.Array  # int32, row of the current parent (0 is the root)
     # bool, no child of the current parent was rejected yet: the distribution is p itself and `probs` holds nothing

@@ -149,7 +149,6 @@ class Advice:
 
 
 def facts(model: ModelOutline, question: Question) -> Json:
-    """Bytes and multiply-adds of a token of a model."""
     load = model.traffic(kv_dtype=question.kv_dtype)
     return {
         "name": model.name, "source": model.source, "parameters": model.config.n_parameters,

@@ -72,8 +72,6 @@ _CODES_STD = {"nibble": math.sqrt((16**2 - 1) / 12), "int8": math.sqrt((256**2 -
 
 @dataclass(frozen=True)
 class CardPlan:
-    """The options of every stage."""
-
     device: str = "gpu"  # "gpu", "tpu" or "cpu"
     tiny: bool = False  # shapes for the tests of the bench itself
     layers: int | None = None  # of the large shape; None is all

@@ -306,8 +306,6 @@ _SEEDS = itertools.count()  # of activations and of the neurons that are kept: o
 
 
 class _FfnWeights(NamedTuple):
-    """One copy of all weights."""
-
     norm: jax.Array
     gate: NeuronRows
     up: NeuronRows

@@ -271,7 +271,6 @@ class Chat:
         self._note(f"drafter {name}{draft}, verifier {method['verifier'].name}, gamma {gamma}")
 
     def _use(self, how: ChatMethod) -> None:
-        """Switches to this method and loads its draft model."""
         spec = how.spec(self._talk.sampling)
         method = spec.arguments()
         ready(spec, self._talk.model)

@@ -172,7 +172,6 @@ class Context:
         return np.ctypeslib.as_array(self.lib.c.llama_get_logits_ith(self.context, row), shape=(self.vocabulary,))
 
     def best(self) -> int:
-        """The likeliest token after the last one fed."""
         return int(self.logits(-1).argmax())
 
 
@@ -211,8 +210,6 @@ class Counted:
 
 
 class Engine(RowWriter):
-    """A model, and what is timed with it."""
-
     def __init__(self, model: str, threads: int, room: int, depth: int, tokens: list, flash: "bool | None" = None):
         self.lib, self.depth, self.tokens = library(), depth, tokens
         self.threads, self.room = threads, depth + room

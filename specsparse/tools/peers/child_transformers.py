@@ -27,8 +27,6 @@ def hello() -> dict:
 
 
 class Engine(RowWriter):
-    """One model and its cache."""
-
     def __init__(
         self, model: str, threads: int, room: int, depth: int, tokens: list, dtype: str = "float32",
         flash: "bool | None" = None,

@@ -125,7 +125,6 @@ class Check:
         return not (self.kl / self.rows <= MOST_KL and apart <= MOST_NLL)
 
     def to_dict(self) -> Json:
-        """Perplexities of both, mean KL and the verdict."""
         theirs, ours = (nll / self.tokens for nll in (self.nll, self.ours_nll))
         theirs, ours = (math.exp(nll) if nll < 700 else math.inf for nll in (theirs, ours))
         kl = self.kl / self.rows

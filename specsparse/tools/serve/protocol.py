@@ -308,7 +308,6 @@ class Answer:
         return {**self._head, "choices": choices, "usage": self._usage(tokens), "metrics": self._metrics(chosen)}
 
     def chunks(self, event: TextEvent | Finished) -> Iterator[Json]:
-        """The chunks of a stream for an event."""
         request, index = self._request, event.index
         if index not in self._counts:
             self._counts[index] = 0

@@ -56,8 +56,6 @@ Matrix = QTensor | jax.Array
 
 @dataclass(frozen=True)
 class BlockShape(LayerShape):
-    """The static facts of a drafter."""
-
     # layers of the target whose incoming rows are fused, in order; its number of layers stands for the rows that leave
     # the last one
     features: tuple[int, ...]
@@ -235,8 +233,6 @@ _OTHERS = {
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DFlashFile(PublishedHead):
-    """A drafter as its file describes it."""
-
     architecture: ClassVar[str] = "dflash"
     what: ClassVar[str] = "a DFlash drafter"
 

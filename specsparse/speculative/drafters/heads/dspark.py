@@ -53,8 +53,6 @@ W1, W2, GATE, JOINT, CONFIDENCE = "markov_w1", "markov_w2", "markov_gate", "mark
 
 @dataclass(frozen=True, kw_only=True)
 class SparkShape(BlockShape):
-    """The static facts of a drafter."""
-
     markov_rank: int  # R, of W1 and W2
     markov_head_type: MarkovForm = "vanilla"  # the form of the Markov head
     enable_confidence_head: bool = True  # whether there is one
@@ -70,8 +68,6 @@ class SparkShape(BlockShape):
 
 
 class MarkovWeights(NamedTuple):
-    """The weights of the two heads."""
-
     # w1, w2: [V, R] by the token before, and [N, R], a row for each column of the logits
     w1: Matrix
     w2: Matrix
@@ -134,8 +130,6 @@ def confidence_logits(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DSparkFile(DFlashFile):
-    """A drafter as its file describes it."""
-
     what: ClassVar[str] = "a DSpark drafter"
 
     shape: SparkShape
@@ -202,8 +196,6 @@ def read_gguf(f: GGUFFile) -> DFlashFile:
 
 
 class MarkovRows(NamedTuple):
-    """The heads' state while a draft is made."""
-
     h: jax.Array  # f32[B, m, D], the block's rows after the output norm, of the m positions after the last token
     # f32[B, S], the recurrent state before the node that is drafted next (before the first node of a tree)
     root: jax.Array

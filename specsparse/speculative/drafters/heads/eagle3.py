@@ -48,8 +48,6 @@ PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up"
 
 @dataclass(frozen=True)
 class HeadShape(LayerShape):
-    """Shape and options of a head."""
-
     features: int = 3  # how many layers' features it reads
     norm_before_residual: bool = False  # the residual is the normalised row, not the row itself
     norm_before_fc: bool = False  # one RMS norm over all features before they are fused
@@ -93,8 +91,6 @@ class Eagle3Weights(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Functions that compute products and norms."""
-
     # linear(x, weights, norm=None, biases=None, residual=None, act=None) -> a tuple of rows, as
     # `kernels.reference.dense.linear` defines it
     linear: Callable[..., tuple[jax.Array, ...]]
@@ -159,8 +155,6 @@ _FLAGS = ("norm_before_residual", "norm_before_fc")  # keys of GGUF files beside
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Eagle3File(PublishedHead):
-    """An EAGLE-3 head as its file describes it."""
-
     architecture: ClassVar[str] = "eagle3"
     what: ClassVar[str] = "an EAGLE-3 head with these options"
 

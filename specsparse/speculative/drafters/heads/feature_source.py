@@ -61,7 +61,6 @@ class FeatureSource(Source):
         return 1
 
     def bytes_per_token(self, layers: Any, head: Any) -> int:
-        """Of the weights that drafting a token reads."""
         return bytes_of(layers, head) // self.drafted_at_once
 
     def logits(self, weights: DraftWeights, y_BnD: jax.Array, n_valid_B: jax.Array) -> jax.Array:

@@ -59,8 +59,6 @@ class Input(NamedTuple):
 
 
 class HeadParams(NamedTuple):
-    """The weights of a head."""
-
     # hidden_norm, token_norm: f32[D], RMS norms of its inputs
     hidden_norm: jax.Array
     token_norm: jax.Array
@@ -142,8 +140,6 @@ LAYER_MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_
 
 @dataclass(frozen=True)
 class HeadFile:
-    """A head as its file describes it."""
-
     params: HeadParams
     ids: np.ndarray  # int32[N], ascending, the target's ids of its columns
     below: tuple[int, ...]  # ids of the layers whose entering rows it reads beside the last ones

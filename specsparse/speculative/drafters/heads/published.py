@@ -33,8 +33,6 @@ from specsparse.support.options import instance_of
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Static sizes."""
-
     width: int  # D, of the head's rows
     # heads, kv_heads, head_dim: H, G, d of its attention
     heads: int
@@ -90,7 +88,6 @@ class PublishedHead(abc.ABC):
 
     @property
     def drafter(self) -> str:
-        """Name of the drafter that runs it."""
         return self.architecture
 
     @classmethod
