@@ -83,7 +83,7 @@ def test_as_many_nodes_as_pay(slope, nodes, at_rate):
         assert bool(cost.deeper(jnp.array([gain]), jnp.ones(1))[0]) == (gain >= 0.1 + slope)
     # Beside the run's own rate, which is above 1 where drafts pay; one that is on keeps on learning.
     exact, on = CostOptimal(gamma=K, cost=cost, least=0), AutoOff(gamma=K, cost=cost, margin=0.1)
-    least, some = (int(ActivePolicy(policy, policy.init(1)).worth(reach)[0]) for policy in (exact, on))
+    least, some = (int(policy.worth(policy.init(1), reach)[0]) for policy in (exact, on))
     assert (least, some) == (at_rate, max(at_rate, 1))
 
 
