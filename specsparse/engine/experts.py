@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from specsparse.engine.config import ROUTER, ModelConfig
 from specsparse.engine.weights import Layer
-from specsparse.kernels import Kernels
+from specsparse.kernels import Experts, Kernels
 from specsparse.kernels.reference import dense
 
 _LEAST_SUM = 2.0**-14  # weights are divided by their sum or by this, float16's least normal number, as in llama.cpp
@@ -19,6 +19,7 @@ class ChosenExperts(NamedTuple):
 
     experts: jax.Array  # int32[R, k]; -1 in rows that do not count
     weights: jax.Array  # f32[R, k]
+    active: jax.Array | None = None  # bool[R, k, F], neurons that are not idle, if `experts_ffn` is asked for them
 
 
 def choose(logits_E, config: ModelConfig) -> ChosenExperts:
@@ -34,10 +35,12 @@ def choose(logits_E, config: ModelConfig) -> ChosenExperts:
     return ChosenExperts(experts, weights)
 
 
-def experts_ffn(config: ModelConfig, kernels: Kernels) -> Callable:
+def experts_ffn(config: ModelConfig, kernels: Kernels, *, neurons: bool = False) -> Callable:
     """ffn(layer, x_RD, n_valid_B, entered_RD) -> (x + its experts' sum, `ChosenExperts`).
 
     `entered_RD` are the rows that entered the layer, which an early router reads (SmallThinker, arXiv:2507.20984).
+    With `neurons` it computes every expert's gate for every row once more, and says which neurons are not idle: all,
+    unless the activation is ReLU.
     """
     routing, over_rows = config.family.routing, dense.alone if kernels.exact else dense.at_once
     assert routing is not None
@@ -49,6 +52,17 @@ def experts_ffn(config: ModelConfig, kernels: Kernels) -> Callable:
         chosen = over_rows(lambda logits: choose(logits, config), logits_RE)
         counts_R = dense.valid(n_valid_B, x_RD.shape[0])
         chosen = chosen._replace(experts=jnp.where(counts_R[:, None], chosen.experts, jnp.int32(-1)))
-        return x_RD + kernels.experts(z_RD, *chosen, layer.experts), chosen
+        y_RD = x_RD + kernels.experts(z_RD, chosen.experts, chosen.weights, layer.experts)
+        if neurons and layer.experts is not None:
+            chosen = chosen._replace(active=active(layer.experts, z_RD, n_valid_B, chosen.experts))
+        return y_RD, chosen
+
+    def active(experts: Experts, z_RD, n_valid_B, experts_Rk):
+        counts_Rk1 = (experts_Rk >= 0)[..., None]
+        if config.activation != "relu":
+            return jnp.broadcast_to(counts_Rk1, (*experts_Rk.shape, config.d_ff))
+        # A compiled loop, not E calls: a model has thousands of experts.
+        open_ERF = jax.lax.map(lambda gate: kernels.linear(z_RD, (gate,), n_valid=n_valid_B)[0] > 0, experts.gate)
+        return open_ERF[experts_Rk, jnp.arange(len(z_RD))[:, None]] & counts_Rk1
 
     return ffn

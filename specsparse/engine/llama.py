@@ -193,7 +193,7 @@ def make_layers(config: ModelConfig, kernels: Kernels, ffn: Callable | None = No
     plain &= not config.n_experts and config.family.qk_norm != "whole"
     layers_call = kernels.layers if (chooser or (ffn is None and plain)) and config.head_dim % 16 == 0 else None
     if config.n_experts:
-        of_layer = experts_ffn(config, kernels)
+        of_layer = ffn or experts_ffn(config, kernels)
     else:
         given = ffn or dense_ffn(config, kernels)
         of_layer = lambda layer, x_RD, n_valid_B, _: given(layer, x_RD, n_valid_B)  # noqa: E731
@@ -268,10 +268,11 @@ def places(wanted: bool | tuple[int, ...], which: Sequence[int], n_layers: int) 
 def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = None) -> ForwardFn:
     """The forward function of a model (contract C1: a row's bits depend on its own path only).
 
-    `ffn(layer, x_RD, n_valid_B) -> (x_RD, stats)` replaces the dense one; `stats` is a pytree of arrays or None, and
-    `ForwardOut.stats` stacks it over the layers that ran. A dense model on kernels that have `layers` runs all of them
-    in one call; if `layer.sparse` is `kernels.SkipWeights`, that call skips the zeros of a ReLU model: the same bits,
-    and `SparseStats`. A `ChosenNeurons` runs in that call too, with the bits of its own.
+    `ffn(layer, x_RD, n_valid_B) -> (x_RD, stats)` replaces the dense one, or `experts_ffn`, which takes
+    the rows that entered the layer too; `stats` is a pytree of arrays or None, and `ForwardOut.stats` stacks it
+    over the layers that ran. A dense model on kernels that have `layers` runs all of them in one call; if
+    `layer.sparse` is `kernels.SkipWeights`, that call skips the zeros of a ReLU model: the same bits, and
+    `SparseStats`. A `ChosenNeurons` runs in that call too, with the bits of its own.
     """
     embed, run, output = make_embed(config, kernels), make_layers(config, kernels, ffn), make_output(config, kernels)
 
