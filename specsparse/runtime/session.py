@@ -25,7 +25,7 @@ from specsparse.engine.noise import seed_at, seed_words
 from specsparse.engine.prefill import Chunk, chunk_rows, prefill
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling import pipeline
-from specsparse.engine.sampling.params import SEEDS, SamplingParams, compile_params
+from specsparse.engine.sampling.params import SEEDS, SamplingConfig, SamplingParams, compile_params
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import ContextTooLong, UserError
 from specsparse.runtime.loops import Note, RoundLog, Watch, loop_for, round_of
@@ -156,33 +156,39 @@ class Session:
         self.compile_s = 0.0
         self.log = RoundLog()
         check_rows(method.max_nodes + 1, model.width)
-        context = model.config.context_length
-        lengths = [len(s.prompt) for s in sequences]
-        limits = np.array([min(context, n + (context if s.params.max_tokens is None else s.params.max_tokens))
-                           for n, s in zip(lengths, sequences, strict=True)], np.int32)  # fmt: skip
+        limits = np.array([self._limit(s) for s in sequences], np.int32)
         self.capacity = model.capacity_for(int(limits.max()) + model.room_for(method.max_nodes))
         self.params = model.params_for(self.capacity)
         self.draft_params = None if method.weights is None else model.everywhere(method.weights(self.capacity))
+        self.sampling, self.job = self._job(limits)
+        self.state: DecodeState = model.everywhere(self._prefill(limits))
+
+    def _limit(self, request: Request) -> int:
+        """The length at which a sequence ends."""
+        context, wanted = self.model.config.context_length, request.params.max_tokens
+        return context if wanted is None else min(context, len(request.prompt) + wanted)
+
+    def _job(self, limits: np.ndarray) -> tuple[SamplingConfig, Job]:
+        """The sampling and the job of the sequences, which end at these lengths, int32[B]."""
+        model, every = self.model, [s.params for s in self.sequences]
         eos_ids = model.tokenizer.stop_ids
-        self.sampling, sampling_arrays = compile_params(
-            [s.params for s in sequences],
+        sampling, sampling_arrays = compile_params(
+            every,
             vocab_size=model.config.vocab_size,
             encode=model.tokenizer.encode,
             eos_ids=sorted(eos_ids),
             context_limit=self.capacity,
         )
-        every = [s.params for s in sequences]
         stop_ids = [sorted({*p.stop_token_ids, *(() if p.ignore_eos else eos_ids)}) for p in every]
         width = max(1, *map(len, stop_ids))
         job = Job(
             sampling=sampling_arrays,
             stop_ids=np.array([ids + [-1] * (width - len(ids)) for ids in stop_ids], np.int32),
             limit=limits,
-            seed=np.stack([seed_words(s.seed) for s in sequences]),
-            sample=np.array([s.sample for s in sequences], np.int32),
+            seed=np.stack([seed_words(s.seed) for s in self.sequences]),
+            sample=np.array([s.sample for s in self.sequences], np.int32),
         )
-        self.job: Job = model.everywhere(jax.device_put(job))  # `jnp.asarray` would compile a program for each shape
-        self.state: DecodeState = model.everywhere(self._prefill(np.array(lengths, np.int32), limits))
+        return sampling, model.everywhere(jax.device_put(job))  # `jnp.asarray` would compile one for each shape
 
     def clock(self) -> float:
         """Seconds on a clock that stands still while programs are compiled."""
@@ -219,15 +225,10 @@ class Session:
 
         return self.model.programs.once(key, compile_it)
 
-    def _prefill(self, lengths: np.ndarray, limits: np.ndarray) -> DecodeState:
-        """The state after all tokens of each prompt but the last, which the first round feeds."""
-        prompts = [s.prompt for s in self.sequences]
-        drafter, batch = self.method.drafter, len(prompts)
-        tokens = np.zeros((batch, self.capacity), np.int32)
-        for row, ids in zip(tokens, prompts, strict=True):
-            row[: len(ids)] = ids
-        cache = self.model.new_cache(batch, self.capacity)
-        wants_hidden = drafter is not None and drafter.wants_hidden
+    def _fed(
+        self, texts: Seq[np.ndarray], cache: KVCache, wants_hidden: bool | tuple[int, ...] = False
+    ) -> tuple[list[jax.Array], KVCache]:
+        """The hidden rows, by chunk, of texts int32[n] behind what each sequence has in the cache, and it with them."""
         forward = partial(generate.prefill_chunk, self.model.forward, hidden=wants_hidden)
         hidden, spent = [], 0.0
 
@@ -240,9 +241,23 @@ class Session:
             spent += self.clock() - begun
             return out, cache
 
-        for _, out, after in prefill(program, [p[:-1] for p in prompts], cache):
+        for _, out, after in prefill(program, texts, cache):
             cache = after
             hidden.append(out)
+        self.log.add(Times(prefill=spent))
+        return hidden, cache
+
+    def _prefill(self, limits: np.ndarray) -> DecodeState:
+        """The state after all tokens of each prompt but the last, which the first round feeds."""
+        prompts = [s.prompt for s in self.sequences]
+        drafter, batch = self.method.drafter, len(prompts)
+        lengths = np.array([len(p) for p in prompts], np.int32)
+        tokens = np.zeros((batch, self.capacity), np.int32)
+        for row, ids in zip(tokens, prompts, strict=True):
+            row[: len(ids)] = ids
+        wants_hidden = drafter is not None and drafter.wants_hidden
+        cache = self.model.new_cache(batch, self.capacity)
+        hidden, cache = self._fed([p[:-1] for p in prompts], cache, wants_hidden)
         scores = self.sampling.logprobs
         state = DecodeState(
             tokens=jax.device_put(tokens),
@@ -264,10 +279,9 @@ class Session:
             key = ("init", drafter, self.method.policy)
             own, policy = self.call(key, begin, weights, self.job, state, text, features)
             jax.block_until_ready((own, policy))
-            spent += self.clock() - begun
+            self.log.add(Times(prefill=self.clock() - begun))
             empty = jax.device_put(np.zeros((batch, self.capacity), token_sources.DTYPE))
             state = state._replace(drafter=own, policy=policy, token_sources=empty)
-        self.log.add(Times(prefill=spent))
         return state
 
     def read_text(self, state: DecodeState, own: Pytree) -> Pytree:
@@ -304,6 +318,33 @@ class Session:
         finish = np.array(self.state.finish)
         finish[list(sequences)] = Finish.STOP
         self.state = self.state._replace(finish=self.model.everywhere(jax.device_put(finish)))
+
+    def admit(self, others: Mapping[int, Request]) -> None:
+        """Begins other sequences in the places of some (continuous batching: Orca, OSDI 2022).
+
+        What a prompt has in common with the beginning of the text in its place is not computed again. Only for plain
+        decoding without log probabilities or a history; counters and times go on.
+        """
+        if not others:
+            return
+        state = self.state
+        assert self.method.drafter is state.history is state.scores is None and not self.noting
+        tokens, length, finish, held, limit = (
+            np.array(a) for a in (state.tokens, state.length, state.finish, state.cache.length, self.job.limit)
+        )
+        texts = [tokens[0, :0]] * len(tokens)
+        for b, new in others.items():
+            n, limit[b] = len(new.prompt), self._limit(new)
+            known = min(held[b], n - 1)
+            held[b] = np.append(tokens[b, :known] != new.prompt[:known], True).argmax()
+            texts[b] = new.prompt[held[b] : -1]
+            tokens[b, :n], length[b], finish[b] = new.prompt, n, Finish.LENGTH if n >= limit[b] else Finish.RUNNING
+        assert limit.max() <= self.capacity, "the cache is too short for the new sequences"
+        self.sequences = [others.get(b, s) for b, s in enumerate(self.sequences)]
+        self.sampling, self.job = self._job(limit)
+        tokens, length, finish, held = self.model.everywhere(jax.device_put((tokens, length, finish, held)))
+        _, cache = self._fed(texts, state.cache._replace(length=held))
+        self.state = state._replace(tokens=tokens, length=length, finish=finish, cache=cache)
 
     @property
     def finish(self) -> list[Finish]:

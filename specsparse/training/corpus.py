@@ -1,7 +1,7 @@
 """The text that drafters are trained on, as token ids: the target's answers to generated prompts, and documents.
 
 Prompts are a small grammar expanded at random, over the tasks of the built-in prompts, or the target's own
-(`own_prompts`). Answers stand in files that a restart finds again. Texts get the target's rows (`Features`), and are
+(`make_shard`). Answers stand in files that a restart finds again. Texts get the target's rows (`Features`), and are
 packed side by side into windows of one shape, so that one program serves them all.
 
 The loss at a token is the divergence from the target's distribution there, whoever wrote the token. So a document
@@ -37,7 +37,8 @@ from specsparse.support.options import Count, Internal, Positive, Range
 _GRAMMAR_FILE = Path(__file__).parents[1] / "data" / "training_prompts.json"
 _SLOT = re.compile(r"\{([a-z_-]+|\d+\.\.\d+)\}")
 _DEEPEST = 12
-_ROUNDS = 24  # tokens between two looks at how many answers still go on
+_TRIED = 1000  # generated prompts of which one must be short enough
+_ROUNDS = 12  # tokens between two looks at which texts have ended
 _SHORTEST = 8  # tokens under which a part of a document, or a text of the target's own, says too little to be kept
 _GRAM = 4  # tokens of the n-grams by which a text is found to repeat itself
 _TURN = "<the user's turn>"
@@ -52,15 +53,13 @@ class DataOptions:
     """The text to make.
 
     Attributes:
-        text: prompts of the `grammar`, or those that the model writes itself, see `own_prompts`.
+        text: prompts of the `grammar`, or those that the model writes itself, see `make_shard`.
         turn_temperature: of its own prompts.
         repeated: the largest share of a text's 4-grams that stood in it before: a prompt of its own with more is left
             out, the answer to one is cut where it begins to repeat itself.
-        batch: prompts answered together, of like lengths.
+        batch: texts written together; where one ends, the next one begins.
         batches: of a file.
         answer: tokens of an answer, at most.
-        least: answers that still go on when a batch ends, as a share of it: the last ones would be written alone. With
-            text=self all are written to their end, so that no text depends on its batch.
         prompt_tokens: longer prompts are left out.
         temperatures: of the answers, in turn; 0 is greedy.
         chat: each prompt is a user's turn in the model's template.
@@ -73,7 +72,6 @@ class DataOptions:
     batch: Count = 16
     batches: Count = 8
     answer: Count = 240
-    least: Annotated[float, Range(0, 1)] = 0.2
     prompt_tokens: Count = 256
     temperatures: tuple[Annotated[float, Range(0)], ...] = (0.0, 0.7, 0.0, 1.0)
     chat: Annotated[bool, Internal()] = True
@@ -139,17 +137,11 @@ def prompt(index: int, *, seed: int = 0, rules: Mapping[str, Any] | None = None)
     return task, expand("{" + task + "}", 0)
 
 
-def decoded(model: Model, requests: list[Request], *, least: float = 0.0) -> Session:
-    """A session that has decoded these together; all end when no larger share than `least` goes on."""
+def answer(model: Model, requests: list[Request]) -> list[Text]:
+    """The model's answers to prompts, decoded together; plain decoding's tokens."""
     session = Session(model, requests, Method())
-    while sum(f is Finish.RUNNING for f in session.finish) > least * len(requests):
-        session.advance(_ROUNDS)
-    return session
-
-
-def answer(model: Model, requests: list[Request], *, least: float = 0.0) -> list[Text]:
-    """The model's answers to prompts, decoded together; plain decoding's tokens. `least` as in `decoded`."""
-    answered = zip(requests, decoded(model, requests, least=least).tokens(), strict=True)
+    session.advance()
+    answered = zip(requests, session.tokens(), strict=True)
     return [Text(np.concatenate([r.prompt, out]).astype(np.int32), len(r.prompt)) for r, out in answered]
 
 
@@ -162,80 +154,85 @@ def encode(model: Model, text: str, *, chat: bool) -> np.ndarray:
     return np.asarray(tokenizer.encode(text, add_special=True), np.int32)
 
 
-def own_prompts(model: Model, options: DataOptions, numbers: Sequence[int], *, limit: int) -> dict[int, np.ndarray]:
-    """The prompts that the model writes itself, int32[n] by number, n at most `limit` (Magpie, arXiv:2406.08464).
-
-    It is given its chat template up to the user's turn, and writes the turn as it writes any text. A turn is left out
-    if it does not end, holds another special token, is shorter than 8 tokens or repeats itself. Number n has noise of
-    its own, so its turn is the same in every batch (contract C1).
-    """
-    tokenizer, found = model.tokenizer, {}
-    before, mark, _ = tokenizer.apply_chat_template([{"role": "user", "content": _TURN}]).partition(_TURN)
-    if not mark:
-        raise UserError(f"{model.path}: train.text=self needs a chat template that holds the user's turn as it is")
-    begin = np.asarray(tokenizer.encode(before, parse_special=True), np.int32)
-    params = SamplingParams(temperature=options.turn_temperature, max_tokens=max(limit - len(begin), 1))
-    for start in range(0, len(numbers), options.batch):
-        part = numbers[start : start + options.batch]
-        session = decoded(model, [Request(begin, params, options.seed, 2 * number) for number in part])
-        for number, turn, finish in zip(part, session.tokens(), session.finish, strict=True):
-            turn = turn[:-1]  # the token that ended it
-            special = not tokenizer.special_ids.isdisjoint(turn.tolist())
-            if finish is Finish.STOP and not special and 0 < unrepeated(turn, share=options.repeated) == len(turn):
-                ids = encode(model, tokenizer.decode(turn).strip(), chat=True)
-                found |= {number: ids} if len(ids) <= limit else {}
-    return found
-
-
 def unrepeated(ids: np.ndarray, *, share: float) -> int:
-    """Tokens of the longest beginning of a text, int[n], of whose 4-grams no larger share stood in it before.
+    """Tokens before a text, int[n], repeats itself: before a larger share of its 4-grams so far stood in it before.
 
-    A text of under 8 tokens has none.
+    A text of under 8 tokens does not.
     """
     if len(ids) < _SHORTEST:
-        return 0
+        return len(ids)
     grams = np.lib.stride_tricks.sliding_window_view(ids, _GRAM)
     new = np.zeros(len(grams), int)
     new[np.unique(grams, axis=0, return_index=True)[1]] = 1
-    return int(np.flatnonzero(np.cumsum(new) >= (1 - share) * np.arange(1, len(grams) + 1))[-1]) + _GRAM
+    count = np.arange(1, len(grams) + 1)
+    repeats = (np.cumsum(new) < (1 - share) * count) & (count + _GRAM > _SHORTEST)
+    return int(np.append(repeats, True).argmax()) + _GRAM - 1
 
 
 def make_shard(model: Model, options: DataOptions, index: int) -> list[Text]:
     """The answers of file `index`: the same whenever and in whatever order files are made. A UserError if hardly a
     prompt is short enough, or none of the model's own passes.
 
-    With text=self, file i holds what passes of the numbers from i * batch * batches on: the files of any batch hold the
-    same texts in the same order.
+    File i holds what passes of the numbers from i * batch * batches on: the files of any batch hold the same texts in
+    the same order. Number n has noise of its own, so its text is the same in every batch (contract C1).
+
+    With text=self the model is given its chat template up to the user's turn, and writes the turn as it writes any text
+    (Magpie, arXiv:2406.08464). A turn is left out if it does not end, holds another special token, is shorter than 8
+    tokens or repeats itself.
     """
-    count, own = options.batch * options.batches, options.text == "self"
+    count, own, tokenizer = options.batch * options.batches, options.text == "self", model.tokenizer
     limit = min(options.prompt_tokens, model.config.context_length - 2)
-    if own:
-        prompts = own_prompts(model, options, range(index * count, (index + 1) * count), limit=limit)
-    else:
-        numbers = range(index * 1000 * count, (index + 1) * 1000 * count)
-        each = (encode(model, prompt(number, seed=options.seed)[1], chat=options.chat) for number in numbers)
-        prompts = dict(enumerate(itertools.islice((ids for ids in each if 0 < len(ids) <= limit), count)))
-        if len(prompts) < count:
-            raise UserError(f"no generated prompt has at most {limit} tokens: raise train.prompt_tokens")
     params = [SamplingParams(temperature=t, max_tokens=options.answer) for t in options.temperatures]
-    order = sorted(prompts, key=lambda number: len(prompts[number]))  # a batch computes rows up to its longest prompt
-    texts: dict[int, Text] = {}
-    for place, start in enumerate(range(0, len(order), options.batch)):
-        batch = order[start : start + options.batch]
-        seed = options.seed if own else options.seed * 1_000_003 + index * options.batches + place
-        asked = [
-            Request(prompts[number], params[number % len(params)], seed, 2 * number + 1 if own else i)
-            for i, number in enumerate(batch)
-        ]
-        spare = replace(asked[0], params=params[0].merged(max_tokens=1))  # a smaller batch would be compiled anew
-        asked += [spare] * (options.batch - len(asked))
-        texts |= zip(batch, answer(model, asked, least=0.0 if own else options.least), strict=False)
-    if not own:
-        return list(texts.values())
-    kept = []
-    for _, text in sorted(texts.items()):
-        answered = unrepeated(text.tokens[text.prompt :], share=options.repeated)
-        kept += [Text(text.tokens[: text.prompt + answered], text.prompt)] if answered >= _SHORTEST else []
+
+    def asked(number: int, prompt_ids: np.ndarray) -> Request:
+        return Request(prompt_ids, params[number % len(params)], options.seed, 2 * number + 1)
+
+    def generated(number: int) -> np.ndarray:
+        tried = range(_TRIED * number, _TRIED * (number + 1))
+        each = (encode(model, prompt(i, seed=options.seed)[1], chat=options.chat) for i in tried)
+        if (found := next((ids for ids in each if 0 < len(ids) <= limit), None)) is None:
+            raise UserError(f"no generated prompt has at most {limit} tokens: raise train.prompt_tokens")
+        return found
+
+    numbers = range(index * count, (index + 1) * count)
+    if own:
+        before, mark, _ = tokenizer.apply_chat_template([{"role": "user", "content": _TURN}]).partition(_TURN)
+        if not mark:
+            raise UserError(f"{model.path}: train.text=self needs a chat template that holds the user's turn as it is")
+        begin = np.asarray(tokenizer.encode(before, parse_special=True), np.int32)
+        turn = SamplingParams(temperature=options.turn_temperature, max_tokens=max(limit - len(begin), 1))
+        waiting = (Request(begin, turn, options.seed, 2 * number) for number in numbers)
+    else:
+        waiting = (asked(number, generated(number)) for number in numbers)
+    roomy = model.with_own_programs(least_slots=limit + options.answer + model.width)
+    session = Session(roomy, list(itertools.islice(waiting, options.batch)), Method())
+    texts, live = {}, set(range(options.batch))
+    while live:
+        session.advance(_ROUNDS)
+        written, finish, following = session.tokens(), session.finish, {}
+        for b in sorted(live):
+            request, ids = session.sequences[b], written[b]
+            number, answers = divmod(request.sample, 2)
+            good = unrepeated(ids, share=options.repeated) if own else len(ids)
+            if finish[b] is Finish.RUNNING and good == len(ids):
+                continue
+            prompt_ids = None
+            if answers:
+                texts[number] = Text(np.concatenate([request.prompt, ids[:good]]).astype(np.int32), len(request.prompt))
+            elif finish[b] is Finish.STOP and _SHORTEST < good == len(ids):
+                turn_ids = ids[:-1].tolist()  # without the token that ended it
+                if tokenizer.special_ids.isdisjoint(turn_ids):
+                    prompt_ids = encode(model, tokenizer.decode(turn_ids).strip(), chat=True)
+            if prompt_ids is not None and len(prompt_ids) <= limit:
+                following[b] = asked(number, prompt_ids)
+            elif (other := next(waiting, None)) is not None:
+                following[b] = other
+            else:
+                live.remove(b)
+                session.drop([b])
+        session.admit(following)
+    least = _SHORTEST if own else 0
+    kept = [text for _, text in sorted(texts.items()) if len(text.tokens) - text.prompt >= least]
     if not kept:
         raise UserError(
             f"train.text=self: none of {count} texts that {model.path} wrote is fit to train on; is it an instruct "

@@ -30,7 +30,7 @@ from tests.experiments import playing
 from tests.experiments.playing import changed, quiet_context, random_texts, run_config, settings, stop_at
 
 OPTIONS = {
-    "batch": 4, "batches": 2, "least": 0.0, "answer": 24,
+    "batch": 4, "batches": 2, "answer": 24,
     "prompt_tokens": 300, "draft_vocab": 128, "steps": 6, "save_every": 2, "windows": 2,
     "rows": 320, "drafting": 48, "streams": 2, "candidates": 64, "gamma": 3, "warmup": 1, "temperatures": [0.0, 0.9],
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """Generated prompts, and the text that a model makes of them."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,8 @@ from specsparse.data import prompts
 from specsparse.engine.generate import Finish
 from specsparse.engine.llama import Want
 from specsparse.errors import UserError
-from specsparse.runtime.session import Request
+from specsparse.runtime.method import Method
+from specsparse.runtime.session import Request, Session
 from specsparse.support.options import read
 from specsparse.testing import write_tiny_gguf
 from specsparse.training import corpus
@@ -27,7 +29,7 @@ def model(tmp_path_factory):
 
 
 OPTIONS = corpus.DataOptions(
-    batch=2, batches=2, least=0.0, answer=8, prompt_tokens=400, temperatures=(0.0, 0.8), chat=False, seed=5
+    batch=2, batches=2, answer=8, prompt_tokens=400, temperatures=(0.0, 0.8), chat=False, seed=5
 )
 
 
@@ -74,15 +76,6 @@ def test_an_answer_is_plain_decodings_with_the_rows_of_a_forward_pass(model):
         np.testing.assert_array_equal(read[i].tokens, text.tokens)
 
 
-def test_a_batch_ends_when_few_answers_go_on(model):
-    ids = [np.array([5]), np.array([6]), np.array([7]), np.array([8])]
-    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (3, 3, 3, 200)]
-    asked = [Request(p, s, 0) for p, s in zip(ids, params, strict=True)]
-    lengths = [len(t.tokens) - 1 for t in corpus.answer(model, asked, least=0.25)]
-    assert lengths[:3] == [3, 3, 3] and 3 < lengths[3] < 100
-    assert [len(t.tokens) - 1 for t in corpus.answer(model, asked[3:], least=0.25)] == [200]
-
-
 def test_shards_are_made_once_and_made_alike(model, tmp_path):
     seen: list[corpus.TextWritten] = []
     paths = corpus.generate(model, OPTIONS, tmp_path / "a", tokens=40, progress=seen.append)
@@ -119,30 +112,36 @@ def test_magpie_text_is_the_same_by_any_batch_and_resumed(model, tmp_path):
         np.testing.assert_array_equal(a.tokens, c.tokens)
 
 
-def test_magpie_prompts_are_turns_that_end_and_hold_no_special_token(model):
-    tokenizer = model.tokenizer
+def test_magpie_texts_are_turns_that_end_and_plain_answers_to_them(model):
+    """As decoded one by one: a text that takes another's place changes nothing."""
+    tokenizer, share = model.tokenizer, OWN.repeated
     begin = np.array(tokenizer.encode("<|im_start|>user\n", parse_special=True))
     params = SamplingParams(temperature=1.0, max_tokens=300 - len(begin))
-    written, finish = [], []
-    for part in (range(8), range(8, 16)):
-        session = corpus.decoded(model, [Request(begin, params, 5, 2 * n) for n in part])
-        written, finish = written + session.tokens(), finish + session.finish
-    ended = {n for n, f in enumerate(finish) if f is Finish.STOP}
-    plain = {n for n, ids in enumerate(written) if not tokenizer.special_ids & {*ids[:-1].tolist()}}
-    turns = {n: tokenizer.decode(written[n][:-1]).strip() for n in ended & plain if len(written[n]) > 8}
-    found = corpus.own_prompts(model, OWN, range(16), limit=300)
-    assert ended - plain and plain - ended
-    wanted = {n: corpus.encode(model, turn, chat=True).tolist() for n, turn in turns.items()}
-    assert {n: ids.tolist() for n, ids in found.items()} == {n: ids for n, ids in wanted.items() if len(ids) <= 300}
+    wanted, seen = [], Counter()
+    for n in range(16):
+        session = Session(model, [Request(begin, params, 5, 2 * n)], Method())
+        session.advance()
+        (ids,), (finish,) = session.tokens(), session.finish
+        special = not tokenizer.special_ids.isdisjoint(ids[:-1].tolist())
+        seen.update({"open": finish is not Finish.STOP, "special": special})
+        if finish is Finish.STOP and not special and len(ids) > 8 and corpus.unrepeated(ids, share=share) == len(ids):
+            turn = corpus.encode(model, tokenizer.decode(ids[:-1]).strip(), chat=True)
+            how = SamplingParams(temperature=OWN.temperatures[n % 2], max_tokens=OWN.answer)
+            (text,) = corpus.answer(model, [Request(turn, how, 5, 2 * n + 1)])
+            good = corpus.unrepeated(text.tokens[text.prompt :], share=share)
+            wanted += [text.tokens[: text.prompt + good].tolist()] if len(turn) <= 300 and good >= 8 else []
+    made = corpus.make_shard(model, replace(OWN, batch=4, batches=4), 0)
+    assert seen["open"] and seen["special"] and wanted
+    assert [text.tokens.tolist() for text in made] == wanted
 
 
 def test_magpie_texts_end_where_they_begin_to_repeat_themselves():
     unrepeated = corpus.unrepeated
-    assert unrepeated(np.arange(8), share=0.0) == 8 and unrepeated(np.arange(7), share=0.0) == 0
-    loop = np.concatenate([np.arange(20), np.tile(np.arange(4), 6)])
-    new = [len({tuple(loop[i : i + 4]) for i in range(n - 3)}) / (n - 3) for n in range(4, 45)]
-    for share in (0.0, 0.2, 0.3, 0.6):
-        assert unrepeated(loop, share=share) == max(n for n, s in enumerate(new, 4) if s >= 1 - share)
+    assert unrepeated(np.arange(8), share=0.0) == 8 and unrepeated(np.zeros(7), share=0.0) == 7
+    loop = np.concatenate([np.arange(20), np.tile(np.arange(4), 6), np.arange(50, 90)])
+    old = [1 - len({tuple(loop[i : i + 4]) for i in range(n - 3)}) / (n - 3) for n in range(4, len(loop) + 1)]
+    for share in (0.0, 0.2, 0.3):
+        assert unrepeated(loop, share=share) == next(n for n, s in enumerate(old, 4) if s > share) - 1
     assert unrepeated(loop, share=0.2) < unrepeated(loop, share=0.3) < len(loop) == unrepeated(loop, share=0.6)
 
 
@@ -153,7 +152,7 @@ def test_magpie_needs_a_chat_template(model, tmp_path):
         corpus.make_shard(model, replace(OWN, prompt_tokens=9), 0)
     path = write_tiny_gguf(tmp_path / "m.gguf", n_layers=1, chat_template="{{ messages[0]['content'] | upper }}")
     with pytest.raises(UserError, match=r"train\.text=self needs a chat template"):
-        corpus.own_prompts(specsparse.load(path), OWN, range(1), limit=9)
+        corpus.make_shard(specsparse.load(path), OWN, 0)
 
 
 def test_documents_are_pieces_of_answers_length(model, tmp_path):
