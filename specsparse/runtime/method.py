@@ -265,6 +265,8 @@ def _verifier(drafter: AnyDrafter, spec: MethodSpec) -> Verifier:
             rates = RULES.make(SYNTHETIC, options)
             rates.conditional(drafter.max_nodes)  # a mean length that is too long is found before a model is loaded
             return synthetic_verifier(rates)
+    if drafter.tree and (other := chosen.on_trees) and get_verifier(other).accepts(drafter.kind, tree=True):
+        chosen = get_verifier(other)
     if chosen.accepts(drafter.kind, tree=drafter.tree, temperature=temperature):
         return chosen
     names = ", ".join(valid_verifiers(drafter.kind, tree=drafter.tree, temperature=temperature))

@@ -419,6 +419,7 @@ class Verifier:
         lossless: whether the output distribution is p exactly. Otherwise it is labelled `lossy` wherever it is named.
         needs_p: False if a token sampled from p at every row is enough (`greedy`, `match`).
         greedy_only: True if it is defined at temperature 0 only.
+        on_trees: the verifier that the name stands for if the drafts are trees, which this one does not take.
         paper: arXiv id of the paper.
     """
 
@@ -429,6 +430,7 @@ class Verifier:
     lossless: bool = True
     needs_p: bool = True
     greedy_only: bool = False
+    on_trees: str | None = None
     paper: str = ""
 
     def accepts(self, kind: DraftKind, *, tree: bool, temperature: float | None = None) -> bool:

@@ -55,6 +55,9 @@ def test_pairs_outside_the_table_are_refused_with_the_valid_names(kind, tree, lo
         if name in lossless | {"typical", "threshold"}:
             assert resolve(MethodSpec(Stub(kind, tree), verifier)).verifier is verifier
             continue
+        if tree and verifier.on_trees in lossless:
+            assert resolve(MethodSpec(Stub(kind, tree), name)).verifier is VERIFIERS[verifier.on_trees]
+            continue
         with pytest.raises(UnfitPair, match=name) as refused:
             resolve(MethodSpec(Stub(kind, tree), name))
         assert refused.value.kind is kind

@@ -31,8 +31,8 @@ def _builtin(name: str, home: Any, kinds: frozenset[DraftKind], **facts: Any) ->
 
 
 BUILTIN: Mapping[str, Verifier] = {v.name: v for v in (
-    _builtin("greedy", "draft_rules:Match", _ONE_HOT, needs_p=False, greedy_only=True),
-    _builtin("match", "draft_rules:Match", _ONE_HOT | _SAMPLED, needs_p=False),
+    _builtin("greedy", "draft_rules:Match", _ONE_HOT, needs_p=False, greedy_only=True, on_trees="tree_greedy"),
+    _builtin("match", "draft_rules:Match", _ONE_HOT | _SAMPLED, needs_p=False, on_trees="tree_match"),
     _builtin(
         "tree_greedy", "draft_rules:Match", _ONE_HOT, tree=True, needs_p=False, greedy_only=True, paper="2305.09781"
     ),
@@ -40,10 +40,10 @@ BUILTIN: Mapping[str, Verifier] = {v.name: v for v in (
     _builtin("token", "rejection:Rejection", _SAMPLED, paper="2211.17192"),
     _builtin("mss", "rejection:Rejection", _IID, tree=True, paper="2305.09781"),
     _builtin("wor", "rejection:Rejection", _WOR, tree=True, paper="2402.12374"),
-    _builtin("delta", "rejection:Rejection", _ONE_HOT, paper="2401.15077"),
+    _builtin("delta", "rejection:Rejection", _ONE_HOT, on_trees="tree_delta", paper="2401.15077"),
     _builtin("tree_delta", "rejection:Rejection", _ONE_HOT, tree=True, paper="2401.15077"),
     _builtin("kseq", "sibling_rules:KSeq", _IID, tree=True, paper="2310.15141"),
-    _builtin("block", "draft_rules:Block", _ONE_HOT | _SAMPLED, paper="2403.10444"),
+    _builtin("block", "draft_rules:Block", _ONE_HOT | _SAMPLED, on_trees="tree_delta", paper="2403.10444"),
     _builtin("typical", "sibling_rules:Typical", _ANY, tree=True, lossless=False, paper="2401.10774"),
     _builtin("threshold", "sibling_rules:Threshold", _ANY, tree=True, lossless=False),
 )}  # fmt: skip
