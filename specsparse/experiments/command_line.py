@@ -54,7 +54,7 @@ def shorthand(argv: list[str]) -> list[str]:
     (`drafter=a,b`) and other projects' names of choices. The tasks of an experiment's file are those of the built-in
     prompts: `data=` of another source goes without them."""
     sweeps = bool({"-m", "--multirun"} & set(argv))
-    compares = not sweeps and any(arg.lstrip("+") == "experiment=compare" for arg in argv)
+    compares = not sweeps and bool({"experiment=compare", "experiment=context"} & {arg.lstrip("+") for arg in argv})
     keys = [arg.partition("=")[0] for arg in argv]
     own_tasks = any(key.lstrip("+") == "experiment" for key in keys) and "data.tasks" not in keys
     out = []

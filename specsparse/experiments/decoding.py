@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from specsparse.data import prompts
+from specsparse.data.prompts import Prompt
 from specsparse.engine import hosts
 from specsparse.engine.model import Model
 from specsparse.engine.noise import seed_at
+from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.experiments import sparse_model
 from specsparse.experiments.kind import Engine, RunContext
@@ -36,7 +38,7 @@ WARM_UP = -1
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    prompt: prompts.Prompt
+    prompt: Prompt
     ids: list[int]
 
 
@@ -101,8 +103,11 @@ def prepared_prompts(cfg: DecodingSettings, engine: Engine, model: Model) -> lis
 
     UserError: prompts that the context does not hold.
     """
-    jobs = []
-    for prompt in cfg.data.prompts(turns=cfg.data.turns):
+    jobs, asked = [], cfg.data.prompts(turns=cfg.data.turns)
+    if cfg.data.lengths:
+        others = dataclasses.replace(cfg.data, tasks=None, limit_per_task=None).prompts()
+        asked = [behind(others, p, n, model.tokenizer) for n in cfg.data.lengths for p in asked]
+    for prompt in asked:
         said = [{"role": "system", "content": prompt.system}] if prompt.system else []
         for turn in prompt.before:
             said.append({"role": "user", "content": turn})
@@ -120,7 +125,21 @@ def prepared_prompts(cfg: DecodingSettings, engine: Engine, model: Model) -> lis
     return jobs
 
 
-def draws(cfg: DecodingSettings, prompt: prompts.Prompt) -> dict[str, Any]:
+def behind(others: Sequence[Prompt], prompt: Prompt, length: int, tokenizer: Tokenizer) -> Prompt:
+    """The prompt with the texts of the `others` before it, its last `length` tokens; its task is that length.
+
+    UserError: the texts are shorter.
+    """
+    ids = tokenizer.encode("\n\n".join([*(other.text for other in others if other.id != prompt.id), prompt.text]))
+    if len(ids) < length:
+        raise UserError(
+            f"data.lengths: {length} tokens are asked for and all prompts together have {len(ids)}: choose a shorter "
+            "length or another data.source"
+        )
+    return Prompt(f"{prompt.id} of {length}", str(length), tokenizer.decode(ids[-length:]))
+
+
+def draws(cfg: DecodingSettings, prompt: Prompt) -> dict[str, Any]:
     """Keyword arguments of generate for a prompt, the same for every method and repeat; noise is keyed by its id."""
     params = cfg.params
     shared = cfg.seed if params.seed is None else params.seed
@@ -128,7 +147,7 @@ def draws(cfg: DecodingSettings, prompt: prompts.Prompt) -> dict[str, Any]:
     return {"max_tokens": cfg.max_tokens, "sampling": params.merged(seed=None), "seed": seed}
 
 
-def ids_of(model: Model, prompt: prompts.Prompt, *, chat: bool, said: Sequence[dict[str, str]] = ()) -> list[int]:
+def ids_of(model: Model, prompt: Prompt, *, chat: bool, said: Sequence[dict[str, str]] = ()) -> list[int]:
     """Token ids of a prompt, as a user's turn of a chat after what was `said`, or as it is."""
     if not chat:
         return model.tokenizer.encode(prompt.text, add_special=True)

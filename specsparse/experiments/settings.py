@@ -89,6 +89,7 @@ class DataSpec:
     chat: bool = True  # wraps each prompt in the model's template as a user's turn
     turns: Literal["first", "both"] = "first"  # of conversations
     split: Literal["blank", "lines"] = "blank"  # of a .txt file into prompts: at blank lines, or each line one
+    lengths: tuple[Count, ...] | None = None  # tokens of each prompt with texts of the others before it, one a length
 
     def prompts(self, *, turns: str = "first") -> list[Prompt]:
         """Those of the first turns, or of both. UserError: a file that cannot be read, or an unknown task."""

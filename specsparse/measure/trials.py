@@ -205,6 +205,7 @@ class Ours:
     """specsparse: the programs that `generate` and the speculative loop run, on fixed random tokens.
 
     Attributes:
+        depth: tokens in the cache before each test; fewer may be set later on.
         compiled: programs, in the order in which they were compiled, each when a test first needed it.
         forwards: forward passes of one `verify` timing, in one loop on the device.
     """
@@ -229,7 +230,6 @@ class Ours:
         self._loops: dict[int, Loop] = {}
         if depth:
             self._feed(self._ids[:depth])
-        self._length = jnp.asarray([depth], jnp.int32)
 
     def _timed(self, program: str, compile_it: Callable[[], float | None]) -> None:
         """Runs `compile_it`; it may return the seconds of compilation alone."""
@@ -278,7 +278,7 @@ class Ours:
         jax.block_until_ready(logits)
 
     def _rewind(self) -> None:
-        self._cache = self._cache._replace(length=jnp.copy(self._length))
+        self._cache = self._cache._replace(length=jnp.asarray([self.depth], jnp.int32))
         jax.block_until_ready(self._cache.length)
 
     def prompt(self, n: int) -> float:

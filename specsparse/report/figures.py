@@ -309,6 +309,49 @@ def _draw_costs(canvas: Canvas, rows: Sequence[Row]) -> None:
     plots.legend_below(axes)
 
 
+def by_context(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawing | str:
+    """Draws lines over the tokens of the prompt: speed-up and tokens a pass of methods, and v(n), where they are known.
+
+    Of runs with `data.lengths`, whose tasks are these lengths.
+    """
+    over = [m for m in methods if m.run.setting("data.lengths") not in (None, NOTHING)]
+    kept, rows = fastest(over, MOST // 2), list[Row]()
+    for measure in ("speed-up", "tokens per target pass"):
+        for method in kept:
+            for task in method.tasks:
+                own = replace(method, samples=tuple(s for s in method.samples if s.task == task))
+                if (found := own.measured(measure)) is not None:
+                    rows.append({"measure": measure, "line": method.label, "tokens": int(task), **found._asdict()})
+    if not rows:
+        return "no run asked the same questions behind more and more text: +experiment=context does"
+    several = len({m.run.directory for m in over}) > 1
+    forwards = {
+        (f"v({row['rows']})" + (f" of {m.run.directory.name}" if several else ""), int(row["task"])): row["v"]
+        for m in over for row in m.run.summary.get("depths") or () if row["rows"] > 1
+    }  # fmt: skip
+    lines = list(dict.fromkeys(line for line, _ in forwards))[: MOST // 2]
+    rows += [
+        {"measure": "v(n)", "line": line, "tokens": tokens, "value": v}
+        for (line, tokens), v in forwards.items() if line in lines
+    ]  # fmt: skip
+    cut = f" The {MOST // 2} fastest of {len(over)} methods." if len(over) > len(kept) else ""
+    caption = (
+        "Over the tokens of the prompt, whose question is the same at every length. Speed-up over plain decoding, "
+        "prompt processing excluded; tokens that a forward of the target gives; v(n), the time of a forward of n rows "
+        f"in forwards of one. {intervals.WHISKERS}{cut}"
+    )
+
+    def draw(canvas: Canvas, rows: Sequence[Row]) -> None:
+        names = plots.distinct(rows, "line")
+        for axes, measure, own in plots.panels(canvas, rows, "measure"):
+            plots.lines(axes, own, x="tokens", series="line", names=names)
+            axes.set(xlabel="tokens of the prompt", ylabel=measure)
+            axes.set_ylim(bottom=0)
+        plots.legend_below(canvas.axes[0])
+
+    return Drawing(caption, rows, draw, (12.0, 4.2))
+
+
 def union_size(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawing | str:
     found = [run for run in runs if any(run.summary.get(source) for source in _UNIONS)]
     labels = {id(m.run): m.label for m in reversed(methods)}
@@ -505,6 +548,7 @@ MAKERS: dict[str, tuple[str, Maker]] = {
     "predicted_and_measured": ("Predicted against measured speed-up", predicted_and_measured),
     "time_split": ("Where the time of a round goes", time_split),
     "verify_cost": ("v(n): the cost of a forward pass of n positions", verify_cost),
+    "by_context": ("Speed-up, tokens a pass and v(n) over the length of the prompt", by_context),
     "union_size": ("Kept neurons and their union over the rows of a pass", union_size),
     "sparsity": ("Quality and speed over the share of neurons kept", sparsity),
     "quality_and_speed": ("Quality against speed", quality_and_speed),

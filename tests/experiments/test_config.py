@@ -388,7 +388,7 @@ def test_short_forms():
     for same in (["data=builtin"], ["data=spec_bench", "data.tasks=[rag]"], ["data.limit_per_task=1"]):
         assert run.shorthand(["+experiment=spec_smollm2", *same]) == ["+experiment=spec_smollm2", *same]
     assert run.shorthand(["experiment=a", "+experiment=a", "-m"]) == ["+experiment=a", "+experiment=a", "-m"]
-    lists = ["+experiment=compare", "drafter=ngram,suffix", "verifier=greedy,delta"]
+    lists = ["+experiment=context", "drafter=ngram,suffix", "verifier=greedy,delta"]
     assert run.shorthand(lists)[1:] == ["compare.drafters=[prompt_lookup,suffix]", "compare.verifiers=[greedy,delta]"]
     assert run.shorthand([*lists, "-m"])[1] == "drafter=prompt_lookup,suffix"
 

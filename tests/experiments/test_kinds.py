@@ -235,6 +235,30 @@ def test_compare_ranks_every_valid_pair_and_predicts_it(cfg, tmp_path, monkeypat
         runner.check(replaced(cfg, kind="compare", compare=CompareSpec(("suffix",), ("token",))))
 
 
+def test_compare_asks_the_same_behind_more_and_more_text(cfg, files, tmp_path):
+    """The last text is the same at every length; v(n) is of each length; the report draws all over the tokens."""
+    data = dataclasses.replace(cfg.data, tasks=("code",), lengths=(6, 9))
+    spec = CompareSpec(("prompt_lookup",), ("greedy",), widths=(3,))
+    cfg = replaced(cfg, kind="compare", data=data, compare=spec, warmup=False)
+    cfg = dataclasses.replace(cfg, composed={"data": {"lengths": [6, 9]}})
+    _, text, written = play(cfg, tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "prompts.jsonl").read_text().splitlines()]
+    assert {(r["prompt_id"], r["task"]) for r in rows} == {("code-1 of 6", "6"), ("code-1 of 9", "9")}
+    depths = written["summary"]["depths"]
+    assert [(d["tokens"], d["rows"]) for d in depths] == [(7, 1), (7, 3), (10, 1), (10, 3)]  # and BOS
+    assert all(d["v"] == pytest.approx(d["seconds"] / one["seconds"]) for one, d in zip(depths[::2], depths[1::2]))
+    assert "one row, ms" in text and "v(3)" in text
+    found = runs.find([tmp_path / "run"])
+    (figure,) = (f for f in figures.make(found, methods.from_runs(found))[0] if f.name == "by_context")
+    assert {(r["measure"], r["tokens"]) for r in figure.rows} == {
+        (measure, tokens) for measure in ("speed-up", "tokens per target pass", "v(n)") for tokens in (6, 9)
+    }
+    assert figure.png()
+    long = dataclasses.replace(data, lengths=(1000,))
+    with pytest.raises(UserError, match=r"data\.lengths: 1000 tokens"):
+        play(replaced(cfg, data=long), tmp_path / "long")
+
+
 def method(name, ratio, half, *, tokens_per_pass=9.0, draws_z=None):
     faster = speedups.speedup([ratio], [1.0], prompts=[0])._replace(low=ratio - half, high=ratio + half, prompts=6)
     rates = {"tokens_per_second": 100.0, "tokens_per_target_pass": tokens_per_pass, "mean_acceptance_length": 3.0}

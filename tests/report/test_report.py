@@ -185,6 +185,7 @@ def test_the_page_needs_nothing_beside_it(sweep, tmp_path):
         "quality_and_speed",
         "union_size",
         "sparsity",
+        "by_context",
     }
     assert all(m.why in text.replace("&#39;", "'") for m in written.missing)
 
@@ -325,7 +326,8 @@ def forty(tmp_path_factory):
 def of_forty(forty):
     """Its figures."""
     drawn, missing = figures.make(*forty)
-    assert {m.name for m in missing} == {"sparsity"}  # its points are those of a run by itself (test_sparsity.py)
+    # Their points are those of runs by themselves (test_sparsity.py, test_kinds.py).
+    assert {m.name for m in missing} == {"sparsity", "by_context"}
     return {figure.name: figure for figure in drawn}
 
 

@@ -1,9 +1,11 @@
 """Every valid method of a list on the same prompts, plain decoding once, all in turn; one ranked table."""
 
 import itertools
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from rich.table import Table
@@ -12,7 +14,7 @@ from rich.text import Text
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments import configured, decoding
-from specsparse.experiments.decoding import Passes
+from specsparse.experiments.decoding import Bench, Passes
 from specsparse.experiments.kind import Kind, RunContext, RunResult
 from specsparse.experiments.settings import DecodingSettings, MethodSettings
 from specsparse.measure import conditions, intervals
@@ -23,16 +25,19 @@ from specsparse.measure.costs.forecast import Candidate, Clocks, DraftShape, at_
 from specsparse.measure.costs.measuring import Bar, silent
 from specsparse.measure.intervals import Interval
 from specsparse.measure.speedups import Repeats
+from specsparse.measure.trials import Ours
 from specsparse.report import display, record
 from specsparse.report.record import PLAIN, SPECULATIVE, Group, Identity, Pass
 from specsparse.runtime import metrics
-from specsparse.runtime.method import Method, UnfitPair, drafts_trees, resolve
+from specsparse.runtime.method import NO_DRAFTER, Method, UnfitPair, drafts_trees, resolve
 from specsparse.runtime.timing_cache import CostTable
 from specsparse.speculative.base import Verifier
 from specsparse.speculative.trees import CHAIN
 from specsparse.speculative.verifiers import VERIFIERS
 from specsparse.support import tables
 from specsparse.support.files import Json
+from specsparse.support.interleaved import interleaved
+from specsparse.support.options import Count
 from specsparse.support.registry import Choice
 
 GOAL = 0.1
@@ -44,6 +49,7 @@ DEFINITIONS = {
     "draft as this run counted them; over_measured: predicted / measured",
 }
 _FEW = 2  # methods that a line names; more are counted
+_REPEATS = 5  # of each forward behind the prompts of a task
 
 
 @dataclass(frozen=True)
@@ -110,12 +116,14 @@ class Comparison:
 class CompareSpec:
     """Every valid pair of these is tried; `verifiers` None is all lossless ones.
 
-    With `advise` the cost model's prediction stands beside each method's speed-up.
+    With `advise` the cost model's prediction stands beside each method's speed-up. Forwards of `widths` rows are timed
+    behind as many tokens as the prompts of each task have.
     """
 
     drafters: tuple[str, ...] = ("prompt_lookup",)
     verifiers: tuple[str, ...] | None = None
     advise: bool = False
+    widths: tuple[Count, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +156,7 @@ class Compare(Kind[CompareSettings]):
             passes.show(bench.jobs, PLAIN, started)
         done = passes.logged(bench.jobs)
         taken, size = passes.conditions(), bench.model.footprint.file
+        depths = at_depths(bench, cfg.compare.widths, bar=ctx.counting) if cfg.compare.widths else []
         entries = []
         for name, method in sides.items():
             made = entry(name, method["verifier"], [*passes.warm_up, *done], done, size, taken.read_bandwidth)
@@ -168,6 +177,7 @@ class Compare(Kind[CompareSettings]):
                 "conditions": taken.to_dict(),
                 "repeats": found.repeats and found.repeats.to_dict(),
                 **({"advice": within} if predicted else {}),
+                **({"depths": depths} if depths else {}),
             },
             found,
             shown=[
@@ -176,6 +186,7 @@ class Compare(Kind[CompareSettings]):
                 *display.condition_lines(taken, passes.repeats, warnings),
                 *(Text(line, style="dim") for line in lines(found)),
                 *prediction_parts(predicted),
+                *depth_parts(found, depths),
             ],
             definitions=DEFINITIONS,
             more={"methods": rows, "refused": refused, "load_s": bench.load_s, "compile_s": passes.compile_s},
@@ -195,7 +206,8 @@ def pairs(cfg: CompareSettings) -> tuple[dict[str, CompareSettings], tuple[str, 
     refused: list[str] = []
     seen: set[tuple[str, Any]] = set()
     verifiers = cfg.compare.verifiers or tuple(name for name, v in VERIFIERS.items() if v.lossless)
-    for name, verifier in itertools.product(cfg.compare.drafters, verifiers):
+    drafters = [name for name in cfg.compare.drafters if name != NO_DRAFTER]  # plain decoding runs in any case
+    for name, verifier in itertools.product(drafters, verifiers):
         pair = replace(
             cfg,
             drafter=configured.drafter_choice(cfg, name),
@@ -350,3 +362,43 @@ def prediction_parts(found: Mapping[str, Prediction]) -> Iterator[Table | str]:
     yield out
     within = sum(one.within for one in found.values())
     yield f"advice: {within} of {len(found)} predictions within {GOAL:.0%} of the clock"
+
+
+def at_depths(bench: Bench, widths: Sequence[int], *, bar: Bar = silent) -> list[Json]:
+    """Seconds of forwards of one row and of `widths` rows behind the prompts of each task, and v(n), these in ones."""
+    lengths: dict[str, list[int]] = {}
+    for job in bench.jobs:
+        lengths.setdefault(job.prompt.task, []).append(len(job.ids))
+    depths, ns = {task: round(statistics.fmean(each)) for task, each in lengths.items()}, sorted({1, *widths})
+    side = Ours(bench.model, depth=max(depths.values()), room=ns[-1], forwards=2)
+
+    def timed(depth: int, n: int) -> float:
+        side.depth = depth
+        return side.verify(n)
+
+    calls = {(task, n): partial(timed, depth, n) for task, depth in depths.items() for n in ns}
+    with bar("timing forwards at each length", _REPEATS) as step:
+        taken = interleaved(calls, repeats=_REPEATS, done=step)
+    found = {key: statistics.median(each) for key, each in taken.items()}
+    return [
+        {"task": task, "tokens": depths[task], "rows": n, "seconds": s, "v": s / found[task, 1]}
+        for (task, n), s in found.items()
+    ]
+
+
+def depth_parts(found: Comparison, depths: Sequence[Json]) -> Iterator[Table]:
+    """A row a task: its tokens, a forward of one row and v(n) behind them, each method's speed-up and tokens a pass."""
+    if not depths:
+        return
+    ns = [n for n in dict.fromkeys(row["rows"] for row in depths) if n > 1]
+    out = tables.new("tokens", "one row, ms", *(f"v({n})" for n in ns), *(e.name.split(" ")[0] for e in found.entries))
+    for task in dict.fromkeys(row["task"] for row in depths):
+        own = {row["rows"]: row for row in depths if row["task"] == task}
+        cells = []
+        for e in found.entries:
+            group = e.groups[task]
+            rate = group.sides[SPECULATIVE].rates["tokens_per_target_pass"]
+            cells.append(f"{group.speedup.ratio_of_totals:.2f} ({rate:.2f})" if group.speedup else "-")
+        forwards = [f"{1e3 * own[1]['seconds']:.1f}", *(f"{own[n]['v']:.2f}" for n in ns)]
+        out.add_row(str(own[1]["tokens"]), *forwards, *cells)
+    yield out
