@@ -17,13 +17,14 @@ import numpy as np
 from specsparse.engine.rope import RopeConfig, rope_tables
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import embed_rows
+from specsparse.kernels.reference.dense import rms_norm
 from specsparse.speculative.drafters.heads import dflash, dspark
 from specsparse.speculative.drafters.heads.dflash import BlockKeys, BlockLayer, BlockShape, BlockWeights, DFlashFile
 from specsparse.speculative.drafters.heads.dspark import DSparkFile, MarkovWeights, SparkShape
 from specsparse.training import form
 from specsparse.training.corpus import Features, Text, Window, fill, pack
 from specsparse.training.form import Aim, FeatureForm, Frozen, ridge, unit
-from specsparse.training.layer import Keys, attention, linear, rms_norm, times
+from specsparse.training.layer import Keys, attention, linear, times
 
 _ROWS, _DRAFTING = 512, 224  # size of the windows that the first weights are fitted on
 _FIRST_ROWS = 8_000  # tokens of answers that the first weights are fitted on

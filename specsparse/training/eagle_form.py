@@ -21,6 +21,7 @@ from specsparse.engine.rope import halves
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize, embed_rows
+from specsparse.kernels.reference.dense import rms_norm
 from specsparse.speculative.drafters.heads import eagle3
 from specsparse.speculative.drafters.heads.eagle3 import Eagle3File, Eagle3Weights, HeadRows, HeadShape, Products
 from specsparse.speculative.drafters.heads.head import LAYER_MATRICES, NORMS, HeadFile, HeadParams, write_head
@@ -34,7 +35,6 @@ from specsparse.training.layer import (
     feed_forward,
     layer_shapes,
     linear,
-    rms_norm,
     split_heads,
     times,
 )

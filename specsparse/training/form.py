@@ -20,11 +20,12 @@ from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.kernels.qtensor import take_rows
+from specsparse.kernels.reference.dense import rms_norm
 from specsparse.models.convert.write import out_type, size_keys, write_model
 from specsparse.speculative.drafters.heads.eagle3 import default_layers
 from specsparse.support.options import Count
 from specsparse.training.corpus import Features, Text, Window
-from specsparse.training.layer import LayerWeights, attend, feed_forward, layer_shapes, rms_norm, times
+from specsparse.training.layer import LayerWeights, attend, feed_forward, layer_shapes, times
 
 
 class Frozen(NamedTuple):

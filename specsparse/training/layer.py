@@ -16,7 +16,7 @@ import numpy as np
 
 from specsparse.engine.config import ModelConfig
 from specsparse.kernels import processor
-from specsparse.kernels.reference.dense import rotate
+from specsparse.kernels.reference.dense import rms_norm, rotate
 
 Precision = Literal["auto", "float32", "bfloat16"]
 """Type of a training's products; `auto` is bfloat16 if the processor has units for it."""
@@ -101,11 +101,6 @@ class Keys(NamedTuple):
 
     k: jax.Array
     v: jax.Array
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + jnp.float32(eps)) * weight
 
 
 def linear(

@@ -35,10 +35,11 @@ from specsparse.engine.pytree import Pytree
 from specsparse.engine.rope import model_tables
 from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import dequantize, embed_rows
+from specsparse.kernels.reference.dense import rms_norm
 from specsparse.support.files import write_tensors
 from specsparse.support.options import Count, Internal, Positive, Range, Share
 from specsparse.training.corpus import Features, Text, fill_up, pack
-from specsparse.training.layer import LayerWeights, Precision, attend, halved, rms_norm, times
+from specsparse.training.layer import LayerWeights, Precision, attend, halved, times
 from specsparse.training.training_loop import OnStep, endless, train, trapezoid, updated
 
 _PART = 8  # windows of a file of inputs

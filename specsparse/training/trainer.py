@@ -18,10 +18,11 @@ from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.kernels.qtensor import take_rows
+from specsparse.kernels.reference.dense import rms_norm
 from specsparse.support.options import Count, Internal, Positive, Range, Size
 from specsparse.training.corpus import Features, Text, Window, fill, pack, spans
 from specsparse.training.form import Aim, Form, Frozen, id_counts
-from specsparse.training.layer import Precision, halved, rms_norm, times
+from specsparse.training.layer import Precision, halved, times
 from specsparse.training.training_loop import OnStep, endless, train, trapezoid, updated
 
 

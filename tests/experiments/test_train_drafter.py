@@ -15,6 +15,7 @@ from specsparse.errors import UserError
 from specsparse.experiments import runner
 from specsparse.experiments.kinds import train_drafter, train_settings
 from specsparse.experiments.kinds.train_settings import TrainSpec
+from specsparse.kernels.reference.dense import rms_norm
 from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.runtime.session import Request, Session
 from specsparse.speculative.drafters import get_drafter
@@ -24,7 +25,6 @@ from specsparse.testing.drafting import random_head
 from specsparse.training import corpus, trainer, training_loop
 from specsparse.training.corpus import fill
 from specsparse.training.eagle_form import HeadForm
-from specsparse.training.layer import rms_norm
 from specsparse.training.trainer import reached
 from tests.experiments import playing
 from tests.experiments.playing import changed, quiet_context, random_texts, run_config, settings, stop_at

@@ -21,10 +21,11 @@ from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.engine.rope import rope_tables
 from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import dequantize, embed_rows
+from specsparse.kernels.reference.dense import rms_norm
 from specsparse.models.convert.heads import read_dflash, write_folder
 from specsparse.runtime.method import load_drafter
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.heads.dflash import BlockLayer, BlockWeights, rms_norm, sees_block, sees_context
+from specsparse.speculative.drafters.heads.dflash import BlockLayer, BlockWeights, sees_block, sees_context
 from specsparse.speculative.trees import get_tree
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import draft_context, on_target, random_dflash, target_rows

@@ -126,7 +126,12 @@ def explain(
         notes.append(
             "time split: measured stage by stage on the first prompt of each task, applied to the timed passes"
         )
-    _host(passes, findings, notes)
+    if (ratio := record.speedup_of(passes, over=HOST)) is not None:  # both loops were timed
+        findings["jit_over_host_loop"] = ratio.to_dict()
+        notes.append(
+            f"one program for the whole decode is {ratio.ratio_of_totals:.2f} times as fast as the host loop "
+            f"({ratio.interval.sentence()}), same tokens"
+        )
     _policy(loop.policies, findings, notes)
     if table is None:
         measures = "+experiment=roofline measures this model's costs here and keeps them"
@@ -148,17 +153,6 @@ def explain(
         notes += [f"speed-up {', '.join(said)}"] if said else []
     findings["exports"] = {style: metrics.export(counters, style, tree=levels is not None) for style in metrics.STYLES}
     return dataclasses.replace(found, findings=findings, notes=tuple(notes))
-
-
-def _host(passes: Sequence[Pass], findings: dict[str, object], notes: list[str]) -> None:
-    """Adds the speed of the jitted loop over the host loop, if both were timed."""
-    ratio = record.speedup_of(passes, over=HOST)
-    if ratio is not None:
-        findings["jit_over_host_loop"] = ratio.to_dict()
-        notes.append(
-            f"one program for the whole decode is {ratio.ratio_of_totals:.2f} times as fast as the host loop "
-            f"({ratio.interval.sentence()}), same tokens"
-        )
 
 
 def _policy(reports: Sequence[Any], findings: dict[str, object], notes: list[str]) -> None:

@@ -39,11 +39,11 @@ def at_once(function, *rows):
 def normalise(x, norm, *, eps, over_rows=alone):
     """RMS norm of each row f32[..., D] on its own, times norm f32[D]."""
     rows = x.reshape(-1, x.shape[-1])
-    return over_rows(lambda row: normalise_row(row, norm, eps), rows).reshape(x.shape)
+    return over_rows(lambda row: rms_norm(row, norm, eps), rows).reshape(x.shape)
 
 
-def normalise_row(x, norm, eps):
-    """RMS norm over the last axis, of one row or of rows at once."""
+def rms_norm(x, norm, eps):
+    """x / rms(x) * norm over the last axis, of one row or of rows at once."""
     return (
         x
         * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + jnp.float32(eps))
@@ -108,7 +108,7 @@ def linear(
 
     def product(h):
         if norm is not None:
-            h = normalise_row(h, norm, eps)
+            h = rms_norm(h, norm, eps)
         outs = []
         for i, multiply in enumerate(multipliers):
             y = multiply(h)
@@ -128,7 +128,7 @@ def linear(
 
 def add_normed(x, y, norm, *, n_valid, eps, over_rows=alone):
     """x + y / rms(y) * norm, row by row: x, y f32[R, D], norm f32[D]; `n_valid` and `eps` as `linear` takes them."""
-    out = over_rows(lambda a, b: a + normalise_row(b, norm, eps), x, y)
+    out = over_rows(lambda a, b: a + rms_norm(b, norm, eps), x, y)
     return jnp.where(valid(n_valid, x.shape[0])[:, None], out, jnp.float32(0))
 
 
@@ -209,7 +209,7 @@ def _begin_step(
     def heads(x, norm):
         x = x.reshape(batch * n, -1, d)
         if norm is not None:
-            x = each_row(lambda row: normalise_row(row, norm, eps), x)
+            x = each_row(lambda row: rms_norm(row, norm, eps), x)
         return rotate(x.reshape(batch, n, -1, d), c, s, pairing)
 
     q, k = heads(q, q_norm), heads(k, k_norm)

@@ -54,7 +54,7 @@ def sparse_ffn(
         return jnp.einsum("...d,fd->...f", x, w_FD, precision=dense.HIGHEST)
 
     def ffn(x, keep):
-        z = x if norm is None else dense.normalise_row(x, norm, eps)
+        z = x if norm is None else dense.rms_norm(x, norm, eps)
         a = dense.activate(product(z, up_FD if gate is None else gate_FD), act)
         a = jnp.where(keep if least is None else keep & ~(jnp.abs(a) < least), a, jnp.float32(0))
         if gate is not None:

@@ -26,7 +26,7 @@ from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError, refuse
 from specsparse.kernels import QTensor
-from specsparse.kernels.reference.dense import append, rotate
+from specsparse.kernels.reference.dense import append, rms_norm, rotate
 from specsparse.speculative.base import MAX_GAMMA, DraftContext
 from specsparse.speculative.drafters.heads.feature_source import FeatureSource, pick
 from specsparse.speculative.drafters.heads.published import (
@@ -194,12 +194,6 @@ def sees_block(shape: BlockShape, layer: int, rows: int) -> jax.Array:
     window, ahead = shape.windows[layer], jnp.arange(rows)[None] - jnp.arange(rows)[:, None]
     seen = ahead <= 0 if shape.causal[layer] else jnp.ones((rows, rows), bool)
     return seen if window is None or shape.windows_of_block else seen & (abs(ahead) < window)
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * weight over the last axis."""
-    square = jnp.mean(x * x, axis=-1, keepdims=True)
-    return x * jax.lax.rsqrt(square + jnp.float32(eps)) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
 
 
 def _heads(shape: BlockShape, x_RO: jax.Array, norm_d: jax.Array, cos_RP, sin_RP, each: Each) -> jax.Array:

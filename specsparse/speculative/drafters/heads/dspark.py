@@ -25,6 +25,7 @@ from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.engine.model import Model
 from specsparse.errors import UserError, refuse
 from specsparse.kernels.qtensor import take_rows
+from specsparse.kernels.reference.dense import rms_norm
 from specsparse.speculative.base import DraftContext
 from specsparse.speculative.drafters.heads import dflash
 from specsparse.speculative.drafters.heads.dflash import (
@@ -38,7 +39,6 @@ from specsparse.speculative.drafters.heads.dflash import (
     Linear,
     Matrix,
     one_by_one,
-    rms_norm,
 )
 from specsparse.speculative.drafters.heads.feature_source import pick
 from specsparse.speculative.drafters.heads.published import HeadKeys
@@ -222,7 +222,7 @@ class DSparkSource(BlockSource):
         draft, y_BnD = self.block(weights, state, ctx, live_B)
         batch, n, D = y_BnD.shape
         assert weights.norm is not None
-        norm = functools.partial(rms_norm, weight=weights.norm, eps=self.eps)
+        norm = functools.partial(rms_norm, norm=weights.norm, eps=self.eps)
         h_BnD = one_by_one(norm, y_BnD.reshape(batch * n, D)).reshape(batch, n, D)
         recurrent, first = self.shape.markov_head_type == "rnn", self.skipped
         state_B1S = jnp.zeros((batch, 1, self.shape.markov_rank if recurrent else 0), jnp.float32)
