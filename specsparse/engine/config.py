@@ -441,23 +441,16 @@ class _Reader:
 
 @dataclass(frozen=True)
 class Overrides:
-    """Options of `specsparse.load` that replace metadata of the file; None keeps it.
+    """Options of `specsparse.load` that replace metadata of the file; None keeps it."""
 
-    Attributes:
-        rope_base: theta.
-        rope_scale: the factor: 2 doubles the usable context. Without a scaling it is linear unless the file names one.
-        rope_scaling: how the context is stretched.
-        context_length: tokens.
-        activation: of the FFN, such as "relu" for a dense ReluLLaMA, whose file does not say it.
-        yarn: whose ramp YaRN has: the model's own ("reference"), or llama.cpp's, which rounds where it begins and ends.
-            They differ in gpt-oss.
-    """
-
-    rope_base: Annotated[float | None, Range(1, 1e12, above=True)] = None
+    rope_base: Annotated[float | None, Range(1, 1e12, above=True)] = None  # theta
+    # the factor: 2 doubles the usable context. Without a scaling it is linear unless the file names one
     rope_scale: Annotated[float | None, Range(0, 1e12, above=True)] = None
-    rope_scaling: Literal["none", "linear", "yarn"] | None = None
-    context_length: Annotated[int | None, Range(1, MAX_CONTEXT)] = None
-    activation: str | None = None
+    rope_scaling: Literal["none", "linear", "yarn"] | None = None  # how the context is stretched
+    context_length: Annotated[int | None, Range(1, MAX_CONTEXT)] = None  # tokens
+    activation: str | None = None  # of the FFN, such as "relu" for a dense ReluLLaMA, whose file does not say it
+    # whose ramp YaRN has: the model's own ("reference"), or llama.cpp's, which rounds where it begins and ends. They
+    # differ in gpt-oss
     yarn: Literal["reference", "llama.cpp"] | None = None
 
 

@@ -50,32 +50,21 @@ _OPEN = 8  # windows that wait for a text that still fits
 
 @dataclass(frozen=True)
 class DataOptions:
-    """The text to make.
+    """The text to make."""
 
-    Attributes:
-        text: prompts of the `grammar`, or those that the model writes itself, see `make_shard`.
-        turn_temperature: of its own prompts.
-        repeated: the largest share of a text's 4-grams that stood in it before: a prompt of its own with more is left
-            out, the answer to one is cut where it begins to repeat itself.
-        batch: texts written together; where one ends, the next one begins.
-        batches: of a file.
-        answer: tokens of an answer, at most.
-        prompt_tokens: longer prompts are left out.
-        temperatures: of the answers, in turn; 0 is greedy.
-        chat: each prompt is a user's turn in the model's template.
-        seed: of prompts and answers.
-    """
-
+    # prompts of the `grammar`, or those that the model writes itself, see `make_shard`
     text: Literal["grammar", "self"] = "grammar"
-    turn_temperature: Positive = 1.0
+    turn_temperature: Positive = 1.0  # of its own prompts
+    # the largest share of a text's 4-grams that stood in it before: a prompt of its own with more is left out, the
+    # answer to one is cut where it begins to repeat itself
     repeated: Annotated[float, Range(0, 1)] = 0.3
-    batch: Count = 16
-    batches: Count = 8
-    answer: Count = 240
-    prompt_tokens: Count = 256
-    temperatures: tuple[Annotated[float, Range(0)], ...] = (0.0, 0.7, 0.0, 1.0)
-    chat: Annotated[bool, Internal()] = True
-    seed: Annotated[int, Internal()] = 0
+    batch: Count = 16  # texts written together; where one ends, the next one begins
+    batches: Count = 8  # of a file
+    answer: Count = 240  # tokens of an answer, at most
+    prompt_tokens: Count = 256  # longer prompts are left out
+    temperatures: tuple[Annotated[float, Range(0)], ...] = (0.0, 0.7, 0.0, 1.0)  # of the answers, in turn; 0 is greedy
+    chat: Annotated[bool, Internal()] = True  # each prompt is a user's turn in the model's template
+    seed: Annotated[int, Internal()] = 0  # of prompts and answers
 
     def __post_init__(self):
         templated = "train.text=self: the model writes a user's turn in its chat template, give data.chat=true"

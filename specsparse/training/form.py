@@ -191,12 +191,9 @@ def tokenizer_keys(model: Model, prefix: str = "tokenizer.ggml.") -> dict[str, o
 
 @dataclass(frozen=True)
 class SmallOptions:
-    """The shape of a small model.
+    """The shape of a small model."""
 
-    Attributes:
-        width, heads, ffn, layers: D, H, F and L of docs/notation.md; every query head has keys of its own.
-    """
-
+    # width, heads, ffn, layers: D, H, F and L of docs/notation.md; every query head has keys of its own
     width: Count = 128
     heads: Count = 4
     ffn: Count = 512

@@ -220,25 +220,16 @@ class ReluState(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """How a layer is rebuilt.
+    """How a layer is rebuilt."""
 
-    Attributes:
-        share: of active neurons aimed at.
-        linear: share of neurons that begin as linear ones, always active; they count as active.
-        passes: over the tokens.
-        layer_batch: tokens of a step.
-        layer_rate: of Adam; it rises over a twentieth of the steps and falls to 0.
-        pressure: how fast the weight of the sparsity term follows the share.
-        seed: of the order of tokens.
-    """
-
-    share: Share = 0.3
+    share: Share = 0.3  # of active neurons aimed at
+    # share of neurons that begin as linear ones, always active; they count as active
     linear: Annotated[float, Range(0)] = 0.125
-    passes: Positive = 1.0
-    layer_batch: Count = 256
-    layer_rate: Positive = 2e-4
-    pressure: Positive = 0.5
-    seed: Annotated[int, Internal()] = 0
+    passes: Positive = 1.0  # over the tokens
+    layer_batch: Count = 256  # tokens of a step
+    layer_rate: Positive = 2e-4  # of Adam; it rises over a twentieth of the steps and falls to 0
+    pressure: Positive = 0.5  # how fast the weight of the sparsity term follows the share
+    seed: Annotated[int, Internal()] = 0  # of the order of tokens
 
     def __post_init__(self):
         if self.linear >= self.share:
@@ -396,44 +387,27 @@ the loss. Beyond these, the weight holds the divergence up and the share stays w
 
 @dataclass(frozen=True)
 class DistillOptions:
-    """How a model is distilled.
+    """How a model is distilled."""
 
-    Attributes:
-        steps: of the optimiser, one window each.
-        rows: of a window.
-        candidates: ids that a step's softmax runs over: those of its texts, and others drawn as often as they occur.
-        rate: of Adam; rises over `warmup` steps and falls to 0 over the last `decay` of them.
-        warmup: steps.
-        decay: share of the steps.
-        clip: largest norm of a gradient.
-        feature: weight of the distance of last rows.
-        prompts: weight of a prompt's rows in the loss; an answer's have 1.
-        share: of active neurons aimed at, over all layers.
-        follow: how fast the weight of the sparsity term follows the share.
-        react: how much that weight is raised, for one step, by the step's own share. Without it the share swings
-            around the one aimed at, since what follows comes too late.
-        measure: of that term, of `MEASURES`.
-        rounded: whether the matrices are rounded to Q4_0 in a step.
-        precision: of a step's products, of `training.layer.Precision`.
-        seed: of the order of texts, and of the candidates.
-    """
-
-    steps: Count = 400
-    rows: Count = 512
+    steps: Count = 400  # of the optimiser, one window each
+    rows: Count = 512  # of a window
+    # ids that a step's softmax runs over: those of its texts, and others drawn as often as they occur
     candidates: Count = 4096
-    rate: Positive = 4e-4
-    warmup: Count = 10
-    decay: Share = 0.8
-    clip: Positive = 1.0
-    feature: Annotated[float, Range(0)] = 0.2
-    prompts: Annotated[float, Range(0)] = 1.0
-    share: Share = 0.3
-    follow: Positive = 0.5
+    rate: Positive = 4e-4  # of Adam; rises over `warmup` steps and falls to 0 over the last `decay` of them
+    warmup: Count = 10  # steps
+    decay: Share = 0.8  # share of the steps
+    clip: Positive = 1.0  # largest norm of a gradient
+    feature: Annotated[float, Range(0)] = 0.2  # weight of the distance of last rows
+    prompts: Annotated[float, Range(0)] = 1.0  # weight of a prompt's rows in the loss; an answer's have 1
+    share: Share = 0.3  # of active neurons aimed at, over all layers
+    follow: Positive = 0.5  # how fast the weight of the sparsity term follows the share
+    # how much that weight is raised, for one step, by the step's own share. Without it the share swings around the one
+    # aimed at, since the pressure that follows it comes too late
     react: Annotated[float, Range(0)] = 0.0
-    measure: Literal["hoyer", "count"] = "hoyer"
-    rounded: bool = True
-    precision: Precision = "auto"
-    seed: Annotated[int, Internal()] = 0
+    measure: Literal["hoyer", "count"] = "hoyer"  # of that term, of `MEASURES`
+    rounded: bool = True  # whether the matrices are rounded to Q4_0 in a step
+    precision: Precision = "auto"  # of a step's products, of `training.layer.Precision`
+    seed: Annotated[int, Internal()] = 0  # of the order of texts, and of the candidates
 
 
 class DistillBatch(NamedTuple):

@@ -28,44 +28,31 @@ from specsparse.training.training_loop import OnStep, endless, train, trapezoid,
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How a drafter is trained.
+    """How a drafter is trained."""
 
-    Attributes:
-        draft_vocab: N, ids it scores: the most frequent ones of the answers; 0 for all.
-        steps: of the optimiser.
-        windows: of a step.
-        rows, drafting: of a window, see `training.corpus.Window`.
-        streams: tokens of a draft that are trained.
-        stream_weight: of each stream in the loss against the one before it.
-        candidates: ids of the draft vocabulary that a step's softmax runs over, others in every step: those that
-            follow its rows and further ones, drawn as often as they occur; 0 for all of them, which costs more.
-        learning_rate, weight_decay: of AdamW; the decay is of the matrices.
-        clip: largest norm of a gradient.
-        warmup: steps in which the rates rise from 0.
-        decay: share of the steps, the last ones, in which they fall to 0, linearly.
-        replay: share of the steps, the last ones, that learn from rounds of decoding alone: target and drafter write a
-            text again together, and what the drafter proposed counts, up to its first wrong token (`rounds`), as
-            Draft-OPD replays refused positions (arXiv:2605.29343). Their softmax runs over the draft vocabulary.
-        precision: of a step's products, of `training.layer.Precision`.
-        seed: of the order of texts.
-    """
-
-    draft_vocab: Size = 8192
-    steps: Count = 1000
-    windows: Count = 4
+    draft_vocab: Size = 8192  # N, ids it scores: the most frequent ones of the answers; 0 for all
+    steps: Count = 1000  # of the optimiser
+    windows: Count = 4  # of a step
+    # rows, drafting: of a window, see `training.corpus.Window`
     rows: Count = 512
     drafting: Count = 224
-    streams: Count = 2
-    stream_weight: Positive = 0.8
+    streams: Count = 2  # tokens of a draft that are trained
+    stream_weight: Positive = 0.8  # of each stream in the loss against the one before it
+    # ids of the draft vocabulary that a step's softmax runs over, others in every step: those that follow its rows and
+    # further ones, drawn as often as they occur; 0 for all of them, which costs more
     candidates: Size = 2048
+    # learning_rate, weight_decay: of AdamW; the decay is of the matrices
     learning_rate: Positive = 6e-4
     weight_decay: Annotated[float, Range(0)] = 0.01
-    clip: Positive = 1.0
-    warmup: Count = 20
-    decay: Annotated[float, Range(0, 1)] = 0.5
+    clip: Positive = 1.0  # largest norm of a gradient
+    warmup: Count = 20  # steps in which the rates rise from 0
+    decay: Annotated[float, Range(0, 1)] = 0.5  # share of the steps, the last ones, in which they fall to 0, linearly
+    # share of the steps, the last ones, that learn from rounds of decoding alone: target and drafter write a text again
+    # together, and what the drafter proposed counts, up to its first wrong token (`rounds`), as Draft-OPD replays
+    # refused positions (arXiv:2605.29343). Their softmax runs over the draft vocabulary
     replay: Annotated[float, Range(0, 1)] = 0.0
-    precision: Precision = "auto"
-    seed: Annotated[int, Internal()] = 0
+    precision: Precision = "auto"  # of a step's products, of `training.layer.Precision`
+    seed: Annotated[int, Internal()] = 0  # of the order of texts
 
 
 class TrainState(NamedTuple):
