@@ -158,7 +158,7 @@ def put(old_BC, new_Bm, count_B, start_B) -> jax.Array:
 
 
 def score(scores: Logprobs, logits_BmV, tokens_Bm, count_B, start_B) -> Logprobs:
-    """With the log probabilities of the first `count_B` tokens, which stand at `start_B` and after."""
+    """The scores with the log probabilities of the first `count_B` tokens, which stand at `start_B` and after."""
     B, m, V = logits_BmV.shape
     new = logprobs(logits_BmV.reshape(B * m, V), tokens_Bm.reshape(-1), scores.top.shape[-1])
 

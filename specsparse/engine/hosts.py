@@ -32,7 +32,7 @@ _NEVER_S = 10**6  # a limit of jaxlib's that ours come before
 
 
 class Meeting(NamedTuple):
-    """Where the processes meet, how many they are, and which of them this one is."""
+    """The place where the processes meet, their number, and the index of this one."""
 
     host: str
     port: int

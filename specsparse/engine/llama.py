@@ -258,7 +258,7 @@ def side_by_side(rows: Sequence[jax.Array], n_valid_B: jax.Array) -> jax.Array:
 
 
 def places(wanted: bool | tuple[int, ...], which: Sequence[int], n_layers: int) -> tuple[int, ...]:
-    """Where in the layers `which` that run, of `n_layers`, the rows of `Want.hidden` come from."""
+    """The places of the rows of `Want.hidden` in the layers `which` that run, of `n_layers`."""
     if isinstance(wanted, bool):
         return ()
     at = {layer: place for place, layer in reversed(list(enumerate(which)))} | {n_layers: len(which)}

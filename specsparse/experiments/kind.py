@@ -104,7 +104,7 @@ class RunResult:
     objective: float | None = None
 
     def _repr_html_(self) -> str | None:
-        """For notebooks: the result's own table, if it has one."""
+        """The result's own table in a notebook, if it has one."""
         shown = getattr(self.result, "_repr_html_", None)
         return None if shown is None else shown()
 

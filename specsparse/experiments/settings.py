@@ -92,7 +92,7 @@ class DataSpec:
     lengths: tuple[Count, ...] | None = None  # tokens of each prompt with texts of the others before it, one a length
 
     def prompts(self, *, turns: str = "first") -> list[Prompt]:
-        """Those of the first turns, or of both. UserError: a file that cannot be read, or an unknown task."""
+        """The prompts of the first turns, or of both. UserError: a file that cannot be read, or an unknown task."""
         given = {"path": self.path, "tasks": self.tasks, "limit_per_task": self.limit_per_task, "split": self.split}
         return load(self.source, turns=turns, **given)
 
@@ -186,7 +186,7 @@ class MethodSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingSettings(ModelSettings, MethodSettings):
-    """Of a run that decodes prompts plainly and with methods."""
+    """The settings of a run that decodes prompts plainly and with methods."""
 
     repeats: Count | Literal["auto"] = 1  # of the timed passes; "auto": see `specsparse.measure.speedups`
     warmup: bool = True  # an untimed pass first

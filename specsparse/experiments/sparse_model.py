@@ -150,7 +150,7 @@ def fitted(
 
 
 def trained_weights(cfg: ModelSettings, dense: Model, codes: Any, threshold: float | None) -> Sequence[Any]:
-    """By layer the weights of a PowerInfer file, or of a file of predictors; `threshold` is instead of the file's.
+    """The weights by layer of a PowerInfer file, or of a file of predictors; `threshold` is instead of the file's.
     UserError: they are of another model's shape."""
     if cfg.ffn.weights is None and dense.config.predictor_ranks:
         own = [layer.sparse for layer in dense.params.layers]

@@ -66,7 +66,7 @@ class Conditions:
         return [text.format(value) for value, text in known if value is not None]
 
     def line(self) -> str | None:
-        """For the terminal; None if nothing is known."""
+        """The line for the terminal; None if nothing is known."""
         return f"taken at: {', '.join(self.parts())}" if self.parts() else None
 
 
@@ -82,7 +82,8 @@ class ResultConditions(NamedTuple):
 
 
 def from_record(record: Json) -> ResultConditions:
-    """Of a record.json; older ones have the bandwidth and the plain speed in other places, or not at all."""
+    """The conditions of a record.json; older ones have the bandwidth and the plain speed in other places, or not at
+    all."""
     summary, manifest = record.get("summary") or {}, record.get("manifest") or {}
     cpu, config = manifest.get("cpu") or {}, record.get("config") or {}
     found = Conditions.from_dict(summary.get("conditions") or {})

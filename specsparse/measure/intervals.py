@@ -99,7 +99,8 @@ def ratio_of_ratios(above: Sequence[tuple[float, float]], below: Sequence[tuple[
 
 
 def geometric_mean(values: ArrayLike, *, least: int = LEAST_PROMPTS) -> Interval:
-    """Of positive values, one a prompt, with the t interval of their logarithms if there are at least so many."""
+    """The geometric mean of positive values, one a prompt, with the t interval of their logarithms if there are at
+    least so many."""
     logs = np.log(np.asarray(values, np.float64))
     found = mean(logs.tolist())
     middle = float(np.exp(found.value))

@@ -42,7 +42,7 @@ class Speedup(NamedTuple):
         return Interval(self.ratio_of_totals, self.low, self.high, self.prompts, self.skewed)
 
     def to_dict(self) -> Json:
-        """For a record; `interval_of` says whose `low` and `high` are."""
+        """The fields of a record; `interval_of` says whose `low` and `high` are."""
         return {**self._asdict(), "interval_of": "ratio_of_totals"}
 
 
@@ -110,7 +110,7 @@ class Width:
 
     @classmethod
     def from_plain(cls, seconds: Sequence[float]) -> "Width":
-        """Of plain decoding alone, which has no speed-up: its seconds, one entry a repeat of all prompts."""
+        """The terms of plain decoding alone, which has no speed-up: its seconds, one entry a repeat of all prompts."""
         return cls(None, _relative(intervals.mean(seconds)))
 
     @property
@@ -152,7 +152,7 @@ class Repeats:
                 "half_width": None if self.width is None else asdict(self.width)}  # fmt: skip
 
     def line(self) -> str | None:
-        """For the terminal; None if the number was given."""
+        """The line for the terminal; None if the number was given."""
         if self.width is None:
             return None
         widths = self.width.decisive, self.width.timing

@@ -127,8 +127,8 @@ class Reference:
         return self.text or f"{SCHEME}{self.repo}{named}{f'@{self.revision}' if self.revision else ''}"
 
     def with_file(self, found: Repository | None = None) -> "Reference":
-        """With the file that is meant, if it names none: the one of its type, else of the usual one, else the first.
-        `found` is the repository, if the Hub was asked for it."""
+        """The reference with the file that is meant, if it names none: the one of its type, else of the usual one, else
+        the first. `found` is the repository, if the Hub was asked for it."""
         if self.file is not None:
             return self
         try:

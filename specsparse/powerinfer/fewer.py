@@ -200,7 +200,7 @@ class UnionPoint:
 
     @staticmethod
     def from_layers(rows: int, batch: int, passes: int, kept_L: np.ndarray, union_L: np.ndarray) -> "UnionPoint":
-        """From the shares of each layer, means over the passes."""
+        """The point of the shares of each layer, means over the passes."""
         guess = float(np.mean(1 - (1 - kept_L) ** rows))
         return UnionPoint(rows, batch, passes, float(kept_L.mean()), float(union_L.mean()), guess)
 

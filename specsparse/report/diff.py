@@ -107,7 +107,7 @@ def _texts(a: Run, b: Run, side_a: str, side_b: str) -> tuple[int, tuple[str, ..
 
 
 def tables(found: Difference) -> list[Table]:
-    """For the terminal: settings that differ, and results."""
+    """The tables of settings that differ, and of results."""
     a, b = found.names
     rows = ([cell if len(cell) < 60 else f"{cell[:56]} ..." for cell in row] for row in found.settings)
     settings = new("set otherwise", a, b, rows=rows, left=(0, 1, 2), wrap=(0, 1, 2))

@@ -76,7 +76,7 @@ class ReportedMethod:
         return list(dict.fromkeys(s.task for s in self.samples))
 
     def share(self, part: Term, whole: Term) -> Interval | None:
-        """Of sums over the prompts, a value between 0 and 1, with its interval."""
+        """The ratio of two sums over the prompts, between 0 and 1, with its interval."""
         return intervals.share([part(s) for s in self.samples], [whole(s) for s in self.samples])
 
     def measured(self, name: str) -> Interval | None:
@@ -142,7 +142,7 @@ def constants(methods: Sequence[ReportedMethod]) -> list[str]:
 
 
 def fastest(methods: Sequence[ReportedMethod], most: int) -> list[ReportedMethod]:
-    """Those with the highest speed-up, in the given order."""
+    """The methods with the highest speed-up, in the given order."""
     kept = ranked(methods)[:most]
     return [m for m in methods if m in kept]
 

@@ -59,7 +59,7 @@ def render(template: str, **values: object) -> str:
 
 
 def number(value: object) -> str:
-    """For a cell: four significant digits, a dash for a missing value."""
+    """A number for a cell: four significant digits, a dash for a missing value."""
     if value is None or value == "":
         return "–"
     if isinstance(value, bool):

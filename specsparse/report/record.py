@@ -1,4 +1,4 @@
-"""From the passes of a run to its record: sums, rates, speed-up, identity of the texts, bandwidth."""
+"""The record of a run, made of its passes: sums, rates, speed-up, identity of the texts, bandwidth."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence

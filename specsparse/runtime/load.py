@@ -1,4 +1,4 @@
-"""From a name or a file to a model that is ready to run."""
+"""Loading: a name or a file becomes a model that is ready to run."""
 
 import inspect
 import os

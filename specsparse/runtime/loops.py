@@ -242,7 +242,8 @@ class Pruned:
 
     @classmethod
     def compile(cls, function: Callable[..., Pytree], *args: Pytree, donate: tuple[int, ...] = ()) -> "Pruned":
-        """For arguments of these shapes; those at the places `donate` are given up, as far as they are read."""
+        """The function compiled for arguments of these shapes; those at the places `donate` are given up, as far as
+        they are read."""
         from jax.extend.core import Literal, jaxpr_as_fun  # brings Pallas, which most runs do not need
 
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)

@@ -90,7 +90,7 @@ class MethodSpec:
 
     @property
     def temperature(self) -> float:
-        """Of the target, 0 for greedy decoding."""
+        """The temperature of the target, 0 for greedy decoding."""
         return 0.0 if self.sampling.greedy else self.sampling.temperature
 
     def arguments(self) -> dict[str, Any]:

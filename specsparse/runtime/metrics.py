@@ -34,7 +34,7 @@ class Times:
         return Times(prefill=self.prefill + other.prefill, total=self.total + other.total, **stages)
 
     def share(self, decode: float, prefill: float) -> "Times":
-        """That share of the decoding, stage by stage, and of the prefill."""
+        """The share `decode` of each stage and of the total, and the share `prefill` of the prefill."""
         stages = {name: None if (t := getattr(self, name)) is None else decode * t for name in STAGES}
         return Times(prefill=prefill * self.prefill, total=decode * self.total, **stages)
 

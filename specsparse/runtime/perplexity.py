@@ -86,7 +86,7 @@ class Scores:
 
 
 def _standard_error(values: np.ndarray) -> float:
-    """Of the mean: sqrt((E[x^2] - E[x]^2) / (n - 1)); 0 for one value."""
+    """The standard error of the mean: sqrt((E[x^2] - E[x]^2) / (n - 1)); 0 for one value."""
     return math.sqrt(float(values.var()) / (len(values) - 1)) if len(values) > 1 else 0.0
 
 

@@ -204,7 +204,8 @@ def generations(
 
 
 def logprobs_of(session: Session, b: int, first: int, last: int) -> tuple[TokenLogprobs, ...]:
-    """Of the tokens from `first` to before `last` that sequence b has generated; () if they were not asked for."""
+    """The log probabilities of the tokens from `first` to before `last` that sequence b has generated; () if they were
+    not asked for."""
     if session.state.scores is None:
         return ()
     scores = [np.asarray(a)[b] for a in session.state.scores]
@@ -214,7 +215,7 @@ def logprobs_of(session: Session, b: int, first: int, last: int) -> tuple[TokenL
 def _logprobs(
     sequence: Request, scores: Seq[np.ndarray], tokens: np.ndarray, first: int = 0
 ) -> tuple[TokenLogprobs, ...] | None:
-    """From one sequence's rows of `DecodeState.scores`, of its tokens from the `first` on."""
+    """Log probabilities out of one sequence's rows of `DecodeState.scores`, of its tokens from the `first` on."""
     asked, start = sequence.params.logprobs, len(sequence.prompt) + first
     if asked is None:
         return None

@@ -352,14 +352,14 @@ class Session:
 
     @property
     def times(self) -> Times:
-        """Of the whole batch; its stages if the host ran all rounds."""
+        """Times of the whole batch; its stages if the host ran all rounds."""
         return self.log.times
 
     def tokens(self) -> list[np.ndarray]:
         return self._generated(self.state.tokens)
 
     def token_sources(self, first: int = 0) -> list[tuple[TokenSource, ...]] | None:
-        """Where each of these tokens came from, from the `first` on; None for plain decoding."""
+        """The source of each of these tokens, from the `first` on; None for plain decoding."""
         codes = self.state.token_sources
         return None if codes is None else [token_sources.read(codes_n[first:]) for codes_n in self._generated(codes)]
 

@@ -1,4 +1,4 @@
-"""Where each token of a speculative text came from: written on the device beside the tokens, read with them."""
+"""Sources of the tokens of a speculative text: written on the device beside the tokens, read with them."""
 
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
@@ -64,7 +64,8 @@ def to_html(pieces: Iterable[tuple[str, TokenSource]]) -> str:
 
 
 def _colour(origin: TokenSource) -> str:
-    """Of the background, told apart by colour-blind readers too: blue for accepted, orange and violet for others."""
+    """The colour of the background, told apart by colour-blind readers too: blue for accepted, orange and violet for
+    others."""
     lightness = max(60, 92 - 5 * (origin.position - 1))
     colours = {"accepted": f"hsl(205,75%,{lightness}%)", "recovered": "hsl(38,95%,78%)", "bonus": "hsl(315,55%,86%)"}
     return colours.get(origin.kind, "")

@@ -19,7 +19,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def alternating(names: Sequence[Name], repeat: int) -> Iterator[Name]:
-    """In their order in even repeats and backwards in odd ones."""
+    """The sides in their order in even repeats and backwards in odd ones."""
     return iter(names) if repeat % 2 == 0 else reversed(names)
 
 

@@ -119,7 +119,7 @@ def _of(table: Table, columns: Sequence[Column]) -> Table:
 
 
 def _blocks(table: Table) -> Table:
-    """Each row as lines of heading and value."""
+    """A table with each row as lines of heading and value."""
     made = Table(box=SIMPLE_HEAD, pad_edge=table.pad_edge, show_header=False)
     made.add_column(overflow="fold")
     made.add_column(overflow="fold")

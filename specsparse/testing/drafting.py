@@ -1,4 +1,4 @@
-"""For tests of drafters: contexts made of lists of ids, tiny models under them, and drafts read back as lists."""
+"""Helpers for tests of drafters: contexts of ids, tiny models under them, and drafts read back as lists."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

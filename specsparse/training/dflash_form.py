@@ -196,7 +196,7 @@ class DFlashForm(FeatureForm):
     def _places(
         self, weights: BlockWeights, frozen: Frozen, embedding: QTensor, window: Window, count: int
     ) -> list[tuple[jax.Array, jax.Array]]:
-        """Of each stream, the block's logits and rows after the output norm."""
+        """The block's logits of each stream, and its rows after the output norm."""
         y_mKD, _ = self._rows(weights, embedding, window)
         m, K, D = y_mKD.shape
         h_RD = rms_norm(y_mKD.reshape(m * K, D), weights.output_norm, self.shape.eps)

@@ -62,7 +62,8 @@ _half.defvjp(_half_forward, _half_backward)
 
 
 def _dot(x: jax.Array, w: jax.Array, axis: int) -> jax.Array:
-    """Over the last axis of x and `axis` of w. XLA's CPU backend has a fast product for these two and float32 sums."""
+    """The product over the last axis of x and `axis` of w. XLA's CPU backend has a fast product for these two and
+    float32 sums."""
     return jax.lax.dot_general(x, w, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
 
 

@@ -426,7 +426,7 @@ class DistillLosses(NamedTuple):
 
 
 class Fidelity(NamedTuple):
-    """On texts that were not trained on, over the rows of their answers."""
+    """The fidelity on texts that were not trained on, over the rows of their answers."""
 
     divergence: float  # mean KL(original, this model) in nats, over all ids
     # perplexity, original: of the texts' own next tokens, under this model and under the original

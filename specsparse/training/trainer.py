@@ -210,7 +210,8 @@ def right_tokens(drafts: Sequence[jax.Array], frozen: Frozen, window: Window) ->
 
 
 def rounds(right_sm: jax.Array, depth_m: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where decoding begins its drafts and what it proposes, if target and drafter wrote the texts of a window.
+    """The places where decoding begins its drafts, and its proposals there, if target and drafter wrote the texts of a
+    window.
 
     Speculation does not change a text, so its rounds follow from which tokens are right. One begins at the first
     drafting row of a text, the next one behind what verification has accepted and the token that it adds.

@@ -160,7 +160,7 @@ def _square(a: np.ndarray) -> np.ndarray:
 
 
 def _sum(a: np.ndarray) -> np.ndarray:
-    """Over the last axis, which is short: numpy's own sum is slow there."""
+    """The sum over the last axis, which is short: numpy's own sum is slow there."""
     return a @ np.ones(a.shape[-1], np.float32)
 
 

@@ -1,1 +1,1 @@
-"""From logits to a distribution, from a distribution to a token."""
+"""Distributions made of logits, and tokens drawn from them."""

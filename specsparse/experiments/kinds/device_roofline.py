@@ -107,8 +107,8 @@ def drafting_settings(cfg: RooflineSettings) -> list[RooflineSettings]:
 def drafting_rows(
     chosen: Iterable[RooflineSettings], model: Model, prompts: Sequence[Sequence[int]], *, bar: Bar = silent
 ) -> Iterator[dict[str, object]]:
-    """For each method of `drafting_settings`: cost of drafting, acceptance on the prompts (token ids), and the speed-up
-    that the table predicts from both.
+    """A row for each method of `drafting_settings`: cost of drafting, acceptance on the prompts (token ids), and the
+    speed-up that the table predicts from both.
 
     A chain has the draft length that suits its acceptance, 0 if none pays. Unknown costs are measured.
     """

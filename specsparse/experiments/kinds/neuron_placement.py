@@ -94,7 +94,7 @@ class PlacementSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementSettings(ModelSettings):
-    """Beside the group, options by PowerInfer's names."""
+    """The group, and options by PowerInfer's names."""
 
     placement: PlacementSpec = PlacementSpec()
     vram_budget: Annotated[float, Range(0)] | None = None  # GiB of the accelerator; None is what there is

@@ -46,7 +46,7 @@ DEFINITIONS = {
 
 @dataclass(frozen=True)
 class OwnOptions:
-    """Beside text and training; see conf/experiment/relufy.yaml."""
+    """Options beside those of text and training; see conf/experiment/relufy.yaml."""
 
     layer_tokens: Count = 40_000
     held_out: Count = 16

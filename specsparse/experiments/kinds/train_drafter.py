@@ -45,7 +45,7 @@ DEFINITIONS = {
 
 @dataclass(frozen=True)
 class OwnOptions:
-    """Beside the target's own text and the training; see conf/experiment/train_drafter.yaml."""
+    """Options beside those of text and training; see conf/experiment/train_drafter.yaml."""
 
     form: Literal["head", "eagle3", "dflash", "dspark", "model"] = "head"
     below: tuple[Annotated[int, Range(0)], ...] = ()

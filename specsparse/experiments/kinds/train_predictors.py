@@ -241,7 +241,8 @@ def by_layer(found: Evaluation) -> Table:
 
 
 def figure(found: Sequence[Evaluation], *, title: str) -> Figure:
-    """By layer, a line a predictor; columns as in `LayerQuality`, and for layer "all" `ModelQuality` and `Cost`."""
+    """A figure by layer with a line for each predictor; columns as in `LayerQuality`, and for layer "all"
+    `ModelQuality` and `Cost`."""
     rows = []
     for e in found:
         rows += [{"predictor": e.name, "layer": i, **asdict(quality)} for i, quality in enumerate(e.layers)]

@@ -287,7 +287,7 @@ def _histograms(found: Sequence[Any]) -> dict[str, Any]:
 
 
 def _prompts(run: Any) -> list[list[Any]]:
-    """Each prompt with what every side wrote, and the prompt's text if its file is still there."""
+    """A table of each prompt with the text of every side, and the prompt's text if its file is still there."""
     source, turns = run.setting("data.source") or prompts.BUILTIN, run.setting("data.turns") or "first"
     try:
         path, split = run.setting("data.path"), run.setting("data.split") or "blank"

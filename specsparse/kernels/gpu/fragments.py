@@ -114,7 +114,7 @@ def take_rows(w: Fragments, ids: np.ndarray) -> Fragments:
     tiles = -(-len(ids) // TILE)
 
     def taken(array: jax.Array, item: int) -> jax.Array:
-        """Of an array whose numbers of `item` bytes lie so: thread groups (warp, g), numbers, row g or g + 8."""
+        """The rows of an array whose numbers of `item` bytes lie by thread group (warp, g), number, row g or g + 8."""
         held = np.asarray(array)
         laid = held.view(np.uint8).reshape(*held.shape[:2], 4, 8, -1, 2, item).transpose(0, 2, 5, 3, 1, 4, 6)
         own = np.zeros((tiles * TILE, *laid.shape[4:]), np.uint8)

@@ -242,12 +242,12 @@ class _Compiled(InRegisters):
 
 
 def _code_layout(words: int):
-    """Of codes [128, words]: each thread has one row."""
+    """The layout of codes [128, words]: each thread has one row."""
     return arrangement(((128, words), (32, words), (1, words)), (-6,), (-4,))
 
 
 def _scale_layout(words: int):
-    """Of scales [32, words]: four threads have one row."""
+    """The layout of scales [32, words]: four threads have one row."""
     return arrangement(((32, words), (8, words), (1, words)), (-6,), (-4, Replicated(4)))
 
 

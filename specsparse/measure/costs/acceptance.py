@@ -87,7 +87,7 @@ class AcceptedRates:
 
     @classmethod
     def from_groups(cls, source: str, groups: Mapping[str, Counters]) -> "AcceptedRates | None":
-        """From counters by task, without their sum; None if nothing was drafted."""
+        """Rates of counters by task, without their sum; None if nothing was drafted."""
         found = {task: Accepted.from_counters(c) for task, c in groups.items() if task != "all"}
         if not found and "all" in groups:
             found = {"all": Accepted.from_counters(groups["all"])}

@@ -132,7 +132,7 @@ class Clock:
         batch: int = 1,
         reached: tuple[float, float] = REACHED,
     ) -> "Clock":
-        """By the roofline of a device that reaches these shares of its bandwidth and its arithmetic.
+        """The clock of the roofline of a device that reaches these shares of its bandwidth and its arithmetic.
 
         `load` and `kernels` are the traffic of the target's forward and the kernels that it starts.
         """
@@ -160,7 +160,7 @@ class Clock:
         batch: int = 1,
         doubt: float = 0.0,
     ) -> "Clock":
-        """By times that were measured here with one sequence.
+        """The clock of times that were measured here with one sequence.
 
         `keys` are those of the drafters' costs in the table, by the candidates' names; trees have the usual width of a
         level. A draft that was not timed is weighed against the `footprint`, bytes of the target. v(n) is moved by
@@ -341,7 +341,7 @@ class ForecastPoint:
 
     @property
     def size(self) -> str:
-        """In words: a chain's length, or nodes and levels of a tree."""
+        """The size in words: a chain's length, or nodes and levels of a tree."""
         return f"gamma {self.gamma}" if self.levels is None else f"{self.gamma} nodes on {self.levels} levels"
 
 

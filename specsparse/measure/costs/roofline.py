@@ -159,7 +159,7 @@ class ModelOutline:
 
     @classmethod
     def from_shape(cls, name: str, shape: Shape) -> "ModelOutline":
-        """From a shape of the catalogue. UserError: an architecture that is not supported."""
+        """The outline of a shape of the catalogue. UserError: an architecture that is not supported."""
         known = ", ".join(ARCHITECTURES)
         wrong = f"architecture {show(shape.architecture)} is not supported; supported are {known}"
         refuse({wrong: shape.architecture not in ARCHITECTURES}, name)

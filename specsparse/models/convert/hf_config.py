@@ -153,7 +153,7 @@ class HfConfig:
         return self.get(key, int, default, low=0, most=most)
 
     def eps(self, default: Any = _MISSING) -> float:
-        """That of the norms; UserError as in `get`."""
+        """The epsilon of the norms; UserError as in `get`."""
         return self.get("rms_norm_eps", float, default, low=0.0, most=1.0)
 
     def need(self, **only: object) -> None:
@@ -474,7 +474,7 @@ def _multiplier_keys(config: HfConfig) -> Json:
 
 
 def _expert_keys(config: HfConfig) -> Json:
-    """Those of a model with experts; UserError if they are not as its architecture has them."""
+    """The keys of a model with experts; UserError if they are not as its architecture has them."""
     routing, get, values = config.hf_class.family.routing, config.get, config.values
     if routing is None:
         return {}

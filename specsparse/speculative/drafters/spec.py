@@ -286,5 +286,5 @@ class DrafterSpec(AnyDrafter):
 
 
 def bytes_of(*weights: object) -> int:
-    """Of all arrays in pytrees of weights."""
+    """Bytes of all arrays in pytrees of weights."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(weights))

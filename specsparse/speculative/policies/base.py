@@ -192,7 +192,7 @@ class Fixed(Policy):
 
     @property
     def always(self) -> bool:
-        """If no draft is too short; a class derived from this one may do otherwise."""
+        """True if no draft is too short; a class derived from this one may do otherwise."""
         return type(self) in (Fixed, NMin) and not self.one_hot_only
 
     @property
@@ -230,7 +230,7 @@ class PMin(Fixed):
         return frozenset({"top10"}) if self.p_min > 0 else frozenset()
 
     def stop(self, state: Any, view: DraftView) -> jax.Array:
-        """Before a distribution that is not sure of its top token."""
+        """It ends a draft before a distribution that is not sure of its top token."""
         return jnp.zeros(view.depth.shape, bool) if self.p_min == 0 else view.top10 < self.p_min
 
 
@@ -252,7 +252,7 @@ class Confidence(Policy):
     threshold: Annotated[Unit, Also("assistant_confidence_threshold")] = 0.4
 
     def stop(self, state: Any, view: DraftView) -> jax.Array:
-        """After an unlikely token, or before one that will hardly be accepted."""
+        """It ends a draft after an unlikely token, or before one that will hardly be accepted."""
         return (view.last if view.confidence is None else view.confidence) < self.threshold
 
 
@@ -273,7 +273,7 @@ class Entropy(Policy):
     scale: Positive = 0.2
 
     def stop(self, state: Any, view: DraftView) -> jax.Array:
-        """Before a distribution that is too flat."""
+        """It ends a draft before a distribution that is too flat."""
         return 1 - jnp.sqrt(self.scale * view.entropy) < self.threshold
 
 

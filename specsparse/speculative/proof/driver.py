@@ -178,7 +178,7 @@ def sound(drafts: Drafts, found: Decided) -> np.ndarray:
 def driver_probs(
     driver: Driver, verifier: Verifier, cases: Sequence[Case], *, seed: int
 ) -> list[tuple[np.ndarray, int]]:
-    """For each case the joint distribution [V] * length of one round, continued by plain sampling from p, and the
+    """The joint distribution [V] * length of one round in each case, continued by plain sampling from p, and the
     number of drafts.
 
     A verdict that is not `sound`, and one that was not settled, adds nothing: the distribution lacks its mass.

@@ -47,7 +47,7 @@ class TreeTemplate:
 
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> "TreeTemplate":
-        """From paths of sibling ranks, Medusa's notation: (0, 1) is the second child of the root's first child.
+        """The tree of paths of sibling ranks, Medusa's notation: (0, 1) is the second child of the root's first child.
 
         Missing prefixes and elder siblings are added, since a child of rank r is drawn after r others.
         """

@@ -26,7 +26,7 @@ _ANY = frozenset(DraftKind)
 
 
 def _builtin(name: str, home: Any, kinds: frozenset[DraftKind], **facts: Any) -> Verifier:
-    """With the home of its rule, which is not made yet, in the rule's place."""
+    """A built-in verifier with the home of its rule, which is not made yet, in the rule's place."""
     return Verifier(name, home, kinds, **facts)
 
 

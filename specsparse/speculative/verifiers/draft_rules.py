@@ -39,7 +39,7 @@ class Match(Rule):
         return with_alpha(match_verdict(draft, target.tokens, tree=target.tree), draft, target, jnp.multiply)
 
     def reads_alpha(self, *, tree: bool, greedy: bool) -> bool:
-        """Of chains; at temperature 0 there is no distribution to read it off."""
+        """True for chains; at temperature 0 there is no distribution to read it off."""
         return not tree and not greedy
 
     def child(self, tokens_K: Array, parents_K: Array, count: Scalar, at: Scalar, token: Scalar) -> Scalar:

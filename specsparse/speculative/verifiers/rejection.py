@@ -19,7 +19,7 @@ class Rejection(SiblingRule):
     judges_whole = False
 
     def reads_alpha(self, *, tree: bool, greedy: bool) -> bool:
-        """Of chains: sum_x min(p, q), p(x) of one-hot drafts."""
+        """True for chains: sum_x min(p, q), p(x) of one-hot drafts."""
         return not tree
 
     def enter(self, p_V: Array, q_V: Array, siblings: Scalar) -> tuple:

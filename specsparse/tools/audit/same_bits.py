@@ -69,7 +69,7 @@ class Rate(NamedTuple):
 
 
 def rate(count: int, positions: int) -> Rate:
-    """Of `count` events at so many positions, at least one."""
+    """The rate of `count` events at so many positions, at least one."""
     low, high = intervals.binomial(count, positions)
     return Rate(1000 * count / positions, 1000 * low, 1000 * high)
 
@@ -111,7 +111,7 @@ class Tally:
 
     @property
     def digest(self) -> str:
-        """Of all rows' bits: equal for widths that share them."""
+        """A digest of all rows' bits: equal for widths that share them."""
         return hashlib.sha256(b"".join(self._bits)).hexdigest()[:16]
 
 

@@ -69,7 +69,7 @@ def random_packed(kind: str, shape: tuple[int, int], seed: int = 0) -> QTensor:
 
 
 def packed_bytes(kind: str, rows: int, cols: int) -> int:
-    """Of a matrix of a GGUF type as the kernels read it, about; nothing of its size is made."""
+    """Bytes of a matrix of a GGUF type as the kernels read it, about; nothing of its size is made."""
     group, block = _SAMPLE
     return random_packed(kind, _SAMPLE).nbytes * -(-rows // group) * -(-cols // block)
 
@@ -459,7 +459,7 @@ class FfnBench(KernelBench):
 
 @functools.cache
 def _ffn_programs(chosen: Kernels) -> dict[str, Callable]:
-    """By name, (copies, x_RD, keep_CRF, n_valid) -> (x_RD, neurons read by each copy)."""
+    """Programs by name, (copies, x_RD, keep_CRF, n_valid) -> (x_RD, neurons read by each copy)."""
     eps = 1e-5
 
     def dense(w: _FfnWeights, x, keep, n_valid):

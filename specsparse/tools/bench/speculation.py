@@ -153,7 +153,7 @@ def measure(
     writers: Mapping[str, Callable[[list[int]], Result]], jobs: Sequence[tuple[str, list[int]]], *, repeats: int,
     done: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, list[Result]]]:  # fmt: skip
-    """By task and side, repeat by repeat; `done` is called after each text, those of the warm-up too."""
+    """Results by task and side, repeat by repeat; `done` is called after each text, those of the warm-up too."""
     found: dict[str, dict[str, list[Result]]] = {}
     for task, ids in jobs:
         kept = found.setdefault(task, {name: [] for name in writers})

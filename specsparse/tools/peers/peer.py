@@ -244,7 +244,7 @@ class Peer:
             self.unchecked = str(error)
 
     def facts(self) -> Json:
-        """For a report: "check" has the two of `checked` under "one_row" and "widest"."""
+        """The facts for a report: "check" has the two of `checked` under "one_row" and "widest"."""
         checked = self.checked and dict(zip(("one_row", "widest"), (part.to_dict() for part in self.checked)))
         return {
             "name": self.name, "version": self.version, "system_info": self.system_info, "load_s": self.load_s,

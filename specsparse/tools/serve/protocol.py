@@ -377,7 +377,8 @@ class Answer:
     def _logprobs(
         self, index: int, entries: Sequence[TokenLogprobs], before: Sequence[tuple[int, TokenLogprobs | None]] = ()
     ) -> Json | None:
-        """In the form of chats, or in that of texts, which begins with an echoed prompt's tokens (`before`)."""
+        """Log probabilities in the form of chats, or in that of texts, which begins with an echoed prompt's tokens
+        (`before`)."""
         if self._request.params.logprobs is None:
             return None
         if self._request.chat:
