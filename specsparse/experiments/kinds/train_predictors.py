@@ -156,13 +156,7 @@ def trained(
     A stopped training goes on from its files: residuals, finished layers, the last epoch of the layer in training.
     """
     folder = Path(cfg.train.output or Path("predictors") / Path(model.path).stem)
-    digest = int(np.sum(text * (1 + np.arange(text.size).reshape(text.shape))))
-    claim(folder, cfg, model, {
-        "activation": model.config.activation,
-        "options": asdict(options(cfg, FitOptions)[0]),
-        "active_share": cfg.train.active_share,
-        "text": {"windows": list(text.shape), "sum": digest},
-    })  # fmt: skip
+    _claim(folder, cfg, model, text)
     ctx.tracker.follow(folder)
     residuals = folder / "residuals.npy"
     if not residuals.exists():
@@ -189,6 +183,16 @@ def trained(
     line = f"predictors: {folder / PREDICTORS_FILE}; for PowerInfer's converter: {folder / EXPORT_FOLDER}"
     ctx.console.print(Text(line, style="dim"))
     return pairs, rows, {"output": str(folder), "epochs": history}
+
+
+def _claim(folder: Path, cfg: TrainSettings, model: Model, text: np.ndarray) -> None:
+    digest = int(np.sum(text * (1 + np.arange(text.size).reshape(text.shape))))
+    claim(folder, cfg, model, {
+        "activation": model.config.activation,
+        "options": asdict(options(cfg, FitOptions)[0]),
+        "active_share": cfg.train.active_share,
+        "text": {"windows": list(text.shape), "sum": digest},
+    })  # fmt: skip
 
 
 def _layer(
