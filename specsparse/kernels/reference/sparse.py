@@ -7,17 +7,20 @@ weights, and by default rows are mapped one by one (contract C1).
 import jax
 import jax.numpy as jnp
 
+from specsparse.errors import UserError
 from specsparse.kernels.neurons import NeuronRows, SignRows, SparseStats, unpack_neurons
 from specsparse.kernels.reference import dense
 
 
 def check(x_RD, keep_RF, gate: NeuronRows | None, up: NeuronRows, down_t: NeuronRows, act, up_act) -> None:
-    """Asserts that shapes go together, and that a sparse FFN has the activations."""
+    """Asserts that shapes go together. UserError: an activation that no sparse FFN has, such as a model's GELU."""
     assert up.shape == down_t.shape and (gate is None or gate.shape == up.shape), up.shape
     assert x_RD.shape == (keep_RF.shape[0], up.shape[1]) and keep_RF.shape[1] == up.shape[0], keep_RF.shape
     assert keep_RF.dtype == jnp.uint8, keep_RF.dtype
     assert gate is not None or up_act is None, up_act
-    assert all(isinstance(one, tuple) or one in (None, "relu", "silu", "relu2") for one in (act, up_act)), (act, up_act)
+    for one in (act, up_act):
+        if not isinstance(one, tuple) and one not in (None, "relu", "silu", "relu2"):
+            raise UserError(f"activation {one!r}: a sparse FFN has relu, silu, relu2, ('fatrelu', t) or None")
 
 
 def sparse_ffn(
