@@ -21,8 +21,7 @@ _LOWEST = np.float32(-np.inf)
 
 
 class SamplingKernels(NamedTuple):
-    """Implementations that `engine.sampling.pipeline` runs on. The last four are None if a kernel does not have them.
-    """
+    """Implementations under `engine.sampling.pipeline`. The last four are None if the kernels do not have them."""
 
     # (logits float32[R, V]) -> int32[R], the lowest index of the largest logit
     argmax: Callable[[jax.Array], jax.Array]
