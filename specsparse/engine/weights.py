@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from gguf import GGMLQuantizationType as GGML
 
-from specsparse.engine.config import EXPERTS, PROJECTIONS, ROUTER, ModelConfig
+from specsparse.engine.config import EXPERTS, PROJECTIONS, ROUTER, ModelConfig, woken
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
@@ -91,6 +91,12 @@ class Footprint(NamedTuple):
 
     packed: int
     file: int
+    experts: int = 0  # of `file`, those of experts
+    share: float = 1.0  # of the experts that one row reads
+
+    def v(self, rows: int) -> float:
+        """Bytes that so many rows read over those of one, if they choose experts by chance."""
+        return 1 + self.experts / max(self.file, 1) * (woken(self.share, rows) / self.share - 1)
 
 
 def pack_matrix(tensor: TensorInfo, *, floats: bool) -> QTensor:
@@ -123,6 +129,7 @@ PackFFN = Callable[[dict[str, TensorInfo]], dict[str, Pytree]]
 """Tensors of a layer's FFN by short name ("ffn_up") -> fields of its `Layer`."""
 
 FFN_NAMES = ("ffn_gate", "ffn_up", "ffn_down", "ffn_down_t", "fc1", "fc2")
+_OF_FFN = (*FFN_NAMES, *EXPERTS)
 
 
 def unfused(f: GGUFFile, config: ModelConfig) -> dict[str, TensorInfo]:
@@ -178,7 +185,7 @@ def load_params(
         return out if place is None else place(name, out)
 
     def ffn(pack_ffn: PackFFN, i: int) -> dict[str, Pytree]:
-        own = {n: tensors[f"blk.{i}.{n}.weight"] for n in FFN_NAMES if f"blk.{i}.{n}.weight" in tensors}
+        own = {n: tensors[f"blk.{i}.{n}.weight"] for n in _OF_FFN if f"blk.{i}.{n}.weight" in tensors}
         out = pack_ffn(own)
         for matrix in filter(_is_matrix, jax.tree.leaves(out, is_leaf=_is_matrix)):
             _check_finite(f, f"of the FFN of layer {i}", matrix)
@@ -186,7 +193,7 @@ def load_params(
             progress(sum(t.nbytes for t in own.values()))
         return out
 
-    ours = [n for n in tensors if pack_ffn is None or n.split(".")[-2] not in FFN_NAMES or n.endswith(".bias")]
+    ours = [n for n in tensors if pack_ffn is None or n.split(".")[-2] not in _OF_FFN or n.endswith(".bias")]
     with ThreadPoolExecutor(2) as pool:  # numpy's copies release the lock
         loaded = dict(zip(ours, pool.map(load, ours), strict=True))
         packed = list(pool.map(partial(ffn, pack_ffn), range(config.n_layers))) if pack_ffn else [{}] * config.n_layers
@@ -250,12 +257,18 @@ def footprint(params: Params, f: GGUFFile, config: ModelConfig) -> Footprint:
     def nbytes(tree: Pytree) -> int:
         return sum(w.nbytes for w in jax.tree.leaves(tree, is_leaf=_is_matrix) if _is_matrix(w))
 
-    read = [layer if layer.ffn_up is None else layer._replace(sparse=None) for layer in params.layers]
-    asleep = 1 - config.share_read(f"{EXPERTS[0]}.weight")
-    packed = nbytes(read) - round(asleep * nbytes([layer.experts for layer in read])) + params.output.nbytes
+    def without_copies(layer: Layer) -> Layer:
+        if layer.experts is not None:
+            return layer._replace(experts=replace(layer.experts, skip=None))
+        return layer if layer.ffn_up is None else layer._replace(sparse=None)
+
+    read = list(map(without_copies, params.layers))
+    share = config.share_read(f"{EXPERTS[0]}.weight")
+    packed = nbytes(read) - round((1 - share) * nbytes([layer.experts for layer in read])) + params.output.nbytes
     skip = {"rope_freqs.weight"} | (set() if params.output is params.embedding else {"token_embd.weight"})
-    file = sum(t.nbytes * config.share_read(n) for n, t in f.tensors.items() if n not in skip)
-    return Footprint(packed, round(file))
+    each = {name: t.nbytes * config.share_read(name) for name, t in f.tensors.items() if name not in skip}
+    experts = sum(size for name, size in each.items() if config.share_read(name) < 1)
+    return Footprint(packed, round(sum(each.values())), round(experts), share)
 
 
 def types(params: Params) -> list[str]:

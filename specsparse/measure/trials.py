@@ -202,7 +202,7 @@ class Compiled:
 
 
 class Ours:
-    """specsparse: the programs that `generate` and the speculative loop run, on fixed random tokens.
+    """specsparse: the programs that `generate` and the speculative loop run, on fixed tokens, random by default.
 
     Attributes:
         depth: tokens in the cache before each test; fewer may be set later on.
@@ -212,7 +212,10 @@ class Ours:
 
     name = OURS
 
-    def __init__(self, model: Model, *, depth: int = 0, room: int, rows: int | None = None, forwards: int = 8):
+    def __init__(
+        self, model: Model, *, depth: int = 0, room: int, rows: int | None = None, forwards: int = 8,
+        ids: np.ndarray | None = None,
+    ):  # fmt: skip
         """Feeds `depth` tokens, which are in the cache before each test.
 
         Args:
@@ -225,7 +228,7 @@ class Ours:
         capacity = model.capacity_for(depth + room)
         self._params = model.params_for(capacity)
         self._cache = model.new_cache(1, capacity)
-        self._ids = token_ids(depth + room, model.config.vocab_size)
+        self._ids = token_ids(depth + room, model.config.vocab_size) if ids is None else ids
         self._programs: dict = {}
         self._loops: dict[int, Loop] = {}
         if depth:
@@ -305,14 +308,14 @@ class Ours:
         return self._loops[n].again(n)
 
     def verify(self, n: int) -> float:
-        """The mean of `forwards` passes in one loop, each fed the argmax of the one before."""
+        """The mean of `forwards` passes of the same rows in one loop, each after the argmax of the one before."""
         rows, forward, argmax = self.rows or n, self.model.forward, self.model.kernels.argmax
 
         def passes(params, tokens_1R, count, cache, forwards):
             def body(_, carry):
                 tokens, cache = carry
                 out, cache = forward(params, tokens, cache, n_valid_B=count, want=Want(logits="all"))
-                return argmax(out.logits[0])[None], cache
+                return tokens + jnp.minimum(argmax(out.logits[0])[None], 0), cache  # they stay as they are
 
             return jax.lax.fori_loop(jnp.int32(0), forwards, body, (tokens_1R, cache))
 

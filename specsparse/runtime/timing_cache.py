@@ -311,7 +311,8 @@ def policy_times(
     """
     table = load(model)
     if table is None:
-        rows = guessed_v(model.kernels.name, batch * (gamma + 1))
+        guess = enumerate(guessed_v(model.kernels.name, batch * (gamma + 1)), 1)
+        rows = [max(time, model.footprint.v(n)) for n, time in guess]  # more rows wake more experts
         found: dict[str, Any] = {"v": [t / rows[batch - 1] for t in rows[batch - 1 :: batch]], "c": share, "c0": 0.0}
     else:
         key = None if name is None else cost_key(name, options)

@@ -15,6 +15,7 @@ from functools import partial
 
 import numpy as np
 
+from specsparse.data import prompts
 from specsparse.engine import hosts
 from specsparse.engine.cache import LayerWindows
 from specsparse.engine.model import Model
@@ -163,6 +164,7 @@ def load_or_measure(model: Model, *, refresh: bool = False, bar: Bar = silent) -
 def measure(model: Model, *, effort: Effort = Effort(), done: Callable[[], None] = lambda: None) -> CostTable:
     """Measures everything but drafters; `done` is called before each repeat, which times everything once.
 
+    Tokens are those of the built-in prompts: rows of a text share experts, so how many they wake is the text's.
     `residuals` of the result: `spread`, the relative deviation of each time between repeats; `kv`, the relative error
     of the fit over the cache's length by n; `rising`, how far a v(n) had to be moved so that they rise.
     """
@@ -170,18 +172,20 @@ def measure(model: Model, *, effort: Effort = Effort(), done: Callable[[], None]
     rough.verify(1)
     effort = effort.for_model(model.config.context_length, hosts.agreed(rough.verify(1)))
     device = measure_device()
+    text = model.tokenizer.encode("\n\n".join(prompt.text for prompt in prompts.load()))
+    ids = np.resize(np.asarray(text, np.int32), effort.far + effort.room)
 
     # Each returns seconds: of a forward, of a round with its share of the call, of a call.
     timings: dict[str, Callable[[], float]] = {}
     far_ns = tuple(sorted({effort.ns[0], effort.ns[len(effort.ns) // 2], effort.ns[-1]}))
     for name, depth, ns in (("near", effort.near, effort.ns), ("far", effort.far, far_ns)):
-        side = Ours(model, depth=depth, room=effort.room, forwards=effort.forwards)
+        side = Ours(model, depth=depth, room=effort.room, forwards=effort.forwards, ids=ids)
         timings |= {f"{name} {n}": partial(side.verify, n) for n in ns}
-    ids = token_ids(effort.near + 1, model.config.vocab_size)
-    loops = {0: Loop(model, Method(), ids, room=effort.decode)}
-    for gamma in effort.gammas:  # a drafter that costs nothing and is always wrong
-        drafter = Scripted.chain(gamma, (0,), vocab_size=model.config.vocab_size)
-        loops[gamma] = Loop(model, Method(drafter, get_verifier("match")), ids, room=effort.decode * (gamma + 1))
+    start = ids[: effort.near + 1]
+    loops = {0: Loop(model, Method(), start, room=effort.decode)}
+    for gamma in effort.gammas:  # a drafter that costs nothing and drafts the text
+        drafter = Scripted.chain(gamma, (gamma,), vocab_size=model.config.vocab_size, truth=tuple(ids))
+        loops[gamma] = Loop(model, Method(drafter, get_verifier("match")), start, room=effort.decode * (gamma + 1))
     timings |= {f"loop {g}": (lambda loop=loop: loop.again(effort.decode) / effort.decode) for g, loop in loops.items()}
     timings["host"] = partial(loops[0].run, 0)
     at, spread = polish(interleaved(timings, repeats=effort.repeats, before=done))

@@ -30,13 +30,16 @@ from specsparse.support.options import Also, Count, Inline, Positive, Range, Siz
 
 KEPT = "kept"
 """Value of `v` that asks for the times that were kept on this machine."""
+PROBES = 0.02
+"""Most plain steps that the probes of `cost` may take, for each round without a draft."""
 
 
 class FadingCounts(NamedTuple):
-    """Fading counts of a sequence: float32[B] accepted and tested tokens."""
+    """Fading counts of a sequence: float32[B] accepted and tested tokens, and int32[B] rounds since the last draft."""
 
     accepted: jax.Array
     tested: jax.Array
+    idle: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +84,8 @@ class CostModel:
         return dataclasses.replace(self, c=0.0, c0=0.0)
 
     def init(self, batch: int) -> FadingCounts:
-        return FadingCounts(jnp.zeros((batch,), jnp.float32), jnp.zeros((batch,), jnp.float32))
+        zero_B = jnp.zeros((batch,), jnp.float32)
+        return FadingCounts(zero_B, zero_B, jnp.zeros((batch,), jnp.int32))
 
     def update(self, state: FadingCounts, verdict: Verdict, count_B: jax.Array) -> FadingCounts:
         """Counts after a round; one without a draft says nothing."""
@@ -90,6 +94,7 @@ class CostModel:
         return FadingCounts(
             memory_B * state.accepted + jnp.where(drafted_B, verdict.accepted, 0).astype(jnp.float32),
             memory_B * state.tested + jnp.where(drafted_B, verdict.tested, 0).astype(jnp.float32),
+            jnp.where(drafted_B, 0, state.idle + 1),
         )
 
     def alpha(self, state: FadingCounts) -> jax.Array:
@@ -123,16 +128,19 @@ class CostModel:
 
 @dataclasses.dataclass(frozen=True)
 class CostOptimal(Policy):
-    """The draft length of the highest predicted speed-up; 0 where none pays, but at least `least`.
+    """The draft length of the highest predicted speed-up; where none pays, `least` or a probe now and then.
+
+    A probe is one token, so that acceptance is known when drafts pay again. Probes are so rare that they take `PROBES`
+    of the time at most, if none of them is accepted.
 
     Attributes:
         cost: the measured times, at least v(1)..v(gamma+1), and the estimate of acceptance.
-        least: shortest draft; 1 keeps the estimate of acceptance alive.
+        least: shortest draft of every round.
     """
 
     name: ClassVar[str] = "cost"
     cost: Annotated[CostModel, Inline()] = CostModel()
-    least: Size = 1
+    least: Size = 0
 
     def __post_init__(self):
         self.cost.check(self.gamma)
@@ -150,16 +158,21 @@ class CostOptimal(Policy):
     def length(self, state: FadingCounts) -> jax.Array:
         """argmax of the predicted speed-up (the shortest of equals)."""
         best_B = jnp.argmax(self.cost.speedups(self.cost.alpha(state), self.gamma), axis=1).astype(jnp.int32)
-        return jnp.maximum(best_B, self.least)
+        return jnp.maximum(best_B, self._least(state))
 
     def update(self, state: FadingCounts, verdict: Verdict, count_B: jax.Array) -> FadingCounts:
         return self.cost.update(state, verdict, count_B)
 
     def worth(self, state: FadingCounts, reach_BK: jax.Array) -> jax.Array:
-        return jnp.maximum(self.cost.worth(reach_BK, self._rate(state)), self.least)
+        return jnp.maximum(self.cost.worth(reach_BK, self._rate(state)), self._least(state))
 
     def deeper(self, state: FadingCounts, gain_B: jax.Array) -> jax.Array:
         return self.cost.deeper(gain_B, self._rate(state))
+
+    def _least(self, state: FadingCounts) -> jax.Array:
+        """int32[B]: nodes to verify whatever is predicted, 1 at least if a probe is due."""
+        wait = min(math.ceil((self.cost.time(1) / self.cost.times[0] - 1) / PROBES), 2**30)
+        return jnp.where(state.idle >= wait, jnp.int32(max(self.least, 1)), jnp.int32(self.least))
 
     def _rate(self, state: FadingCounts) -> jax.Array:
         """The best speed-up that is predicted, float32[B]."""
@@ -228,7 +241,7 @@ class AutoOff(Policy):
         if isinstance(self.inner, Policy):
             return self.inner
         name = self.inner or CostOptimal.name
-        times = vars(self.cost) if POLICIES.canonical(name) == CostOptimal.name else {}
+        times = {**vars(self.cost), "least": 1} if POLICIES.canonical(name) == CostOptimal.name else {}
         made = get_policy(name, **{"gamma": self.gamma, **times, **(self.inner_options or {})})
         return dataclasses.replace(self, inner=made).paying  # which compares the two gammas
 

@@ -408,6 +408,10 @@ ARGUMENTS = (
         "looks_ahead", "token block", "a node is verified or not by what its own token makes of the next",
         scheduled(SECOND_OR_NONE, ahead=True),
     ),
+    (
+        "spares_experts", "token block", "nodes are verified up to the first whose own token wakes more experts",
+        lambda d, p, u: (d._replace(count=np.minimum(d.count, np.cumprod(d.tokens != 1, axis=-1).sum(axis=-1))), p, u),
+    ),
 )  # fmt: skip
 """Name, verifiers, mistake, and a change of the driver's arguments (draft, p, uniforms)."""
 
