@@ -5,17 +5,20 @@ import importlib.util
 import json
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 import specsparse
 from specsparse import kernels
+from specsparse.data import prompts
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import GenerationFailed, UserError
 from specsparse.experiments import configured, runner
 from specsparse.experiments.settings import from_omegaconf
 from specsparse.measure.costs import acceptance, measuring
 from specsparse.measure.costs.acceptance import acceptance_over_seeds
+from specsparse.measure.trials import Ours
 from specsparse.run import conf_dir
 from specsparse.runtime import timing_cache
 from specsparse.runtime.method import Method
@@ -60,6 +63,46 @@ def test_what_is_measured(table):
     assert min(table.kv_s, table.kv_row_s, table.round_s, table.round_token_s) >= 0
     assert set(table.residuals) == {"spread", "kv", "kv_far", "rising"}
     assert table.identity["file"] == "tiny.gguf"
+
+
+def test_forwards_are_timed_on_the_rows_of_a_text(model, monkeypatch):
+    """Rows that repeat themselves would wake fewer experts than a text's, and random ones more."""
+    seen = []
+
+    def forward(params, tokens, cache, **given):
+        jax.debug.callback(lambda rows: seen.append(np.asarray(rows).tolist()), tokens)
+        return model.forward(params, tokens, cache, **given)
+
+    watched, text = dataclasses.replace(model, forward=forward), model.tokenizer.encode("A text of some words")[:4]
+    Ours(watched, room=4, forwards=3, ids=np.asarray(text, np.int32)).verify(4)
+    jax.effects_barrier()
+    assert seen == [[text]] * 3
+
+    class Asked(Exception):
+        pass
+
+    def ours(model, *, ids=None, **given):
+        if ids is not None:
+            raise Asked(ids)
+        return Ours(model, **given)
+
+    monkeypatch.setattr(measuring, "Ours", ours)
+    with pytest.raises(Asked) as asked:
+        measuring.measure(model, effort=EFFORT)
+    begins = model.tokenizer.encode(prompts.load()[0].text)[:20]
+    assert asked.value.args[0][: len(begins)].tolist() == begins
+
+
+def test_a_guess_of_a_model_with_experts_counts_those_that_rows_wake(tmp_path, kept):
+    file = write_tiny_gguf(tmp_path / "e.gguf", architecture="qwen3moe", d_ff=256, n_experts=16, n_chosen=1)
+    read = {
+        n: sum(t.nbytes * (1 - (15 / 16) ** n if "_exps" in name else 1) for name, t in open_gguf(file).tensors.items())
+        for n in (1, 2, 4)
+    }
+    skipped = open_gguf(file).tensors["token_embd.weight"].nbytes
+    v = timing_cache.policy_times(specsparse.load(file), 3, None)["v"]
+    wanted = [(read[n] - skipped) / (read[1] - skipped) for n in (2, 4)]
+    assert [v[1], v[3]] == pytest.approx(wanted, abs=0.006) and v[3] > 2
 
 
 def test_a_table_is_measured_once(model, table, kept, monkeypatch):
@@ -225,6 +268,10 @@ def test_made_shapes_load_and_run(script, tmp_path):
         model = specsparse.load(path)
         sizes[name] = model.config.vocab_size
         assert len(specsparse.generate(model, "hello world", max_tokens=3, ignore_eos=True).token_ids) == 3
+    alike = tmp_path / "alike.gguf"
+    shapes.write(shapes.SHAPES["smallthinker-4b"].scaled(16), alike, alike=0.5)
+    rows = open_gguf(alike).tensors["token_embd.weight"].dequantize()
+    assert (rows[:, :128] == rows[0, :128]).all() and not (rows[:, 128:] == rows[0, 128:]).any(axis=1)[1:].all()
     assert sizes["7b"] == sizes["160m"]  # target and draft share a vocabulary
     full = shapes.SHAPES["7b"].config()
     assert (full.n_layers, full.d_model, full.d_ff, full.vocab_size) == (32, 4096, 11008, 32000)
