@@ -75,7 +75,10 @@ def plan(
         f"{f.path}: has no predictors, so ffn='powerinfer' cannot run; use 'dense' or 'oracle', or join it with some "
         "by `python -m specsparse convert powerinfer`": mode == "powerinfer" and not sparse,
         f"ffn={mode!r} is for dense models; the FFN of this {config.architecture} is experts": config.n_experts > 0
-        and mode != "dense",
+        and mode not in ("dense", "oracle"),
+        "ffn='oracle' of experts is for ReLU, matrices in Q4_0 and native kernels": config.n_experts > 0
+        and mode == "oracle"
+        and not zero_skip.in_file(f, config, kernels),
         "faithful_f16 is for PowerInfer's models; this one has experts": faithful_f16 and config.n_experts > 0,
         f"threshold={threshold} does nothing with ffn={mode!r}; it belongs to ffn='powerinfer'": threshold is not None
         and mode != "powerinfer",

@@ -4,13 +4,15 @@ The gate is read whole. If it is not above 0, up and down add nothing: the dense
 as an exact whole number before scales come in, so that a sum without its zeros has the same bits (of finite weights).
 This needs Q4_0 matrices whose blocks run along the neurons, as `+experiment=relufy` writes them; other models have the
 oracle of `powerinfer.sparse_ffn`. Passes of several rows run the dense kernels, which read a weight once for all.
+Inside ReLU experts it is the same, for the experts that a single row chose.
 """
 
-from specsparse.engine.config import ModelConfig
+from specsparse.engine.config import EXPERTS, ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Params, pack_matrix
-from specsparse.kernels import Kernels, QTensor, SkipWeights, regroup_neurons, skippable, stripes
+from specsparse.kernels import Experts, Kernels, QTensor, SkipWeights, regroup_neurons, skippable, stripes
+from specsparse.kernels import skipping as experts_skipping
 
 ACTIVATIONS = ("relu", "relu2")
 _MATRICES = ("ffn_gate", "ffn_up", "ffn_down")
@@ -19,13 +21,16 @@ _MATRICES = ("ffn_gate", "ffn_up", "ffn_down")
 def _serves(config: ModelConfig, kernels: Kernels) -> bool:
     """Whether these kernels can skip zeros in a model of that config, if its matrices allow it."""
     biased = any(name.startswith("ffn_") for name in config.biases)
+    if config.n_experts:
+        return kernels.name == "native" and config.activation == "relu" and not biased
     one_call = kernels.layers is not None and config.head_dim % 16 == 0
     return one_call and config.gated and config.activation in ACTIVATIONS and not biased
 
 
 def in_file(f: GGUFFile, config: ModelConfig, kernels: Kernels) -> bool:
     """Whether the zeros of this file's model can be skipped."""
-    names = [f"blk.{i}.{name}.weight" for i in range(config.n_layers) for name in _MATRICES]
+    matrices = EXPERTS if config.n_experts else _MATRICES
+    names = [f"blk.{i}.{name}.weight" for i in range(config.n_layers) for name in matrices]
     return _serves(config, kernels) and all(n in f.tensors and f.tensors[n].type.name == "Q4_0" for n in names)
 
 
@@ -37,7 +42,8 @@ def in_params(params: Params, config: ModelConfig, kernels: Kernels) -> bool:
 
 def skips(params: Params) -> bool:
     """Whether these parameters are such: the model's bits are those of the dense one."""
-    return all(isinstance(layer.sparse, SkipWeights) for layer in params.layers)
+    found = (layer.sparse if layer.experts is None else layer.experts.skip for layer in params.layers)
+    return all(isinstance(weights, SkipWeights) for weights in found)
 
 
 def _skip_weights(up: QTensor, down: QTensor) -> SkipWeights:
@@ -46,7 +52,10 @@ def _skip_weights(up: QTensor, down: QTensor) -> SkipWeights:
 
 def pack(own: dict[str, TensorInfo]) -> dict[str, Pytree]:
     """A `pack_ffn` for `engine.weights.load_params`: the dense matrices, and their rows by neuron."""
-    gate, up, down = (pack_matrix(own[name], floats=False) for name in _MATRICES)
+    matrices = EXPERTS if EXPERTS[0] in own else _MATRICES
+    gate, up, down = (pack_matrix(own[name], floats=False) for name in matrices)
+    if matrices is EXPERTS:
+        return {"experts": experts_skipping(Experts(gate, up, down, "relu"))}
     return {"ffn_gate": gate, "ffn_up": up, "ffn_down": down, "sparse": _skip_weights(up, down)}
 
 

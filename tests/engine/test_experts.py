@@ -223,7 +223,7 @@ def test_experts_that_are_not_built_are_refused_by_name(tmp_path):
     for key, value in KEYS.items():
         with pytest.raises(UserError, match=key):
             ModelConfig.from_gguf(replace(f, metadata={**f.metadata, f"qwen3moe.{key}": value}))
-    for options in ({"ffn": "oracle"}, {"mesh": 1}, {"activation": "relu"}, {"faithful_f16": True}):
+    for options in ({"mesh": 1}, {"activation": "relu"}, {"faithful_f16": True}):
         with pytest.raises(UserError, match=r"is for (dense|PowerInfer's) models"):
             specsparse.load(f.path, **options)
 
@@ -231,3 +231,14 @@ def test_experts_that_are_not_built_are_refused_by_name(tmp_path):
 def test_the_catalogue_knows_models_with_experts():
     sizes = {name: e.shape for name, e in entries().items() if e.shape is not None and e.shape.experts}
     assert {s.architecture for s in sizes.values()} == {"qwen3moe", "olmoe", "smallthinker", "gpt-oss"}
+
+
+def test_the_oracle_leaves_idle_neurons_of_relu_experts_out_and_keeps_every_bit(tmp_path):
+    sizes = {"quant": "Q4_0", "n_layers": 2, "d_ff": 64}
+    file = write_tiny_gguf(tmp_path / "relu.gguf", architecture="smallthinker", **sizes)
+    dense, oracle = specsparse.load(file, backend="native"), specsparse.load(file, backend="native", ffn="oracle")
+    assert oracle.params.layers[1].experts.skip is not None and oracle.footprint == dense.footprint
+    np.testing.assert_array_equal(oracle.logits(IDS).view(np.uint32), dense.logits(IDS).view(np.uint32))
+    for other in ({"architecture": "qwen3moe", **sizes}, {"architecture": "smallthinker", "quant": "Q8_0"}):
+        with pytest.raises(UserError, match="ffn='oracle'"):
+            specsparse.load(write_tiny_gguf(tmp_path / "other.gguf", **other), backend="native", ffn="oracle")
