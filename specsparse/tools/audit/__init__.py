@@ -2,6 +2,7 @@
 
     audit [bits]         which widths share bits, and how often greedy speculation writes another text than plain
                          decoding: audit --engine specsparse,llama.cpp --threads 1,2
+    audit --routing      which experts the rows of a model with experts choose, by width and by engine
     audit diff A B       where the texts of two runs of any engines fork
 
 Each prints tables; --json adds the report as a last line of JSON, --json FILE writes it there.
@@ -21,13 +22,15 @@ from specsparse.tools.peers import PEERS
 _BITS = """Rows of a text are computed one at a time and in batches of every width. The report says which widths share
 bits, where the most likely token is another one, and so how often greedy speculation writes another text than plain
 decoding."""
+_ROUTING = """Rows of a text are computed one at a time and in batches of every width. The report says by layer whether
+they choose the same experts with the same weights, and how far another engine's choice is from ours."""
 _DIFF = """Where the texts of two runs fork. A and B are JSON Lines of {"id": .., "token_ids": [..]} of any engine, or
 folders of runs of ours."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    kinds = parser.add_subparsers(dest="audit", required=True, metavar="bits | diff")
+    kinds = parser.add_subparsers(dest="audit", required=True, metavar="bits | routing | diff")
 
     sub = kinds.add_parser("bits", help="which widths share bits (the default)", description=_BITS, allow_abbrev=False)
     sub.set_defaults(run=_bits)
@@ -53,6 +56,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--html", type=Path, metavar="FILE", help="write the report as a page")
     add("--figure", type=Path, metavar="FILE.png", help="draw the widths")
 
+    about = "experts by width and by engine (--routing)"
+    sub = kinds.add_parser("routing", help=about, description=_ROUTING, allow_abbrev=False)
+    sub.set_defaults(run=_routing)
+    add = sub.add_argument
+    telling = ("specsparse", *(name for name, kind in PEERS.items() if kind.routing))
+    add("--model", required=True, help=arguments.ANY_MODEL)
+    add(
+        "--engine", dest="engines", type=names_among("engine", telling), default=telling[:1], metavar="LIST",
+        help=f"some of {', '.join(telling)} (specsparse)",
+    )  # fmt: skip
+    add("--widths", type=sizes, default=sizes("1,2,4,8,16"), metavar="LIST", help="of a batch (1,2,4,8,16)")
+    add("--windows", type=positive, default=4, metavar="N", help="places of the text (%(default)s)")
+    add("--prompt-tokens", type=positive, default=40, metavar="N", help="tokens before the rows (%(default)s)")
+    add("--tokens", type=positive, default=48, metavar="N", help="rows of each window (%(default)s)")
+    add("--text", type=Path, metavar="FILE", help="a real text (the built-in prompts)")
+    arguments.add_json(add)
+
     sub = kinds.add_parser("diff", help="where the texts of two runs fork", description=_DIFF, allow_abbrev=False)
     sub.set_defaults(run=_diff)
     add = sub.add_argument
@@ -63,8 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def rewritten(argv: Sequence[str]) -> list[str]:
-    """Puts `bits` in front if no sub-command is named."""
-    return [*argv] if argv and argv[0] in ("bits", "diff", "-h", "--help") else ["bits", *argv]
+    """Puts `bits` in front if no sub-command is named; `--routing` names one."""
+    if "--routing" in argv:
+        return ["routing", *(word for word in argv if word != "--routing")]
+    return [*argv] if argv and argv[0] in ("bits", "routing", "diff", "-h", "--help") else ["bits", *argv]
 
 
 def main(args: argparse.Namespace) -> int:
@@ -98,6 +120,18 @@ def _bits(args: argparse.Namespace) -> int:
             arguments.write_json(args.json, report, out)
     ours = [case for case in report["cases"] if case["engine"] == same_bits.OURS]
     return int(any(case["verdict"] != same_bits.ONE_GROUP for case in ours))
+
+
+def _routing(args: argparse.Namespace) -> int:
+    """Audit and print; 1 if the routing of specsparse itself depends on the width."""
+    arguments.need_places([args.json], [], args.model, args.text)
+    from specsparse.tools.audit import routing, same_bits
+
+    out = terminal.console()
+    report = routing.run(arguments.from_args(same_bits.AuditPlan, args), out)
+    arguments.show(out, routing.parts(report))
+    arguments.write_json(args.json, report, out)
+    return int(routing.differing(report["engines"]["specsparse"]) > 0)
 
 
 def _diff(args: argparse.Namespace) -> int:

@@ -16,11 +16,12 @@ class PeerKind:
     options: Json = field(default_factory=dict)  # more of the "open" request
     flash: bool = False  # whether it has the "attend" and "batch" requests
     drafts: bool = False  # whether it has the "speculate" request
+    routing: bool = False  # whether it has the "routing" request
 
 
 _TORCH = ("transformers", "torch", "gguf", "accelerate")
 PEERS = {
-    "llama.cpp": PeerKind("child_llama_cpp.py", ("llama-cpp-python",), flash=True, drafts=True),
+    "llama.cpp": PeerKind("child_llama_cpp.py", ("llama-cpp-python",), flash=True, drafts=True, routing=True),
     "ik_llama.cpp": PeerKind("child_llama_cpp.py", ("ik-llama-cpp-python",), ("ik_llama_cpp",), flash=True),
     "transformers": PeerKind("child_transformers.py", _TORCH),
     "transformers-bf16": PeerKind("child_transformers.py", _TORCH, options={"dtype": "bfloat16"}),

@@ -13,6 +13,8 @@ ik-llama-cpp-python; imports nothing of specsparse. Requests:
         -> {"seconds": ..., "tokens": [...], "passes": of the target}
     {"do": "write", "prompt": [...], "count": n, "chunk": p} -> {"tokens": [...]}
     {"do": "rows", "prompt": [...], "text": [...], "width": w, "chunk": p, "file": path} -> {"vocabulary": V}
+    {"do": "routing", "prompt": [...], "text": [...], "width": w, "chunk": p, "file": path}
+        -> {"layers": L, "chosen": k}
 
 `prompt` is one batch with the logits of its last token (n_batch 2048, n_ubatch 512, as llama-bench), `decode` one token
 a call with its logits, `verify` one batch with all logits. Nothing is sampled: the tokens are given. `depth` tokens are
@@ -22,9 +24,11 @@ attention or without, in a second context of the same weights. `speculate` write
 the package's own prompt lookup of k tokens (0: plainly), or with a second model that drafts k tokens greedily, one a
 call, and keeps what it has read; its time begins at the first token. `write` continues a prompt greedily, one token a
 batch. `rows` feeds a text behind a prompt in batches of w tokens; its logits go to a file, float32[len(text), V]. Both
-feed the prompt by p tokens.
+feed the prompt by p tokens. `routing` does as `rows` in a context whose graph is watched; the experts of the rows and
+their weights go to the file, int32[L, len(text), k] and float32[L, len(text), k].
 """
 
+import ctypes
 import os
 import sys
 import time
@@ -116,10 +120,54 @@ def load(lib, path: str):
     return model
 
 
+class Tensor(ctypes.Structure):
+    """`ggml_tensor`, as far as it is read."""
+
+    _fields_ = (
+        ("type", ctypes.c_int), ("buffer", ctypes.c_void_p), ("ne", ctypes.c_int64 * 4), ("nb", ctypes.c_size_t * 4),
+        ("op", ctypes.c_int), ("op_params", ctypes.c_int32 * 16), ("flags", ctypes.c_int32),
+        ("src", ctypes.c_void_p * 10), ("view_src", ctypes.c_void_p), ("view_offs", ctypes.c_size_t),
+        ("data", ctypes.c_void_p), ("name", ctypes.c_char * 64),
+    )  # fmt: skip
+
+
+class RoutingWatch:
+    """Experts and weights of each layer, kept as a graph computes them; `callback` is of the context's options."""
+
+    WEIGHTS = ("ffn_moe_weights", "ffn_moe_weights_softmax", "ffn_moe_weights_norm", "ffn_moe_weights_scaled")
+    """By what is done to them; the last one counts."""
+
+    def __init__(self, lib):
+        self.experts: dict = {}
+        self.weights: dict = {}
+        self.callback = lib.c.ggml_backend_sched_eval_callback(self.see)
+
+    def see(self, address: int, ask: bool, _) -> bool:
+        """Whether to wait for a tensor; when it is there, what it holds is kept."""
+        import numpy as np
+
+        tensor = Tensor.from_address(address)
+        name, _, layer = tensor.name.decode().partition("-")
+        if not layer.isdecimal():  # "0 (reshaped)" is another tensor
+            return not ask
+        if ask:
+            return name == "ffn_moe_topk" or name in self.WEIGHTS
+        k, rows, more, _ = tensor.ne
+        if name == "ffn_moe_topk":  # the first columns of a sorted matrix
+            each = [(ctypes.c_int32 * k).from_address(tensor.data + row * tensor.nb[1]) for row in range(rows)]
+            self.experts[int(layer)] = np.array(each)
+        elif name in self.WEIGHTS:
+            self.weights[int(layer)] = np.array((ctypes.c_float * (k * rows * more)).from_address(tensor.data))
+        return True
+
+
 class Context:
     """One context of a model that `load` gave, by the C functions."""
 
-    def __init__(self, lib, model, threads: int, room: int, flash: "bool | None" = None, sequences: int = 1):
+    def __init__(
+        self, lib, model, threads: int, room: int, flash: "bool | None" = None, sequences: int = 1,
+        watch: "RoutingWatch | None" = None,
+    ):  # fmt: skip
         self.lib, self.model, c = lib, model, lib.c
         self.room = room
         self.prefix: list | None = None  # prompt (a list of several), or `depth` tokens: how the cache begins
@@ -132,6 +180,8 @@ class Context:
         params.n_threads = params.n_threads_batch = threads
         if flash is not None:
             lib.set_flash(params, flash)
+        if watch is not None:
+            params.cb_eval = watch.callback
         self.context = c.llama_init_from_model(self.model, params)
         if not self.context:
             raise RuntimeError(f"{lib.version} cannot make a context")
@@ -218,6 +268,7 @@ class Engine(RowWriter):
         self.context = Context(self.lib, load(self.lib, model), threads, self.room, flash)
         self.contexts = {flash: self.context}
         self.batched: dict = {}
+        self.watch = None
 
     def attend(self, flash: bool) -> float:
         """Seconds to go on in the context with flash attention or without; each is made once."""
@@ -346,6 +397,28 @@ class Engine(RowWriter):
 
         self.context.feed(tokens, start, every=True)
         return np.stack([self.context.logits(row) for row in range(len(tokens))])
+
+    def routing(self, prompt: list, text: list, width: int, chunk: int, file: str) -> dict:
+        """The experts of a text's rows in passes of `width` tokens, and their weights, into `file`."""
+        import numpy as np
+
+        if self.watch is None:
+            self.watch = RoutingWatch(self.lib)
+            self.context = Context(self.lib, self.context.model, self.threads, self.room, watch=self.watch)
+        self.begin(prompt, chunk)
+        experts, weights = [], []
+        for start in range(0, len(text), width):
+            self.context.feed(text[start : start + width], len(prompt) + start, every=True)
+            experts.append(np.stack([self.watch.experts[layer] for layer in sorted(self.watch.experts)]))
+            weights.append(np.stack([self.watch.weights[layer] for layer in sorted(self.watch.weights)]))
+        chosen = np.concatenate(experts, axis=1)
+        if len(chosen) != self.lib.c.llama_model_n_layer(self.context.model):
+            raise RuntimeError(f"{self.lib.version} showed the experts of {len(chosen)} layers")
+        with open(file, "wb") as out:
+            out.write(chosen.astype(np.int32).tobytes())
+            parts = [part.reshape(len(chosen), -1, chosen.shape[2]) for part in weights]
+            out.write(np.concatenate(parts, axis=1).astype(np.float32).tobytes())
+        return {"layers": chosen.shape[0], "chosen": chosen.shape[2]}
 
 
 if __name__ == "__main__":

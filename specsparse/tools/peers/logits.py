@@ -5,16 +5,17 @@ whole nats; the speed and the forks of an engine, or a width, whose logits are w
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 import numpy as np
 
 from specsparse.data import prompts
 from specsparse.engine import cache as kv
+from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.engine.prefill import prefill
 from specsparse.engine.text.tokenizer import Tokenizer
@@ -29,6 +30,13 @@ MOST_KL = 0.1
 """Mean KL(ours, theirs) in nats from which logits are wrong; eight-bit activations move it by 0.001 to 0.01."""
 MOST_NLL = 0.1
 """The same for the difference of the mean negative log-likelihoods: a perplexity 10 % apart."""
+
+
+class Routing(NamedTuple):
+    """Experts int32[L, T, k] and weights float32[L, T, k] of T rows in L layers, best first."""
+
+    experts: np.ndarray
+    weights: np.ndarray
 
 
 class RowEngine(Protocol):
@@ -56,13 +64,18 @@ class OurRows:
         self._cache = model.new_cache(1, capacity)
         self._prompt: tuple[int, ...] | None = None
 
-    def _feed(self, ids: Sequence[int], width: int) -> np.ndarray:
-        program, text, out = self._model.logits_program, np.asarray(ids, np.int32), []
-        chunks = prefill(lambda c, kv: program(self._params, *c.arrays, kv), [text], self._cache, rows=width)
-        for chunk, logits, after in chunks:
+    def _passes(self, program: Callable, ids: Sequence[int], width: int) -> Iterator[tuple[int, Any]]:
+        """Feeds ids; the rows of each pass and what the program gave for them."""
+        text = np.asarray(ids, np.int32)
+        for chunk, out, after in prefill(
+            lambda c, kv: program(self._params, *c.arrays, kv), [text], self._cache, rows=width
+        ):
             self._cache = after
-            out.append(np.asarray(logits)[: chunk.count[0]])
-        return np.concatenate(out)
+            yield int(chunk.count[0]), out
+
+    def _feed(self, ids: Sequence[int], width: int) -> np.ndarray:
+        passes = self._passes(self._model.logits_program, ids, width)
+        return np.concatenate([np.asarray(logits)[:count] for count, logits in passes])
 
     def _begin(self, prompt: Sequence[int]) -> np.ndarray | None:
         """A cache of the prompt alone; the logits of its last token, or None if it was there already."""
@@ -84,17 +97,32 @@ class OurRows:
         self._begin(prompt)
         return self._feed(text, width)
 
+    def routing(self, prompt: Sequence[int], text: Sequence[int], width: int) -> Routing:
+        """The experts of a text behind a prompt, in batches of `width` rows; of a model that has experts."""
+        model = self._model
+
+        def chosen(params, tokens, n_valid, cache):
+            out, cache = model.forward(params, tokens, cache, n_valid_B=n_valid, want=Want(logits="none"))
+            return out.stats, kv.commit(cache, n_valid)
+
+        program = model.programs.once(("routing",), lambda: model.devices.jit(chosen, donate_argnums=3))
+        self._begin(prompt)
+        passes = self._passes(program, text, width)
+        found = [[np.asarray(a)[:, :count] for a in (out.experts, out.weights)] for count, out in passes]
+        return Routing(*(np.concatenate(parts, axis=1) for parts in zip(*found, strict=True)))
+
     def close(self) -> None:
         pass
 
 
-def rows_by(engine: RowEngine, prompt: Sequence[int], text: Sequence[int], width: int) -> np.ndarray:
-    """The text's rows float32[len(text), V], each computed in a batch of exactly `width`.
+def filled(text: Sequence[int], width: int) -> list[int]:
+    """The text, filled up with its own beginning to whole batches, so that no row is computed in a smaller one."""
+    return [text[i % len(text)] for i in range(len(text) + -len(text) % width)]
 
-    The text is filled up with its own beginning to whole batches, so that no row is computed in a smaller one.
-    """
-    filled = [text[i % len(text)] for i in range(len(text) + -len(text) % width)]
-    return engine.rows(prompt, filled, width)[: len(text)]
+
+def rows_by(engine: RowEngine, prompt: Sequence[int], text: Sequence[int], width: int) -> np.ndarray:
+    """The text's rows float32[len(text), V], each computed in a batch of exactly `width`."""
+    return engine.rows(prompt, filled(text, width), width)[: len(text)]
 
 
 def text_ids(tokenizer: Tokenizer, file: Path | None) -> list[int]:
