@@ -29,11 +29,13 @@ def apart(a: Routing, b: Routing) -> Json:
     """How far two routings of the same rows are apart in each layer, a list a figure.
 
     Returns:
-        "rows_differing", rows with another expert, another order or other bits of a weight; "overlap", the mean part of
-        a row's experts that both chose; "weights", the mean distance of a row's weights, half the sum of their
-        differences over all experts: 1 if no expert is in common and weights add up to 1; and "largest" of those.
+        "rows_differing", rows with another expert, another order or other bits of a weight, and "experts_differing",
+        those of them with other experts or another order; "overlap", the mean part of a row's experts that both chose;
+        "weights", the mean distance of a row's weights, half the sum of their differences over all experts: 1 if no
+        expert is in common and weights add up to 1; and "largest" of those.
     """
-    same = (a.experts == b.experts) & (a.weights.view(np.uint32) == b.weights.view(np.uint32))
+    same = a.experts == b.experts
+    same_bits = same & (a.weights.view(np.uint32) == b.weights.view(np.uint32))
     count = max(int(a.experts.max()), int(b.experts.max())) + 1
     dense = np.zeros((2, *a.experts.shape[:2], count))
     for side, one in zip(dense, (a, b), strict=True):
@@ -41,7 +43,8 @@ def apart(a: Routing, b: Routing) -> Json:
     both = (a.experts[..., :, None] == b.experts[..., None, :]).any(axis=3).mean(axis=2)
     distance = np.abs(dense[0] - dense[1]).sum(axis=2) / 2
     return {
-        "rows_differing": (~same.all(axis=2)).sum(axis=1).tolist(), "overlap": both.mean(axis=1).tolist(),
+        "rows_differing": (~same_bits.all(axis=2)).sum(axis=1).tolist(),
+        "experts_differing": (~same.all(axis=2)).sum(axis=1).tolist(), "overlap": both.mean(axis=1).tolist(),
         "weights": distance.mean(axis=1).tolist(), "largest": distance.max(axis=1).tolist(),
     }  # fmt: skip
 
@@ -90,9 +93,9 @@ def routing_of(engine: OurRows | Peer, cut: Sequence[AuditWindow], width: int) -
     return Routing(*(np.concatenate(parts, axis=1) for parts in zip(*rows, strict=True)))
 
 
-def differing(engine: Json) -> int:
-    """Rows of any layer and width that are not as one row at a time."""
-    return sum(sum(width["rows_differing"]) for width in engine["widths"].values())
+def differing(engine: Json, what: str = "rows_differing") -> int:
+    """Rows of any layer and width that are not as one row at a time, by that figure of `apart`."""
+    return sum(sum(width[what]) for width in engine["widths"].values())
 
 
 def parts(report: Json) -> Iterator[Table | str]:
@@ -114,5 +117,8 @@ def parts(report: Json) -> Iterator[Table | str]:
             mean = float(np.mean(ours["overlap"]))
             yield f"{name} ({engine['version']}) chooses {mean:.4f} of the experts that ours does"
         count, widths = differing(engine), ", ".join(engine["widths"])
-        said = f"differ in {count} rows, all layers together," if count else "have no bit that differs"
+        said, others = "have no bit that differs", differing(engine, "experts_differing")
+        if count:
+            rows = report["rows"] * sum(len(width["overlap"]) for width in engine["widths"].values())
+            said = f"differ in {count} of {rows} rows of all layers (the experts in {others}, else bits of weights)"
         yield f"{name}: experts and weights in batches of {widths} rows {said} from one row at a time"

@@ -46,6 +46,7 @@ def test_rows_choose_the_same_experts_with_the_same_weights_at_every_width(model
     assert main(["audit", "routing", "--model", str(model), *FEW, "--json", str(out)]) == 1
     found = json.loads(out.read_text())["engines"]["specsparse"]["widths"]
     assert (found["2"]["rows_differing"], found["5"]["rows_differing"]) == ([0, 0], [0, 2])
+    assert found["5"]["experts_differing"] == [0, 0] and "differ in 2 of 56 rows" in capsys.readouterr().out
 
 
 def test_how_far_two_choices_are_apart():
@@ -53,7 +54,8 @@ def test_how_far_two_choices_are_apart():
     a = Routing(np.array([[[0, 1], [2, 3], [4, 5]]], np.int32), np.array([[[0.75, 0.25]] * 3], np.float32))
     b = Routing(np.array([[[0, 1], [3, 2], [4, 6]]], np.int32), np.array([[[0.75, 0.25]] * 3], np.float32))
     found = routing.apart(a, b)
-    assert found["rows_differing"] == [2] and found["overlap"] == pytest.approx([(1 + 1 + 0.5) / 3])
+    assert found["rows_differing"] == found["experts_differing"] == [2]
+    assert found["overlap"] == pytest.approx([(1 + 1 + 0.5) / 3])
     assert found["weights"] == pytest.approx([(0 + 0.5 + 0.25) / 3]) and found["largest"] == [0.5]
 
 
