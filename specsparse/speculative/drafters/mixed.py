@@ -1,4 +1,4 @@
-"""One small tree over all that is known cheaply: a head, lookup, the target's last choice behind a token, a table.
+"""One small tree over all that is known cheaply: a head, lookup, what last followed a token, a table.
 
 Each level of the tree holds what the sources propose behind the likeliest node of the level above, and the likeliest
 nodes of all are verified. The worth of a proposal is learnt while the text is written, from rounds that are over.
@@ -33,7 +33,7 @@ from specsparse.speculative.drafters.heads.feature_source import pick
 from specsparse.speculative.drafters.heads.head import Head, shipped_for
 from specsparse.speculative.drafters.lookup import PromptLookup
 from specsparse.speculative.drafters.model_drafter import ModelDrafter
-from specsparse.speculative.drafters.recycle import overwritten, root_token, shown_successors
+from specsparse.speculative.drafters.recycle import shown_successors
 from specsparse.speculative.drafters.sources import DraftSampling, DraftWeights, FedRows, KeptRows, Source
 from specsparse.speculative.drafters.spec import DrafterSpec, HeadDrafting, Load, LoadedDrafter, PolicyOption, Vocab
 from specsparse.speculative.policies.base import Fixed, Policy
@@ -123,9 +123,7 @@ class Proposals(NamedTuple):
 
 
 class MixedState(NamedTuple):
-    # successors, root: as in `RecycleState`
-    successors: jax.Array
-    root: jax.Array
+    successors: jax.Array  # int32[B, V], the token that last followed each one in the text, `PAD` where none did
     head: Pytree  # of the head's source, or None
     # hits, tries: float32[B, cells], proposals of finished rounds, and those that were the target's token
     hits: jax.Array
@@ -163,7 +161,6 @@ class MixedTree(Drafter):
     kind = DraftKind.ONE_HOT
     tree = True
     asks_worth = True
-    wants_top = 1
 
     @property
     def wants_hidden(self) -> bool | tuple[int, ...]:
@@ -176,8 +173,8 @@ class MixedTree(Drafter):
         batch = ctx.length.shape[0]
         head = None if self.source is None else self.source.init(params.head, ctx, hidden)
         none_Bc = jnp.zeros((batch, len(PRIORS)), jnp.float32)
-        successors = shown_successors(ctx, ranks=self.wants_top)
-        return MixedState(successors, root_token(ctx), head, none_Bc, none_Bc, self._nothing(batch))
+        successors = shown_successors(ctx, ranks=1)[:, :, 0]
+        return MixedState(successors, head, none_Bc, none_Bc, self._nothing(batch))
 
     def _nothing(self, batch: int) -> Proposals:
         none_BDM = jnp.full((batch, self.max_nodes, HEAD_RANKS + 3), PAD, jnp.int32)
@@ -215,7 +212,7 @@ class MixedTree(Drafter):
             tokens.append(jnp.where(copies_B[:, None], copied_B1, PAD))
             classes.append(lookup_B[:, None])
             last_B = level.tail[:, 2]
-            tokens.append(state.successors[jnp.arange(batch), jnp.maximum(last_B, 0)])
+            tokens.append(state.successors[jnp.arange(batch), jnp.maximum(last_B, 0)][:, None])
             classes.append(3 * _CLASSES + jnp.where(heads_B, 0, 1)[:, None])
             if params.table is not None:
                 token_B, three_B = params.table.after(level.tail)
@@ -276,7 +273,7 @@ class MixedTree(Drafter):
         if self.source is not None:
             head, cache = self.source.close(params.head, state.head, level.cache, ctx)
         draft = self._best(level.proposed, budget_B, ctx)
-        state = state._replace(root=root_token(ctx), head=head, proposed=level.proposed)
+        state = state._replace(head=head, proposed=level.proposed)
         return Drafted(draft, state, cache)
 
     def _read(self, weights: DraftWeights, logits_BN: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -323,8 +320,13 @@ class MixedTree(Drafter):
         head = state.head
         if self.source is not None:  # it reads the target's rows: which of its own would be right does not matter
             head = self.source.keep(params.head, head, ctx, feedback, KeptRows(said.accepted))
+        # What a refused row says would cost an argmax over the vocabulary, and changes little beside a head.
+        new_n = jnp.arange(D + 1, dtype=jnp.int32)[None]
+        at_Bn = ctx.length[:, None] - said.count[:, None] + new_n
+        before_Bn = jnp.where(new_n < said.count[:, None], pick(ctx.tokens, at_Bn - 1), state.successors.shape[1])
+        place = jnp.arange(len(before_Bn))[:, None], before_Bn
         return state._replace(
-            successors=overwritten(state.successors, state.root, feedback),
+            successors=state.successors.at[place].set(pick(ctx.tokens, at_Bn), mode="drop"),
             head=head,
             hits=state.hits + hits_Bc,
             tries=state.tries + tries_Bc,
@@ -354,7 +356,7 @@ class MixedDrafting:
 
 @dataclass(frozen=True)
 class Mixed(DrafterSpec):
-    """One small tree over a head, lookup, the target's last choice behind each token, and the n-grams of a text.
+    """One small tree over a head, lookup, what last followed each token, and the n-grams of a text.
 
     Attributes:
         head: its file, or a name; by default the one that was trained for the target, if there is one.
