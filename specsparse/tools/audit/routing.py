@@ -21,11 +21,11 @@ from specsparse.runtime.load import load
 from specsparse.support import tables, terminal
 from specsparse.support.files import Json
 from specsparse.tools.audit.same_bits import AuditPlan, AuditWindow, windows_of
-from specsparse.tools.peers.logits import OURS, OurRows, Routing, filled, text_ids
+from specsparse.tools.peers.logits import OURS, OurRows, RowRouting, filled, text_ids
 from specsparse.tools.peers.peer import Peer
 
 
-def apart(a: Routing, b: Routing) -> Json:
+def apart(a: RowRouting, b: RowRouting) -> Json:
     """How far two routings of the same rows are apart in each layer, a list a figure.
 
     Returns:
@@ -86,11 +86,11 @@ def run(plan: AuditPlan, out: Console) -> Json:
     }  # fmt: skip
 
 
-def routing_of(engine: OurRows | Peer, cut: Sequence[AuditWindow], width: int) -> Routing:
+def routing_of(engine: OurRows | Peer, cut: Sequence[AuditWindow], width: int) -> RowRouting:
     """The routing of all windows' rows, each computed in a batch of exactly `width`."""
     each = [engine.routing(w.prompt, filled(w.following, width), width) for w in cut]
-    rows = [Routing(*(part[:, : len(w.following)] for part in found)) for w, found in zip(cut, each, strict=True)]
-    return Routing(*(np.concatenate(parts, axis=1) for parts in zip(*rows, strict=True)))
+    rows = [RowRouting(*(part[:, : len(w.following)] for part in found)) for w, found in zip(cut, each, strict=True)]
+    return RowRouting(*(np.concatenate(parts, axis=1) for parts in zip(*rows, strict=True)))
 
 
 def differing(engine: Json, what: str = "rows_differing") -> int:

@@ -32,7 +32,7 @@ MOST_NLL = 0.1
 """The same for the difference of the mean negative log-likelihoods: a perplexity 10 % apart."""
 
 
-class Routing(NamedTuple):
+class RowRouting(NamedTuple):
     """Experts int32[L, T, k] and weights float32[L, T, k] of T rows in L layers, best first."""
 
     experts: np.ndarray
@@ -97,7 +97,7 @@ class OurRows:
         self._begin(prompt)
         return self._feed(text, width)
 
-    def routing(self, prompt: Sequence[int], text: Sequence[int], width: int) -> Routing:
+    def routing(self, prompt: Sequence[int], text: Sequence[int], width: int) -> RowRouting:
         """The experts of a text behind a prompt, in batches of `width` rows; of a model that has experts."""
         model = self._model
 
@@ -109,7 +109,7 @@ class OurRows:
         self._begin(prompt)
         passes = self._passes(program, text, width)
         found = [[np.asarray(a)[:, :count] for a in (out.experts, out.weights)] for count, out in passes]
-        return Routing(*(np.concatenate(parts, axis=1) for parts in zip(*found, strict=True)))
+        return RowRouting(*(np.concatenate(parts, axis=1) for parts in zip(*found, strict=True)))
 
     def close(self) -> None:
         pass

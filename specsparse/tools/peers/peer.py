@@ -27,7 +27,7 @@ from specsparse.measure.trials import TrialPlan, token_ids
 from specsparse.support.files import Json
 from specsparse.support.interleaved import interleaved
 from specsparse.tools.peers import PEERS, PYTHON_VARIABLE
-from specsparse.tools.peers.logits import CHECKED, CHUNK, Check, OurRows, Routing, real_text, text_ids
+from specsparse.tools.peers.logits import CHECKED, CHUNK, Check, OurRows, RowRouting, real_text, text_ids
 
 EXPECTED_TG = {"Q4_1": 149.0, "Q4_0": 201.0, "Q8_0": 165.0}
 """llama.cpp's tokens per second on SmolLM2-135M: native build, two threads, a machine with AVX-512 VNNI and 34 GB/s."""
@@ -231,13 +231,13 @@ class Peer:
             raise PeerError(f"the peer {self.name} wrote {logits.size} logits for {len(text)} rows")
         return logits.reshape(len(text), -1)
 
-    def routing(self, prompt: Sequence[int], text: Sequence[int], width: int) -> Routing:
+    def routing(self, prompt: Sequence[int], text: Sequence[int], width: int) -> RowRouting:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "routing")
             request = {"prompt": list(prompt), "text": list(text), "width": width, "chunk": CHUNK, "file": str(file)}
             found = self.ask(do="routing", **request)
             each = np.fromfile(file, np.int32).reshape(2, found["layers"], len(text), found["chosen"])
-        return Routing(each[0], each[1].view(np.float32))
+        return RowRouting(each[0], each[1].view(np.float32))
 
     def check(self, model: Model, *, widest: int, one: str = "decode", wide: str = "verify") -> None:
         """Compares its logits of real text with those of `model`, from the same file, before anything is timed.

@@ -15,7 +15,7 @@ from specsparse.cli.main import main
 from specsparse.testing import write_tiny_gguf
 from specsparse.tools import peers
 from specsparse.tools.audit import routing
-from specsparse.tools.peers.logits import OurRows, Routing
+from specsparse.tools.peers.logits import OurRows, RowRouting
 
 FEW = ["--widths", "1,2,5", "--windows", "2", "--prompt-tokens", "6", "--tokens", "7"]
 
@@ -51,8 +51,8 @@ def test_rows_choose_the_same_experts_with_the_same_weights_at_every_width(model
 
 def test_how_far_two_choices_are_apart():
     """Three rows of one layer: alike, in another order, and with one expert in common."""
-    a = Routing(np.array([[[0, 1], [2, 3], [4, 5]]], np.int32), np.array([[[0.75, 0.25]] * 3], np.float32))
-    b = Routing(np.array([[[0, 1], [3, 2], [4, 6]]], np.int32), np.array([[[0.75, 0.25]] * 3], np.float32))
+    a = RowRouting(np.array([[[0, 1], [2, 3], [4, 5]]], np.int32), np.array([[[0.75, 0.25]] * 3], np.float32))
+    b = RowRouting(np.array([[[0, 1], [3, 2], [4, 6]]], np.int32), np.array([[[0.75, 0.25]] * 3], np.float32))
     found = routing.apart(a, b)
     assert found["rows_differing"] == found["experts_differing"] == [2]
     assert found["overlap"] == pytest.approx([(1 + 1 + 0.5) / 3])
