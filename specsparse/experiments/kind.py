@@ -156,6 +156,8 @@ KINDS: Registry[Kind] = Registry("kind", "specsparse.experiments.kind:Kind", "sp
     "certify": "certificate:Certify",  # the exact output distribution of every verifier; needs no model
     "roofline": "device_roofline:RooflineKind",  # what a model file could do at best on a device, and what it does here
     "train_drafter": "train_drafter:TrainDrafter",  # a head or a draft model, trained and judged
+    "train_experts": "train_experts:TrainExperts",  # a small mixture of ReLU experts, trained from nothing
+    "experts_union": "experts_union:ExpertsUnion",  # experts that rows wake together, and their idle neurons
     "relufy": "relufy:Relufy",  # FFNs turned to ReLU, and what that cost
     "placement": "neuron_placement:Place",  # which neurons belong on the accelerator
     "perplexity": "quality:Perplexity",  # how well a model predicts a text, and how far it is from float32

@@ -69,11 +69,13 @@ def options(cfg: TrainSettings, *owners: type) -> list[Any]:
     return out
 
 
-def claim(folder: Path, cfg: TrainSettings, model: Model, settings: Mapping[str, object]) -> None:
-    """Makes the directory that of a training of this model with these settings. UserError: it holds another one."""
-    overrides = {name: value for name, value in cfg.model.overrides().items() if name != "threads"}
-    identity = {"digest": model_digest(open_gguf(model.path)), "overrides": overrides}
-    path, wanted = folder / "settings.json", json.loads(files.to_json({"model": identity, **settings}))
+def claim(folder: Path, cfg: TrainSettings, model: Model | None, settings: Mapping[str, object]) -> None:
+    """Makes the directory that of a training with these settings, of this model if it needs one. UserError: it holds
+    another one."""
+    if model is not None:
+        overrides = {name: value for name, value in cfg.model.overrides().items() if name != "threads"}
+        settings = {"model": {"digest": model_digest(open_gguf(model.path)), "overrides": overrides}, **settings}
+    path, wanted = folder / "settings.json", json.loads(files.to_json(settings))
     found = files.kept(path)
     different = sorted(key for key in wanted if found.get(key) != wanted[key])
     if path.exists() and different:
