@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,9 @@ class KVCache(NamedTuple):
     # L arrays [B, G, C, d]; of q8_0 codes and scales, see `specsparse.kernels.reference.q8_cache`
     v: tuple[jax.Array, ...]
     length: jax.Array  # int32[B], committed tokens of each sequence
+    # int32[B], what the slots from `length` on are behind their positions if only chosen slots of a longer cache are
+    # here, in order; None for 0
+    shift: Any = None  # not `jax.Array | None`: who reads it knows which it is
 
     @property
     def capacity(self) -> int:
@@ -73,7 +76,7 @@ def commit_path(cache: KVCache, nodes_Bm: jax.Array, count_B: jax.Array) -> KVCa
 
     # The first rows of the pass, as those of a draft's first path, lie where they are kept.
     k, v = jax.lax.cond((source != target).any(), move, lambda *same: same, cache.k, cache.v)
-    return KVCache(k, v, base_B + count_B)
+    return cache._replace(k=k, v=v, length=base_B + count_B)
 
 
 @dataclass(frozen=True)

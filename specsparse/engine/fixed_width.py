@@ -65,7 +65,7 @@ def fixed_width(forward: ForwardFn, width: int) -> ForwardFn:
         parents_BW = chain_Bn if parents_Bn is None else padded(parents_Bn, -1)
         given = (params, padded(tokens_Bn, 0), cache, n_valid_B, parents_BW)
         params, tokens_BW, cache, n_valid_B, parents_BW = jax.lax.optimization_barrier(given)
-        wide = Want("none" if want.logits == "none" else "all", want.hidden, want.layers, zeros=False)
+        wide = Want("none" if want.logits == "none" else "all", want.hidden, want.layers, want.mass, zeros=False)
         out, cache = forward(params, tokens_BW, cache, n_valid_B=n_valid_B, parents_Bn=parents_BW, want=wide)
         out, cache = jax.lax.optimization_barrier((out, cache))
         logits, hidden = (None if rows is None else rows[:, :n] for rows in (out.logits, out.hidden))
@@ -73,6 +73,6 @@ def fixed_width(forward: ForwardFn, width: int) -> ForwardFn:
             logits = jnp.where((jnp.arange(n)[None] < n_valid_B[:, None])[..., None], logits, jnp.float32(0))
         if logits is not None and want.logits == "last":
             logits = jnp.take_along_axis(logits, jnp.maximum(n_valid_B - 1, 0)[:, None, None], axis=1)
-        return ForwardOut(logits, hidden, out.stats), cache
+        return out._replace(logits=logits, hidden=hidden), cache
 
     return of_width

@@ -34,6 +34,7 @@ class Want:
     # norm
     hidden: bool | tuple[int, ...] = False
     layers: tuple[int, ...] | None = None  # the layers to run, or None for all; a layer-skip draft names a part
+    mass: bool = False  # whether attention's weights are summed for `ForwardOut.mass`
     zeros: bool = True  # whether logits of rows that do not count are 0; they need not be written if nobody reads them
 
 
@@ -46,6 +47,9 @@ class ForwardOut(NamedTuple):
     # divided by the factor of what its layers add (`residual_scale` of its files)
     hidden: Any = None
     stats: Pytree = None  # of a sparse FFN, or the `ChosenExperts` of rows, arrays stacked over the layers; or None
+    # f32[L, B, G, C/16], attention's weights of each sequence's first row, summed over the heads of a key/value head
+    # and over blocks of sixteen slots, of each layer that ran; or None
+    mass: Any = None
 
 
 class ChosenNeurons(abc.ABC):
@@ -118,13 +122,15 @@ def dense_ffn(config: ModelConfig, kernels: Kernels) -> Callable:
 def make_attention(config: ModelConfig, kernels: Kernels) -> Callable:
     """attention(layer, params, x_RD, k, v, length, n_valid_B, parents_Bn, kind) -> (x_RD, k, v), its residual added.
 
-    `kind` is the layer's `ModelConfig.kind`.
+    `kind` is the layer's `ModelConfig.kind`; `shift` and `mass` are those of `kernels.attend`, whose fourth result then
+    comes too.
     """
     end = block_end(config, kernels)
 
     def attention(
-        layer: Layer, params: Params, x_RD, k, v, length, n_valid_B, parents_Bn, kind: LayerKind = _PLAIN_KIND
-    ):
+        layer: Layer, params: Params, x_RD, k, v, length, n_valid_B, parents_Bn, kind: LayerKind = _PLAIN_KIND,
+        shift=None, mass=False,
+    ):  # fmt: skip
         q_RHd, k_RGd, v_RGd = kernels.linear(
             x_RD,
             (layer.attn_q, layer.attn_k, layer.attn_v),
@@ -137,12 +143,12 @@ def make_attention(config: ModelConfig, kernels: Kernels) -> Callable:
         if config.family.qk_norm == "whole":
             q_RHd = kernels.normalise(q_RHd, norms.pop("q_norm"), eps=config.norm_eps)
             k_RGd = kernels.normalise(k_RGd, norms.pop("k_norm"), eps=config.norm_eps)
-        out_RHd, k, v = kernels.attend(
+        out_RHd, *more = kernels.attend(
             q_RHd, k_RGd, v_RGd, k, v, cos=params.cos, sin=params.sin, length=length, n_valid=n_valid_B,
-            parents=parents_Bn, pairing=config.rope.pairing, eps=config.norm_eps, window=kind.window, table=kind.table,
-            sinks=layer.attn_sinks, **norms,
+            parents=parents_Bn, shift=shift, pairing=config.rope.pairing, eps=config.norm_eps, window=kind.window,
+            table=kind.table, sinks=layer.attn_sinks, mass=mass, **norms,
         )  # fmt: skip
-        return end(layer, "attn_output", out_RHd, x_RD, n_valid_B, layer.post_attention_norm), k, v
+        return end(layer, "attn_output", out_RHd, x_RD, n_valid_B, layer.post_attention_norm), *more
 
     return attention
 
@@ -182,11 +188,13 @@ def make_output(config: ModelConfig, kernels: Kernels) -> Callable:
 
 
 def make_layers(config: ModelConfig, kernels: Kernels, ffn: Callable | None = None) -> Callable:
-    """run(params, x_RD, cache, n_valid_B, parents_Bn, which, features) -> (x_RD, cache, stats, features_RE).
+    """run(params, x_RD, cache, n_valid_B, parents_Bn, which, features, mass), which gives x_RD, cache, stats,
+    features_RE and mass_LBHc.
 
     It runs the layers `which`, in order. `features` are places in `which`: the rows that enter these layers come side
     by side, E = len(features) D; place `len(which)` names the rows that come out. Rows that do not count are 0, and
-    `features_RE` is None without places. Of `params` it reads `layers`, `cos` and `sin`. `ffn` as for `make_forward`.
+    `features_RE` is None without places. `mass_LBHc` is that of `kernels.attend` if it is asked for, else None. Of
+    `params` it reads `layers`, `cos` and `sin`. `ffn` as for `make_forward`.
     """
     plain = config.gated and config.activation in ("silu", "gelu_tanh", "relu", "relu2")
     chooser = ffn if isinstance(ffn, ChosenNeurons) else None
@@ -199,29 +207,31 @@ def make_layers(config: ModelConfig, kernels: Kernels, ffn: Callable | None = No
         of_layer = lambda layer, x_RD, n_valid_B, _: given(layer, x_RD, n_valid_B)  # noqa: E731
     attention = make_attention(config, kernels)
 
-    def one_by_one(params: Params, x_RD, cache: KVCache, n_valid_B, parents_Bn, which, features=()):
-        keys, values, stats, kept = list(cache.k), list(cache.v), [], {}
+    def one_by_one(params: Params, x_RD, cache: KVCache, n_valid_B, parents_Bn, which, features=(), mass=False):
+        keys, values, stats, kept, masses = list(cache.k), list(cache.v), [], {}, []
         for place, i in enumerate(which):
             layer, kept[place] = params.layers[i], x_RD
             with jax.named_scope(f"layer{i}/attention"):
-                x_RD, keys[i], values[i] = attention(
-                    layer, params, x_RD, keys[i], values[i], cache.length, n_valid_B, parents_Bn, config.kind(i)
-                )
+                x_RD, keys[i], values[i], *own = attention(
+                    layer, params, x_RD, keys[i], values[i], cache.length, n_valid_B, parents_Bn, config.kind(i),
+                    shift=cache.shift, mass=mass,
+                )  # fmt: skip
+                masses += own
             with jax.named_scope(f"layer{i}/ffn"):
                 x_RD, stat = of_layer(layer, x_RD, n_valid_B, kept[place])
                 stats.append(stat)
         stacked = jax.tree.map(lambda *each: jnp.stack(each), *stats) if stats else None
         kept[len(which)] = x_RD
-        cache = KVCache(tuple(keys), tuple(values), cache.length)
+        cache = cache._replace(k=tuple(keys), v=tuple(values))
         features_RE = side_by_side([kept[place] for place in features], n_valid_B) if features else None
-        return x_RD, cache, stacked, features_RE
+        return x_RD, cache, stacked, features_RE, jnp.stack(masses) if masses else None
 
     if layers_call is None:
         return one_by_one
 
-    def together(params: Params, x_RD, cache: KVCache, n_valid_B, parents_Bn, which, features=()):
+    def together(params: Params, x_RD, cache: KVCache, n_valid_B, parents_Bn, which, features=(), mass=False):
         if not len(which) or (chooser and x_RD.shape[0] > MOST_CHOSEN_ROWS):
-            return one_by_one(params, x_RD, cache, n_valid_B, parents_Bn, which, features)
+            return one_by_one(params, x_RD, cache, n_valid_B, parents_Bn, which, features, mass)
         keys, values = list(cache.k), list(cache.v)
         layers = [params.layers[i] for i in which]
         skip = [layer.sparse for layer in layers]
@@ -234,7 +244,7 @@ def make_layers(config: ModelConfig, kernels: Kernels, ffn: Callable | None = No
             x_RD, new_k, new_v, *more = layers_call(
                 x_RD, layers, [keys[i] for i in which], [values[i] for i in which],
                 cos=params.cos, sin=params.sin, length=cache.length, n_valid=n_valid_B, parents=parents_Bn,
-                pairing=config.rope.pairing, eps=config.norm_eps, features=features,
+                shift=cache.shift, pairing=config.rope.pairing, eps=config.norm_eps, features=features, mass=mass,
                 kinds=[config.kind(i) for i in which], **how,
             )  # fmt: skip
         for i, k, v in zip(which, new_k, new_v, strict=True):
@@ -245,7 +255,8 @@ def make_layers(config: ModelConfig, kernels: Kernels, ffn: Callable | None = No
         elif skips:
             nonzero, active = more.pop(0)
             stats = SparseStats(kept=nonzero, union=active, nonzero=nonzero, active=active)
-        return x_RD, KVCache(tuple(keys), tuple(values), cache.length), stats, *(more or [None])
+        mass_LBHc = more.pop(0) if mass else None
+        return x_RD, cache._replace(k=tuple(keys), v=tuple(values)), stats, more[0] if more else None, mass_LBHc
 
     return together
 
@@ -284,11 +295,15 @@ def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = N
             x_RD = embed(params.embedding, tokens_Bn.reshape(-1))
         which = range(config.n_layers) if want.layers is None else want.layers
         features = places(want.hidden, which, config.n_layers)
-        x_RD, cache, stats, features_RE = run(params, x_RD, cache, n_valid_B, parents_Bn, which, features)
+        x_RD, cache, stats, features_RE, mass = run(
+            params, x_RD, cache, n_valid_B, parents_Bn, which, features, want.mass
+        )
+        if mass is not None:
+            mass = jnp.sum(mass.reshape(*mass.shape[:2], config.n_kv_heads, -1, mass.shape[3]), axis=3)
         x_BnD = x_RD.reshape(batch, n, -1)
         with jax.named_scope("output"):
             logits = output(params, x_BnD, n_valid_B, want)
         hidden = x_BnD if want.hidden is True else None if not features else features_RE.reshape(batch, n, -1)
-        return ForwardOut(logits, hidden, stats), cache
+        return ForwardOut(logits, hidden, stats, mass), cache
 
     return forward

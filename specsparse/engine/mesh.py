@@ -46,7 +46,7 @@ BY_COLUMNS = ("attn_output", "ffn_down")
 """Matrices of which each device holds some columns: their products are added up over the devices."""
 
 _ALL = Want()
-_CACHE: Any = KVCache._make((P(None, AXIS), P(None, AXIS), P()))
+_CACHE: Any = KVCache._make((P(None, AXIS), P(None, AXIS), P(), None))
 
 
 def make_mesh(wanted: int | Mesh) -> Mesh:

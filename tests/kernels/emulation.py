@@ -173,13 +173,14 @@ def paths_of(parents: np.ndarray) -> list[list[int]]:
     return out
 
 
-def attend(q, k, v, keys, values, *, cos, sin, length, n_valid, parents, pairing, cache):
+def attend(q, k, v, keys, values, *, cos, sin, length, n_valid, parents, pairing, cache, mass=None):
     """Attention of one sequence in float64, over keys and values rounded to the cache's type.
 
     Args:
         q, k, v: float32[n, H, d], [n, G, d], [n, G, d].
         keys, values: float32[C, G, d]; changed in place.
         parents: int[n].
+        mass: float64[H, C/16]; gets the first row's weights, if there is one.
 
     Returns:
         float64[n, H * d], zeros in rows that do not count.
@@ -200,4 +201,6 @@ def attend(q, k, v, keys, values, *, cos, sin, length, n_valid, parents, pairing
             scores = keys[slots, h // share].astype(np.float64) @ turned[h] / np.sqrt(d)
             weights = np.exp(scores - scores.max())
             out[i, h * d : (h + 1) * d] = weights @ values[slots, h // share].astype(np.float64) / weights.sum()
+            if mass is not None and i == 0:
+                np.add.at(mass[h], np.arange(len(slots)) // 16, weights / weights.sum())
     return out

@@ -465,9 +465,11 @@ def packed_cache(keys, values, dtype: str, length):
 
 
 @cache
-def attend_program(backend: str, pairing: str):
-    def call(q, k, v, ck, cv, cos, sin, length, n_valid, parents):
+def attend_program(backend: str, pairing: str, mass: bool = False):
+    def call(q, k, v, ck, cv, cos, sin, length, n_valid, parents, shift=None):
         options = {"length": length, "n_valid": n_valid, "parents": parents, "pairing": pairing}
+        options |= {"shift": shift} if shift is not None else {}
+        options |= {"mass": True} if mass else {}
         return BACKENDS[backend].attend(q, k, v, ck, cv, cos=cos[None], sin=sin[None], **options)
 
     return jax.jit(call)
@@ -519,6 +521,47 @@ def test_attention_equals_float64(backend, dtype, pairing):
                     np.testing.assert_array_equal(got_v, own_v)
                     np.testing.assert_array_equal(np.isnan(got_k), np.isnan(before) & np.isnan(own_k))
                     assert nmse(np.nan_to_num(got_k), np.nan_to_num(own_k)) <= ATTEND_NMSE["keys"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_of_the_first_row_by_block_equal_float64(backend):
+    """They are 0 of a sequence without rows, and change no output."""
+    if backend == "native":
+        use(cpu.isa(), 2)
+    q, k, v, keys, values, cos, sin = attention_case("f16")
+    for shape, parents in PARENTS.items():
+        for length, n_valid in ((LENGTHS["middle"], (8, 3)), (LENGTHS["start"], (1, 0))):
+            given = q, k, v, *packed_cache(keys, values, "f16", length), cos, sin
+            given = *given, *(jnp.asarray(a, jnp.int32) for a in (length, n_valid, parents))
+            out, *_, mass = attend_program(backend, "norm", mass=True)(*given)
+            same_bits(out, attend_program(backend, "norm")(*given)[0], "with mass")
+            for b in range(B):
+                wanted = np.zeros((H, C // 16))
+                rows = (a.reshape(B, N, -1, D)[b] for a in (q, k, v))
+                emulation.attend(
+                    *rows, keys[b].copy(), values[b].copy(), cos=cos, sin=sin, length=length[b], n_valid=n_valid[b],
+                    parents=PARENTS[shape][b], pairing="norm", cache="f16", mass=wanted,
+                )  # fmt: skip
+                np.testing.assert_allclose(mass[b], wanted, atol=1e-5)
+                assert n_valid[b] or not mass[b].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_shift_turns_rows_as_later_positions(backend):
+    """A sequence's bits are those of tables that begin so much later."""
+    if backend == "native":
+        use(cpu.isa(), 2)
+    q, k, v, keys, values, *_ = attention_case("f16")
+    angle = np.arange(C + 40)[:, None] * 100.0 ** (-np.arange(D // 2) / (D // 2))[None]
+    cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+    numbers = [jnp.asarray(a, jnp.int32) for a in (LENGTHS["middle"], (8, 5), PARENTS["tree"])]
+    given = q, k, v, *packed_cache(keys, values, "f16", LENGTHS["middle"])
+    shift = (3, 40)
+    got = attend_program(backend, "norm")(*given, cos, sin, *numbers, jnp.asarray(shift, jnp.int32))
+    for b, s in enumerate(shift):
+        wanted = attend_program(backend, "norm")(*given, cos[s : s + C], sin[s : s + C], *numbers)
+        same_bits(np.asarray(got[0]).reshape(B, N, -1)[b], np.asarray(wanted[0]).reshape(B, N, -1)[b])
+        same_bits([np.asarray(a)[b] for a in got[1:]], [np.asarray(a)[b] for a in wanted[1:]])
 
 
 def test_a_cache_of_finite_numbers_is_not_masked_has_the_same_bits_and_stays_finite():

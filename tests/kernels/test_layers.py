@@ -98,6 +98,24 @@ def test_chosen_layers(pair, layers):
     np.testing.assert_array_equal(*outs)
 
 
+@pytest.mark.parametrize("pair", ["q4_1", "gemma3", "qwen3"], indirect=True)
+def test_mass_and_shift(pair):
+    """Of the one call and of the composition, with the rows that enter a layer beside them."""
+    tokens, counts = np.array([[3, 4, 5, 6], [9, 8, 0, 0]], np.int32), np.array([4, 2], np.int32)
+    outs = []
+    for rig in pair:
+        cache = rig.cache(2)._replace(shift=np.array([1, 5], np.int32))
+        want = Want(hidden=(1,), mass=True)
+        run = jax.jit(lambda p, t, c, f=rig.forward, w=want: f(p, t, c, n_valid_B=counts, want=w)[0])
+        outs.append(run(rig.params, tokens, cache))
+    one, parts = outs
+    assert one.mass.shape[:3] == (pair[0].config.n_layers, 2, pair[0].config.n_kv_heads)
+    np.testing.assert_array_equal(one.mass, parts.mass)
+    np.testing.assert_array_equal(one.logits, parts.logits)
+    np.testing.assert_array_equal(one.hidden, parts.hidden)
+    np.testing.assert_allclose(one.mass.sum(axis=3), pair[0].config.n_heads / pair[0].config.n_kv_heads, rtol=1e-5)
+
+
 FEATURES = [(name, layers) for name in MODELS for layers in (None, (1, 0), ())]
 # Every architecture with chosen layers in an order of their own; all layers and none with two of them.
 ORDINARY = [(name, layers) for name, layers in FEATURES if layers == (1, 0) or name in ("q4_1", "gemma3")]

@@ -15,6 +15,7 @@ from specsparse.errors import UserError
 from specsparse.kernels.native.descriptor import MATRIX, VERSION
 from specsparse.kernels.qtensor import Packed
 from specsparse.kernels.reference import dense
+from specsparse.kernels.reference.dense import LANES
 from specsparse.kernels.reference.q8_cache import head_size
 from specsparse.support.cgroup import cpus
 from specsparse.support.options import shown
@@ -227,24 +228,28 @@ def embed(w, ids):
 
 def attend(
     q, k, v, cache_k, cache_v, *,
-    cos, sin, length, n_valid, parents=None, pairing="norm", q_norm=None, k_norm=None, eps=0.0, window=0, table=0,
-    sinks=None,
+    cos, sin, length, n_valid, parents=None, shift=None, pairing="norm", q_norm=None, k_norm=None, eps=0.0, window=0,
+    table=0, sinks=None, mass=False,
 ):  # fmt: skip
     if head_size(cache_v) % 16 or sinks is not None:  # not built in C++
         return dense.attend(
-            q, k, v, cache_k, cache_v, cos=cos, sin=sin, length=length, n_valid=n_valid, parents=parents,
-            pairing=pairing, q_norm=q_norm, k_norm=k_norm, eps=eps, window=window, table=table, sinks=sinks,
+            q, k, v, cache_k, cache_v, cos=cos, sin=sin, length=length, n_valid=n_valid, parents=parents, shift=shift,
+            pairing=pairing, q_norm=q_norm, k_norm=k_norm, eps=eps, window=window, table=table, sinks=sinks, mass=mass,
         )  # fmt: skip
-    return call(
+    blocks = (len(cache_v), q.shape[1] // head_size(cache_v), cache_v.shape[2] // LANES) if mass else (0,)
+    caches = [(cache_k.shape, cache_k.dtype), (cache_v.shape, cache_v.dtype)]
+    found = call(
         "attend",
-        [(q.shape, jnp.float32), (cache_k.shape, cache_k.dtype), (cache_v.shape, cache_v.dtype)],
-        q, k, v, cache_k, cache_v, cos, sin, length, n_valid, given(parents, jnp.int32), given(q_norm), given(k_norm),
+        [(q.shape, jnp.float32), *caches, (blocks, jnp.float32)],
+        q, k, v, cache_k, cache_v, cos, sin, length, n_valid, given(parents, jnp.int32), given(shift, jnp.int32),
+        given(q_norm), given(k_norm),
         aliases={3: 1, 4: 2},
         neox=np.int64(pairing == "neox"),
         window=np.int64(window),
         table=np.int64(table),
         eps=np.float32(eps),
     )  # fmt: skip
+    return found if mass else found[:3]
 
 
 def argmax(x):

@@ -8,6 +8,8 @@ from specsparse.kernels.native.cpu import given
 from specsparse.kernels.native.descriptor import FFN, LAYER, NORMS, PROJECTIONS
 from specsparse.kernels.neurons import SparseStats
 from specsparse.kernels.reference import sparse
+from specsparse.kernels.reference.dense import LANES
+from specsparse.kernels.reference.q8_cache import head_size
 
 MOST_CHOSEN_ROWS = 64
 """Rows of a call whose neurons are chosen: bits of a mask in the kernels."""
@@ -58,8 +60,8 @@ def signbit_keep(x_RD, signs, *, threshold, n_valid):
 
 def layers(
     x, weights, cache_k, cache_v, *,
-    cos, sin, length, n_valid, parents=None, pairing="norm", eps=0.0, act="silu", skip=None, features=(),
-    kinds=None, chosen=None, up_act=None,
+    cos, sin, length, n_valid, parents=None, shift=None, pairing="norm", eps=0.0, act="silu", skip=None, features=(),
+    kinds=None, chosen=None, up_act=None, mass=False,
 ):  # fmt: skip
     """All of `weights` applied to rows f32[R, D] in one call, with the bits of `linear` and `attend`.
 
@@ -67,7 +69,7 @@ def layers(
         x: rows of all sequences, as `linear` takes them.
         weights: the layers in order, objects with the fields of `engine.weights.Layer`; head size a multiple of 16.
         cache_k, cache_v: of each of these layers; updated in place if the caller donates them.
-        cos, sin, length, n_valid, parents, pairing: as `attend` takes them.
+        cos, sin, length, n_valid, parents, shift, pairing, mass: as `attend` takes them.
         eps: of all norms.
         act: of the gate.
         skip: `SkipWeights` of each of the layers: the same bits, and if a single row counts, neurons that the gate
@@ -80,8 +82,8 @@ def layers(
     Returns:
         Rows f32[R, D], the caches' keys, their values; with `chosen` also the four arrays of `SparseStats`, stacked
         over the layers; with `skip` (int32[L, R], int32[L]): neurons of each row that are not zero, neurons that are so
-        in any row; with `features` also f32[R, len(features) * D], those rows side by side, 0 where a row does not
-        count.
+        in any row; with `mass` also f32[L, B, H, C/16]; with `features` also f32[R, len(features) * D], those rows side
+        by side, 0 where a row does not count.
     """
     operands, matrices, places = cpu.Operands(), [], []
 
@@ -116,12 +118,16 @@ def layers(
     for d in described:
         for field in ("keys", "values"):
             cache = operands[d[field]]
-            aliases[6 + int(d[field])] = len(results)
+            aliases[7 + int(d[field])] = len(results)
             results.append((cache.shape, cache.dtype))
     if skip is not None:
         results += [((len(skip), rows), jnp.int32), ((len(skip),), jnp.int32)]
     if chosen:
         results += [((len(chosen), rows), jnp.int32), ((len(chosen),), jnp.int32)] * 2
+    if mass:
+        batch, _, capacity, _ = cache_v[0].shape
+        heads = weights[0].attn_q.shape[0] // head_size(cache_v[0])
+        results.append(((len(weights), batch, heads, capacity // LANES), jnp.float32))
     if features:
         results.append(((rows, len(features) * width), jnp.float32))
     kind, threshold = _act(act) if chosen else (np.int64(cpu.ACTS[act]), np.float32(0))
@@ -135,6 +141,7 @@ def layers(
         length,
         n_valid,
         given(parents, jnp.int32),
+        given(shift, jnp.int32),
         *operands,
         aliases=aliases,
         matrices=cpu.describe(*matrices, places=places),
@@ -147,6 +154,7 @@ def layers(
         up_threshold=up_threshold,
         choice=np.int64(_RULES.index(chosen[0].choice.rule) if chosen else 0),
         relu=np.int64(chosen[0].choice.relu if chosen else 0),
+        masses=np.int64(mass),
         eps=np.float32(eps),
         neox=np.int64(pairing == "neox"),
     )
@@ -156,4 +164,6 @@ def layers(
         found = (*found, tuple(rest[n : n + 2]))
     if chosen:
         found = (*found, tuple(rest[n : n + 4]))
+    if mass:
+        found = (*found, rest[-2 if features else -1])
     return (*found, rest[-1]) if features else found

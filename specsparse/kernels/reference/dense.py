@@ -191,8 +191,8 @@ class Step(NamedTuple):
 
 def _begin_step(
     q, k, v, cache_k, cache_v, *,
-    each_row, cos, sin, length, n_valid, parents=None, pairing="norm", q_norm=None, k_norm=None, eps=0.0, table=0,
-    finite=False,
+    each_row, cos, sin, length, n_valid, parents=None, shift=None, pairing="norm", q_norm=None, k_norm=None, eps=0.0,
+    table=0, finite=False,
 ) -> Step:  # fmt: skip
     batch, groups, capacity, _ = cache_v.shape
     d = head_size(cache_v)
@@ -204,7 +204,8 @@ def _begin_step(
         seen_Bnn = ancestors(parents.reshape(batch, n))
     keep = index < jnp.minimum(n_valid[:, None], capacity - length[:, None])
     positions = jnp.minimum(length[:, None] + jnp.sum(seen_Bnn, axis=-1, dtype=jnp.int32) - 1, capacity - 1)
-    c, s = cos[table, positions][:, :, None], sin[table, positions][:, :, None]
+    turned = positions if shift is None else jnp.minimum(positions + shift[:, None], cos.shape[1] - 1)
+    c, s = cos[table, turned][:, :, None], sin[table, turned][:, :, None]
 
     def heads(x, norm):
         x = x.reshape(batch * n, -1, d)
@@ -225,6 +226,23 @@ def _end_step(step: Step, out_BnI):
     """Results of attention and the caches; zeros for rows that do not count."""
     out = jnp.where(step.keep[:, :, None], out_BnI, jnp.float32(0))
     return out.reshape(step.keep.size, -1), step.cache_k, step.cache_v
+
+
+def _mass(step: Step, window, sinks):
+    """f32[B, H, C/16], see `attend`."""
+    batch, groups, capacity, _ = step.cache_v.shape
+    slots, d = jnp.arange(capacity, dtype=jnp.int32)[None], head_size(step.cache_v)
+    seen_BC = (slots <= step.length[:, None]) & step.keep[:, :1]
+    if window:
+        seen_BC &= slots > step.length[:, None] - window
+    q = (step.q[:, 0] * (jnp.float32(1) / jnp.sqrt(jnp.float32(d)))).reshape(batch, groups, -1, d)
+    keys = decode(step.cache_k.swapaxes(3, 4)).reshape(batch, groups, capacity, d)
+    scores = jnp.einsum("bghd,bgcd->bghc", q, keys, precision=HIGHEST).reshape(batch, -1, capacity)
+    scores = jnp.where(seen_BC[:, None], scores, _LOWEST)
+    if sinks is not None:
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[None, :, None], (*scores.shape[:2], 1))], axis=2)
+    weights = jnp.where(seen_BC[:, None], jax.nn.softmax(scores, axis=-1)[..., :capacity], jnp.float32(0))
+    return jnp.sum(weights.reshape(batch, -1, capacity // LANES, LANES), axis=3)
 
 
 def gather_path(keys, values, path, seen):
@@ -248,7 +266,7 @@ def _attend_row(q_HD, keys_GCd, values_GCd, path_C, sinks_H=None):
     return jnp.einsum("ghc,gcd->ghd", p, values, precision=HIGHEST).reshape(-1)
 
 
-def attend(q, k, v, cache_k, cache_v, *, window=0, sinks=None, attend_row=_attend_row, **options):
+def attend(q, k, v, cache_k, cache_v, *, window=0, sinks=None, mass=False, attend_row=_attend_row, **options):
     """Rotates queries and keys, appends keys and values to the cache, and attends.
 
     Args:
@@ -258,16 +276,18 @@ def attend(q, k, v, cache_k, cache_v, *, window=0, sinks=None, attend_row=_atten
         cos, sin: f32[T, >= C, r/2], rotary tables.
         length, n_valid: int32[B].
         parents: int32[B, n], -1 = the committed prefix; None is a chain.
+        shift: int32[B], what the slots of new rows are behind their positions, in a cache of chosen slots; None for 0.
         pairing: "norm" or "neox".
         q_norm, k_norm: f32[d] weights of an RMS norm of each query and each key before it is rotated, or None; `eps`
             belongs to them.
         window: positions that a row sees, its own among them; 0: all before it.
         table: which of the T tables rotates queries and keys.
         sinks: f32[H], a logit of each head that takes part in its softmax and has no value, or None.
+        mass: whether the weights of each sequence's first row are returned, summed by blocks of sixteen slots.
         attend_row: (q f32[H, d], keys f32[G, C, d], values, path bool[C]) -> f32[H * d], attention of one row.
 
     Returns:
-        f32[R, H * d] and the two cache arrays.
+        f32[R, H * d] and the two cache arrays; with `mass` also f32[B, H, C/16].
     """
     batch, groups, capacity, _ = cache_v.shape
     step = _begin_step(q, k, v, cache_k, cache_v, each_row=rowwise, **options)
@@ -288,11 +308,13 @@ def attend(q, k, v, cache_k, cache_v, *, window=0, sinks=None, attend_row=_atten
     def sequence(q, keys, values, paths):
         return rowwise(lambda q1, path: attend_row(q1, keys, values, path, *more), q, paths)
 
-    return _end_step(step, rowwise(sequence, step.q, keys, values, paths).reshape(batch, n, -1))
+    found = _end_step(step, rowwise(sequence, step.q, keys, values, paths).reshape(batch, n, -1))
+    return (*found, _mass(step, window, sinks)) if mass else found
 
 
 def attend_batched(
-    q, k, v, cache_k, cache_v, *, parents=None, window=0, sinks=None, finite=False, core=None, **options,
+    q, k, v, cache_k, cache_v, *,
+    parents=None, window=0, sinks=None, mass=False, finite=False, core=None, **options,
 ):  # fmt: skip
     """`attend` of all rows together: one product with the cache, and for trees another with a row's newest positions.
 
@@ -319,7 +341,8 @@ def attend_batched(
         near = jnp.where((at >= 0) & (at > low[..., None]), slot, -1)
         out = core(step, q_BnGhd, first, low, near)
         if out is not None:
-            return out.reshape(batch * n, -1), step.cache_k, step.cache_v
+            found = out.reshape(batch * n, -1), step.cache_k, step.cache_v
+            return (*found, _mass(step, window, sinks)) if mass else found
     keys = decode(step.cache_k.swapaxes(3, 4)).swapaxes(3, 4)
     scores = jnp.einsum("bgnhd,bgxdl->bgnhxl", q_BnGhd.swapaxes(1, 2), keys, precision=HIGHEST)
     scores = scores.reshape(batch, groups, n, -1, capacity)
@@ -355,7 +378,8 @@ def attend_batched(
         both = jnp.maximum(top, sink)
         summed = jnp.exp(top - both) * summed
         total = jnp.exp(top - both) * total + jnp.exp(sink - both)
-    return _end_step(step, (summed / total).swapaxes(1, 2).reshape(batch, n, -1))
+    found = _end_step(step, (summed / total).swapaxes(1, 2).reshape(batch, n, -1))
+    return (*found, _mass(step, window, sinks)) if mass else found
 
 
 Core = Callable[[Step, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array | None]

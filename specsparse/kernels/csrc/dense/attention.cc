@@ -113,7 +113,8 @@ void Attention::rotate(int64_t item) const {
     const int64_t b = plan->rows_[r] / s.n, i = plan->rows_[r] % s.n, row = index(r), slot = s.length[b] + i;
     const auto& seen = plan->seen_[b];
     const int64_t position = seen.empty() ? slot : s.length[b] + static_cast<int64_t>(seen[i].size()) - 1;
-    const int64_t angle = (kind.table * s.positions + position) * s.rope;
+    const int64_t turned = std::min(position + (s.shift ? s.shift[b] : 0), s.positions - 1);
+    const int64_t angle = (kind.table * s.positions + turned) * s.rope;
     const float *cos = s.cos + angle, *sin = s.sin + angle;
     for (int64_t g = 0; g < s.kv_heads; ++g) {
       take_head(k + row * kv_width + g * s.d, kind.k_norm, kind.eps, s.d, key.data());
@@ -163,6 +164,20 @@ AttendTile Attention::describe(const AttendPlan::Tile& tile) const {
   return t;
 }
 
+// After the query's weights are known. The first row is the root of a draft: whatever becomes of the draft, it stays.
+void Attention::add_mass(const AttendPlan::Tile& tile, const AttendTile& t, int query) const {
+  const AttendShape& s = plan->shape_;
+  const int64_t per_kv = s.heads / s.kv_heads, pair = tile.first + query;
+  if (!mass || pair >= per_kv) return;
+  float* to = mass + (tile.b * s.heads + tile.g * per_kv + pair) * (s.capacity / 16);
+  const float *weights = t.scores + query * t.stride, share = weights[t.stride - 1];
+  for (int64_t block = t.first[query] / 16; block * 16 < t.shared + t.tails[query]; ++block) {
+    float sums[4] = {};
+    for (int i = 0; i < 16; ++i) sums[i % 4] += weights[block * 16 + i];
+    to[block] = (sums[0] + sums[1] + (sums[2] + sums[3])) * share;
+  }
+}
+
 void Attention::run(int step, int64_t item) const {
   if (step == kRotate) return rotate(item);
   const Ops& op = ops();
@@ -177,13 +192,13 @@ void Attention::run(int step, int64_t item) const {
   t.scores = plan->cut_ ? plan->scores_.data() + tile.scores : own.data() + copy;
   if (!plan->cut_) {
     op.score(t, t.block, t.stop);
-    for (int j = 0; j < t.queries; ++j) op.soften(t, j);
+    for (int j = 0; j < t.queries; ++j) op.soften(t, j), add_mass(tile, t, j);
     return op.weigh(t, 0, t.d);
   }
   const int64_t blocks = t.stop - t.block, columns = t.d / parts;
   switch (step) {
     case kScore: return op.score(t, t.block + blocks * part / parts, t.block + blocks * (part + 1) / parts);
-    case kSoften: return op.soften(t, static_cast<int>(part));
+    case kSoften: return op.soften(t, static_cast<int>(part)), add_mass(tile, t, static_cast<int>(part));
     case kWeigh: return op.weigh(t, part * columns, (part + 1) * columns);
   }
 }

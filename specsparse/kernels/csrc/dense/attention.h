@@ -19,6 +19,7 @@ struct AttendShape {
   const int32_t* length;   // [batch] committed tokens
   const int32_t* n_valid;  // [batch] new rows that count
   const int32_t* parents;  // [batch, n], or null for chains
+  const int32_t* shift;    // [batch] what a row's slot is behind its position, or null
 
   bool fits() const { return d % (type == KvType::kQ8 ? 32 : 16) == 0 && capacity % 16 == 0 && kv_heads > 0 && heads % kv_heads == 0; }
   int64_t head_bytes() const { return capacity * (type == KvType::kQ8 ? d + d / 16 : d * (type == KvType::kF32 ? 4 : 2)); }
@@ -71,6 +72,7 @@ struct Attention {
   void *keys, *values;     // the layer's cache
   const int32_t* at;       // null: row r of the plan is row r
   AttendKind kind = {};
+  float* mass = nullptr;  // [batch, heads, capacity / 16] weights of each sequence's first row, summed by block of slots
 
   // All items of a step before any of the next.
   void run(int step, int64_t item) const;
@@ -78,6 +80,7 @@ struct Attention {
  private:
   int64_t index(int64_t r) const { return at ? at[r] : r; }
   void rotate(int64_t item) const;
+  void add_mass(const AttendPlan::Tile& tile, const AttendTile& t, int query) const;
   AttendTile describe(const AttendPlan::Tile& tile) const;
 };
 

@@ -194,7 +194,7 @@ class Forward final : public Phases {
                         {f.work_.q.data(), f.work_.k.data(), f.work_.v.data()}, prepare_attention)),
           attention{&f.work_.plan,        f.work_.q.data(),        f.work_.k.data(), f.work_.v.data(),
                     f.work_.rotated.data(), f.work_.attended.data(), l.keys,           l.values,       nullptr,
-                    l.kind},
+                    l.kind,               l.mass},
           prepare_output(f.prepare(f.work_.attended.data(), nullptr, {&l.matrices[kO]})),
           output(f.block_end(l.matrices[kO], prepare_output, l.post_attention)),
           add_attention(f.sum(l.post_attention, l.matrices[kO].matrix.rows)) {}

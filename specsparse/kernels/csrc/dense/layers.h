@@ -20,6 +20,7 @@ struct LayerWeights {
   const float *post_attention, *post_ffn;  // norms of what attention and FFN add, or null
   AttendKind kind;
   void *keys, *values;  // the layer's cache
+  float* mass = nullptr;  // as `Attention` has it, or null
   SkipWeights skip;     // of a ReLU model whose zeros are skipped
   PredictedWeights predicted;
 };

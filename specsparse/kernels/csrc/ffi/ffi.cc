@@ -141,10 +141,18 @@ char* updated(const ffi::AnyBuffer& from, ffi::Result<ffi::AnyBuffer>& to) {
   return out;
 }
 
+// The numbers of a result, all 0, or null if it is empty.
+template <class Buffer>
+float* zeroed(Buffer& to) {
+  std::fill_n(to.typed_data(), to.element_count(), 0.0f);
+  return to.element_count() ? to.typed_data() : nullptr;
+}
+
 // `values` is the cache of one layer's values, [batch, kv heads, capacity, d].
 AttendShape attend_shape(const ffi::AnyBuffer& values, int64_t rows, int64_t width, const ffi::Buffer<ffi::F32>& cos,
                          const ffi::Buffer<ffi::F32>& sin, const ffi::Buffer<ffi::S32>& length,
-                         const ffi::Buffer<ffi::S32>& n_valid, const ffi::Buffer<ffi::S32>& parents, bool neox) {
+                         const ffi::Buffer<ffi::S32>& n_valid, const ffi::Buffer<ffi::S32>& parents,
+                         const ffi::Buffer<ffi::S32>& shift, bool neox) {
   const auto dims = values.dimensions();
   AttendShape s;
   s.batch = dims[0], s.kv_heads = dims[1], s.capacity = dims[2];
@@ -155,6 +163,7 @@ AttendShape attend_shape(const ffi::AnyBuffer& values, int64_t rows, int64_t wid
   s.neox = neox;
   s.cos = cos.typed_data(), s.sin = sin.typed_data(), s.length = length.typed_data(), s.n_valid = n_valid.typed_data();
   s.parents = parents.element_count() ? parents.typed_data() : nullptr;
+  s.shift = shift.element_count() ? shift.typed_data() : nullptr;
   if (s.positions < s.capacity) s.capacity = -1;  // does not fit
   return s;
 }
@@ -171,11 +180,11 @@ bool attend_kind(const AttendShape& s, const std::optional<AnyBuffer>& q_norm, c
 ffi::Error attend(ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v, ffi::AnyBuffer cache_k,
                   ffi::AnyBuffer cache_v, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
                   ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::S32> n_valid, ffi::Buffer<ffi::S32> parents,
-                  ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm, ffi::ResultBuffer<ffi::F32> out,
-                  ffi::Result<ffi::AnyBuffer> new_k, ffi::Result<ffi::AnyBuffer> new_v, int64_t neox, int64_t window,
-                  int64_t table, float eps) {
+                  ffi::Buffer<ffi::S32> shift, ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm, ffi::ResultBuffer<ffi::F32> out,
+                  ffi::Result<ffi::AnyBuffer> new_k, ffi::Result<ffi::AnyBuffer> new_v, ffi::ResultBuffer<ffi::F32> mass,
+                  int64_t neox, int64_t window, int64_t table, float eps) {
   const int64_t rows = q.dimensions()[0], width = q.dimensions()[1];
-  const AttendShape shape = attend_shape(cache_v, rows, width, cos, sin, length, n_valid, parents, neox != 0);
+  const AttendShape shape = attend_shape(cache_v, rows, width, cos, sin, length, n_valid, parents, shift, neox != 0);
   if (!shape.fits()) return ffi::Error::InvalidArgument("specsparse attend: head size and capacity must be multiples of 16");
   AttendKind kind;
   if (!attend_kind(shape, q_norm, k_norm, window, table, eps, &kind))
@@ -186,7 +195,7 @@ ffi::Error attend(ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<
   rotated.resize(std::max<size_t>(rotated.size(), rows * width));
   if (static_cast<int64_t>(plan.rows().size()) < rows) std::fill_n(out->typed_data(), rows * width, 0.0f);
   const Attention layer{&plan, q.typed_data(), k.typed_data(), v.typed_data(), rotated.data(), out->typed_data(),
-                        updated(cache_k, new_k), updated(cache_v, new_v), plan.rows().data(), kind};
+                        updated(cache_k, new_k), updated(cache_v, new_v), plan.rows().data(), kind, zeroed(*mass)};
   struct Job final : Phases {
     const Attention& layer;
     explicit Job(const Attention& layer) : layer(layer) {}
@@ -275,16 +284,17 @@ ffi::Error experts(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> chosen, ffi::B
 
 ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
                   ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::S32> n_valid, ffi::Buffer<ffi::S32> parents,
-                  ffi::RemainingArgs args, ffi::ResultBuffer<ffi::F32> out, ffi::RemainingRets rets, Ints matrices,
-                  Ints descriptors, Ints features_of, int64_t ffns, int64_t act, int64_t up_act, float threshold,
-                  float up_threshold, int64_t choice, int64_t relu, float eps, int64_t neox) {
+                  ffi::Buffer<ffi::S32> shift, ffi::RemainingArgs args, ffi::ResultBuffer<ffi::F32> out,
+                  ffi::RemainingRets rets, Ints matrices, Ints descriptors, Ints features_of, int64_t ffns, int64_t act, int64_t up_act, float threshold,
+                  float up_threshold, int64_t choice, int64_t relu, int64_t masses, float eps, int64_t neox) {
   const bool skip = Ffns(ffns) == Ffns::kSkipping, predicted = Ffns(ffns) == Ffns::kPredicted;
   const Operands operands{args, matrices};
   const auto described = records<LayerDescriptor>(descriptors);
   const size_t count = described.size(), kept = features_of.size();
   if (skip && Act(act) != Act::kRelu && Act(act) != Act::kRelu2)
     return ffi::Error::InvalidArgument("specsparse layers: only ReLU and its square have zeros to skip");
-  if (!count || rets.size() != 2 * count + (skip ? 2 : predicted ? 4 : 0) + (kept ? 1 : 0))
+  const size_t mass_at = 2 * count + (skip ? 2 : predicted ? 4 : 0);
+  if (!count || rets.size() != mass_at + (masses ? 1 : 0) + (kept ? 1 : 0))
     return ffi::Error::InvalidArgument("specsparse layers: results do not make up whole layers");
   std::vector<LayerWeights> all(count);
   std::vector<NeuronDescription> rows_of(predicted ? 3 * count : 0);
@@ -309,12 +319,16 @@ ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffe
   }
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
   const AttendShape shape = attend_shape(*operands.at(described[0].values), rows, all[0].matrices[kQ].matrix.rows, cos, sin, length,
-                                         n_valid, parents, neox != 0);
+                                         n_valid, parents, shift, neox != 0);
   if (!shape.fits()) return ffi::Error::InvalidArgument("specsparse layers: head size and capacity must be multiples of 16");
   for (size_t i = 0; i < count; ++i) {
     const LayerDescriptor& d = described[i];
     if (!attend_kind(shape, operands.at(d.attn_q_norm), operands.at(d.attn_k_norm), d.window, d.table, eps, &all[i].kind))
       return ffi::Error::InvalidArgument("specsparse layers: norms or table of layer " + std::to_string(i) + " do not fit");
+  }
+  if (masses) {
+    float* to = zeroed(**rets.get<ffi::BufferR4<ffi::F32>>(mass_at));
+    for (size_t i = 0; i < count; ++i) all[i].mass = to + i * shape.batch * shape.heads * (shape.capacity / 16);
   }
   thread_local Workspace work;
   work.plan.make(shape);
@@ -390,19 +404,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_embed, embed,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_argmax, argmax, (results<Ints32>(args<Floats>())));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_attend, attend,
-                              (results<Floats, AnyBuffer, AnyBuffer>(
+                              (results<Floats, AnyBuffer, AnyBuffer, Floats>(
                                    args<Floats, Floats, Floats, AnyBuffer, AnyBuffer, Floats, Floats, Ints32, Ints32, Ints32,
-                                        AnyBuffer, AnyBuffer>())
+                                        Ints32, AnyBuffer, AnyBuffer>())
                                    .Attr<int64_t>("neox").Attr<int64_t>("window").Attr<int64_t>("table")
                                    .Attr<float>("eps")));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_layers, layers,
-                              (results<Floats>(args<Floats, Floats, Floats, Ints32, Ints32, Ints32>().RemainingArgs())
+                              (results<Floats>(args<Floats, Floats, Floats, Ints32, Ints32, Ints32, Ints32>().RemainingArgs())
                                    .RemainingRets()
                                    .Attr<Ints>("matrices").Attr<Ints>("layers").Attr<Ints>("features")
                                    .Attr<int64_t>("ffns").Attr<int64_t>("act").Attr<int64_t>("up_act")
                                    .Attr<float>("threshold").Attr<float>("up_threshold").Attr<int64_t>("choice")
-                                   .Attr<int64_t>("relu").Attr<float>("eps").Attr<int64_t>("neox")));
+                                   .Attr<int64_t>("relu").Attr<int64_t>("masses").Attr<float>("eps").Attr<int64_t>("neox")));
 
 #pragma GCC visibility pop
 

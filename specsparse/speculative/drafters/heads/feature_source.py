@@ -122,7 +122,8 @@ class OneLayerSource(FeatureSource):
         heads = {"kv_heads": self.kv_heads, "head_dim": self.head_dim}
         cache = kv.init(layers=1, batch=batch, capacity=tokens, dtype=self.kv_dtype, **heads)
         root = jnp.zeros((batch, self.width), jnp.float32)
-        return HeadState(*cache, root, jnp.zeros((batch, self.tree_rows, self.width), jnp.float32))
+        rows = jnp.zeros((batch, self.tree_rows, self.width), jnp.float32)
+        return HeadState(cache.k, cache.v, cache.length, root, rows)
 
     def room(self, weights: DraftWeights, state: HeadState, ctx: DraftContext) -> jax.Array:
         return min(self.context, ctx.tokens.shape[1]) - ctx.length + 1
