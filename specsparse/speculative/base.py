@@ -222,6 +222,8 @@ class Feedback(NamedTuple):
     # int32[B, K+1, R], the R = `Drafter.wants_top` tokens that the target finds most likely behind each row, best
     # first; anything at rows that were not verified. None if R is 0
     top: "jax.Array | None" = None
+    # float32[L, B, G, C/16], where the root's row looked, as `ForwardOut.mass`; None unless `Drafter.wants_mass`
+    mass: "jax.Array | None" = None
 
 
 class LoadedDrafter(NamedTuple):
@@ -353,6 +355,11 @@ class Drafter(AnyDrafter):
     def wants_top(self) -> int:
         """How many of the target's most likely tokens behind each verified row `commit` needs."""
         return 0
+
+    @property
+    def wants_mass(self) -> bool:
+        """Whether `commit` needs the weights of the target's attention (`Feedback.mass`)."""
+        return False
 
     def with_room(self, nodes: int) -> Self:
         """The same with room for drafts of so many nodes, if that is for a policy to say."""

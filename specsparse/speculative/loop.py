@@ -130,7 +130,7 @@ class Round:
         """One forward of the target over the last token and the draft."""
         n_valid_B = _valid(state, draft)
         parents_Bn = row_parents(draft.parents) if self.drafter.tree else None
-        want = Want(hidden=self.drafter.wants_hidden, zeros=False)
+        want = Want(hidden=self.drafter.wants_hidden, mass=self.drafter.wants_mass, zeros=False)
         return self.forward(
             params[0], _rows(state, draft), cache, n_valid_B=n_valid_B, parents_Bn=parents_Bn, want=want
         )
@@ -210,7 +210,7 @@ class Round:
         if (ranks := self.drafter.wants_top) > 0:
             B, n, V = out.logits.shape
             top_BnR = ranked(self.kernels, out.logits.reshape(B * n, V), ranks).reshape(B, n, ranks)
-        feedback = Feedback(draft, verdict, out.hidden, top_BnR)
+        feedback = Feedback(draft, verdict, out.hidden, top_BnR, out.mass)
         with traced(self.drafter, "commit"):
             return state._replace(drafter=self.drafter.commit(params[1], drafted.state, ctx, feedback))
 

@@ -111,6 +111,12 @@ WORKS: Mapping[str, Work] = {
         ("Jun Zhang", "Jue Wang", "Huan Li", "Lidan Shou", "Ke Chen", "Gang Chen", "Sharad Mehrotra"), 2023,
         "2309.08168",
     ),
+    "sparsespec": Work(
+        "Accelerating Large-Scale Reasoning Model Inference with Sparse Self-Speculative Decoding",
+        ("Yilong Zhao", "Jiaming Tang", "Kan Zhu", "Zihao Ye", "Chi-Chih Chang", "Chaofan Lin", "Jongseok Park",
+         "Guangxuan Xiao", "Mohamed S. Abdelfattah", "Mingyu Gao", "Baris Kasikci", "Song Han", "Ion Stoica"), 2025,
+        "2512.01278",
+    ),
     "llama_cpp": Work("llama.cpp", ("Georgi Gerganov", "others"), 2023, url="https://github.com/ggml-org/llama.cpp"),
     "powerinfer": Work(
         "PowerInfer: Fast Large Language Model Serving with a Consumer-grade GPU",
@@ -151,6 +157,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "model": _SPECULATIVE,
     "layer_skip": ("self_speculative",),
     "sparse_self": ("self_speculative",),
+    "sparse_kv": ("sparsespec",),
     "head": ("eagle", "hass", "eagle3"),
     "eagle3": ("eagle3",),
     "dflash": ("dflash",),

@@ -204,8 +204,13 @@ class DrafterCase:
             last = jnp.take_along_axis(before.tokens, jnp.maximum(before.length - 1, 0)[:, None], axis=1)
             fed = jnp.concatenate([last, drafted.draft.tokens], axis=1)
             top = (7 * fed[:, :, None] + jnp.arange(ranks, dtype=jnp.int32)[None, None]) % VOCAB
+        mass = None
+        if self.drafter.wants_mass:
+            keys = before.cache.k
+            mass = jnp.ones((len(keys), *keys[0].shape[:3]), jnp.float32)
+        feedback = Feedback(drafted.draft, verdict, hidden, top, mass)
         with traced(self.drafter, "commit"):
-            return self.drafter.commit(weights, drafted.state, after, Feedback(drafted.draft, verdict, hidden, top))
+            return self.drafter.commit(weights, drafted.state, after, feedback)
 
     def _features(self, ctx: DraftContext) -> jax.Array | None:
         """Some rows for each text, a function of its ids alone; None for drafters that read no rows."""

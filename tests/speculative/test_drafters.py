@@ -43,6 +43,8 @@ MODEL_CASES = {
     "model_sampled": ("model", {"temperature": 0.8}),
     "layer_skip_p_min": ("layer_skip", {"p_min": 0.3}),
     "sparse_self": ("sparse_self", {"share": 0.5, "temperature": 0.8}),
+    "sparse_kv": ("sparse_kv", {"slots": 0, "window": 16}),
+    "sparse_kv drawn": ("sparse_kv", {"temperature": 0.8}),
     "tree_wor": ("model", {"temperature": 0.8, "tree": get_tree("sampled_wor", widths=(2, 1, 1))}),
     "tree_dynamic": ("model", {"tree": get_tree("dynamic", total=K, depth=3, top_k=2)}),
     "lookup_head": ("lookup_head", {"ngram_min": 3}),
@@ -64,7 +66,8 @@ MODEL_CASES = {
 # Every drafter and tree stays (`head` inside `lookup_head`); argmax and drawn drafts as chain and as tree, of a model,
 # of the target's own layers and of heads. The slow ones pair them another way.
 ORDINARY = (
-    "layer_skip_p_min", "sparse_self", "tree_wor", "lookup_head drawn", "mixed", "eagle3_dynamic", "dflash_ddtree",
+    "layer_skip_p_min", "sparse_self", "sparse_kv", "tree_wor", "lookup_head drawn", "mixed", "eagle3_dynamic",
+    "dflash_ddtree",
 )  # fmt: skip
 
 judge = jax.jit(match_verdict)

@@ -29,6 +29,7 @@ DRAFTERS: "Registry[Drafter | DrafterSpec]" = Registry(
         "model": "draft_model:DraftModel",
         "layer_skip": "self_draft:LayerSkip",
         "sparse_self": "self_draft:SparseSelf",
+        "sparse_kv": "sparse_kv:SparseKv",
         "head": "heads.head:Head",
         "lookup_head": "heads.head:LookupHead",
         "mixed": "mixed:Mixed",

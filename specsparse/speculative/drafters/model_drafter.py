@@ -51,6 +51,7 @@ class ModelDrafter(Drafter):
 
     kind = property(attrgetter("draw"))
     wants_hidden = property(attrgetter("source.wants_hidden"))
+    wants_mass = property(attrgetter("source.wants_mass"))
 
     def with_room(self, nodes: int) -> Self:
         return dataclasses.replace(self, max_nodes=nodes)
@@ -150,6 +151,7 @@ class TreeDrafter(Drafter):
     max_depth = property(attrgetter("shape.max_depth"))
     tree = property(attrgetter("shape.branches"))
     wants_hidden = property(attrgetter("source.wants_hidden"))
+    wants_mass = property(attrgetter("source.wants_mass"))
 
     def init(self, params: DraftWeights, ctx: DraftContext, *, hidden: jax.Array | None = None) -> TreeState:
         rows = jnp.full((ctx.length.shape[0], self.max_nodes), -1, jnp.int32)

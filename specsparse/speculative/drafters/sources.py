@@ -151,6 +151,11 @@ class Source(abc.ABC):
         """The target's hidden rows for `init` and `keep`, as `Drafter.wants_hidden`."""
         return False
 
+    @property
+    def wants_mass(self) -> bool:
+        """The target's weights of attention for `keep`, as `Drafter.wants_mass`."""
+        return False
+
     def capacity(self, tokens: int) -> int:
         """Slots of its cache beside a target's of so many tokens."""
         return tokens
