@@ -122,6 +122,7 @@ METHODS: dict[str, Callable[[ModelConfig], AnyDrafter]] = {
     "layer_skip drawn": _layers(temperature=0.7),
     "layer_skip trimmed": _layers(draft_vocab=8000),
     "sparse_self": lambda config: get_drafter("sparse_self", policy=RowLengths(GAMMA)),
+    "sparse_kv": lambda config: get_drafter("sparse_kv", policy=RowLengths(GAMMA), slots=32, window=16),
     "head": lambda config: get_drafter("head", policy=RowLengths(GAMMA)),
     "head drawn": lambda config: get_drafter("head", policy=RowLengths(GAMMA), temperature=0.7),
     "lookup_head": lambda config: get_drafter("lookup_head", policy=RowLengths(GAMMA)),

@@ -23,8 +23,7 @@ class KVCache(NamedTuple):
     # L arrays [B, G, C, d]; of q8_0 codes and scales, see `specsparse.kernels.reference.q8_cache`
     v: tuple[jax.Array, ...]
     length: jax.Array  # int32[B], committed tokens of each sequence
-    # int32[B], what the slots from `length` on are behind their positions if only chosen slots of a longer cache are
-    # here, in order; None for 0
+    # int32[B], position less slot of new rows, if this cache holds only chosen slots of a longer one; None for 0
     shift: Any = None  # not `jax.Array | None`: who reads it knows which it is
 
     @property

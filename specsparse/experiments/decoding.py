@@ -136,7 +136,8 @@ def behind(others: Sequence[Prompt], prompt: Prompt, length: int, tokenizer: Tok
             f"data.lengths: {length} tokens are asked for and all prompts together have {len(ids)}: choose a shorter "
             "length or another data.source"
         )
-    return Prompt(f"{prompt.id} of {length}", str(length), tokenizer.decode(ids[-length:]))
+    text = tokenizer.decode(ids[-length:])
+    return prompt._replace(id=f"{prompt.id} of {length}", task=str(length), text=text)
 
 
 def draws(cfg: DecodingSettings, prompt: Prompt) -> dict[str, Any]:

@@ -12,9 +12,10 @@ from rich.console import Console
 
 import specsparse
 from specsparse import run
+from specsparse.data.prompts import Prompt
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.experiments import runner, sweeps
+from specsparse.experiments import decoding, runner, sweeps
 from specsparse.experiments.command_line import shorthand
 from specsparse.experiments.kinds import certificate as certify_kind
 from specsparse.experiments.kinds import compare
@@ -257,6 +258,16 @@ def test_compare_asks_the_same_behind_more_and_more_text(cfg, files, tmp_path):
     long = dataclasses.replace(data, lengths=(1000,))
     with pytest.raises(UserError, match=r"data\.lengths: 1000 tokens"):
         play(replaced(cfg, data=long), tmp_path / "long")
+
+
+def test_text_before_a_question_leaves_its_conversation_as_it_is():
+    class Letters:
+        encode = staticmethod(lambda text: [*map(ord, text)])
+        decode = staticmethod(lambda ids: "".join(map(chr, ids)))
+
+    asked = Prompt("a", "chat", "the end", before=("hello",), system="be brief")
+    longer = decoding.behind([asked, Prompt("b", "chat", "behind it")], asked, 12, Letters)
+    assert longer == asked._replace(id="a of 12", task="12", text=" it\n\nthe end")
 
 
 def method(name, ratio, half, *, tokens_per_pass=9.0, draws_z=None):

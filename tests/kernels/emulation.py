@@ -173,7 +173,9 @@ def paths_of(parents: np.ndarray) -> list[list[int]]:
     return out
 
 
-def attend(q, k, v, keys, values, *, cos, sin, length, n_valid, parents, pairing, cache, mass=None):
+def attend(
+    q, k, v, keys, values, *, cos, sin, length, n_valid, parents, pairing, cache, mass=None, window=0, sinks=None,
+):  # fmt: skip
     """Attention of one sequence in float64, over keys and values rounded to the cache's type.
 
     Args:
@@ -181,6 +183,7 @@ def attend(q, k, v, keys, values, *, cos, sin, length, n_valid, parents, pairing
         keys, values: float32[C, G, d]; changed in place.
         parents: int[n].
         mass: float64[H, C/16]; gets the first row's weights, if there is one.
+        window, sinks: as `kernels.attend` takes them.
 
     Returns:
         float64[n, H * d], zeros in rows that do not count.
@@ -195,12 +198,13 @@ def attend(q, k, v, keys, values, *, cos, sin, length, n_valid, parents, pairing
         keys[length + i] = ROUND[cache](rotate(k[i], cos[positions[i]], sin[positions[i]], pairing))
         values[length + i] = ROUND[cache](v[i])
     for i in range(count):
-        slots = [*range(length), *(length + j for j in paths[i])]
+        slots = [*range(length), *(length + j for j in paths[i])][-window:]
         turned = rotate(q[i], cos[positions[i]], sin[positions[i]], pairing).astype(np.float64)
         for h in range(heads):
             scores = keys[slots, h // share].astype(np.float64) @ turned[h] / np.sqrt(d)
             weights = np.exp(scores - scores.max())
-            out[i, h * d : (h + 1) * d] = weights @ values[slots, h // share].astype(np.float64) / weights.sum()
+            total = weights.sum() + (0 if sinks is None else np.exp(sinks[h] - scores.max()))
+            out[i, h * d : (h + 1) * d] = weights @ values[slots, h // share].astype(np.float64) / total
             if mass is not None and i == 0:
-                np.add.at(mass[h], np.arange(len(slots)) // 16, weights / weights.sum())
+                np.add.at(mass[h], np.array(slots) // 16, weights / total)
     return out

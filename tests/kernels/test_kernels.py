@@ -465,11 +465,12 @@ def packed_cache(keys, values, dtype: str, length):
 
 
 @cache
-def attend_program(backend: str, pairing: str, mass: bool = False):
+def attend_program(backend: str, pairing: str, mass: bool = False, window: int = 0, sinks: tuple[float, ...] = ()):
     def call(q, k, v, ck, cv, cos, sin, length, n_valid, parents, shift=None):
-        options = {"length": length, "n_valid": n_valid, "parents": parents, "pairing": pairing}
+        options = {"length": length, "n_valid": n_valid, "parents": parents, "pairing": pairing, "window": window}
         options |= {"shift": shift} if shift is not None else {}
         options |= {"mass": True} if mass else {}
+        options |= {"sinks": jnp.asarray(sinks, jnp.float32)} if sinks else {}
         return BACKENDS[backend].attend(q, k, v, ck, cv, cos=cos[None], sin=sin[None], **options)
 
     return jax.jit(call)
@@ -523,8 +524,9 @@ def test_attention_equals_float64(backend, dtype, pairing):
                     assert nmse(np.nan_to_num(got_k), np.nan_to_num(own_k)) <= ATTEND_NMSE["keys"]
 
 
+@pytest.mark.parametrize(("window", "sinks"), [(0, ()), (20, ()), (20, (0.5, -1.0, 2.0, 0.0, 1.0, -3.0))])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_weights_of_the_first_row_by_block_equal_float64(backend):
+def test_weights_of_the_first_row_by_block_equal_float64(backend, window, sinks):
     """They are 0 of a sequence without rows, and change no output."""
     if backend == "native":
         use(cpu.isa(), 2)
@@ -533,21 +535,22 @@ def test_weights_of_the_first_row_by_block_equal_float64(backend):
         for length, n_valid in ((LENGTHS["middle"], (8, 3)), (LENGTHS["start"], (1, 0))):
             given = q, k, v, *packed_cache(keys, values, "f16", length), cos, sin
             given = *given, *(jnp.asarray(a, jnp.int32) for a in (length, n_valid, parents))
-            out, *_, mass = attend_program(backend, "norm", mass=True)(*given)
-            same_bits(out, attend_program(backend, "norm")(*given)[0], "with mass")
+            out, *_, mass = attend_program(backend, "norm", mass=True, window=window, sinks=sinks)(*given)
+            same_bits(out, attend_program(backend, "norm", window=window, sinks=sinks)(*given)[0], "with mass")
             for b in range(B):
                 wanted = np.zeros((H, C // 16))
                 rows = (a.reshape(B, N, -1, D)[b] for a in (q, k, v))
                 emulation.attend(
                     *rows, keys[b].copy(), values[b].copy(), cos=cos, sin=sin, length=length[b], n_valid=n_valid[b],
-                    parents=PARENTS[shape][b], pairing="norm", cache="f16", mass=wanted,
+                    parents=PARENTS[shape][b], pairing="norm", cache="f16", mass=wanted, window=window,
+                    sinks=sinks or None,
                 )  # fmt: skip
                 np.testing.assert_allclose(mass[b], wanted, atol=1e-5)
                 assert n_valid[b] or not mass[b].any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_shift_turns_rows_as_later_positions(backend):
+def test_a_shift_rotates_rows_as_later_positions(backend):
     """A sequence's bits are those of tables that begin so much later."""
     if backend == "native":
         use(cpu.isa(), 2)

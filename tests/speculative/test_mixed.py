@@ -66,6 +66,15 @@ def test_a_proposal_is_worth_what_it_was_worth_in_rounds_that_are_over():
     assert drafted_ids(draft(state, ctx).draft) == [3]
 
 
+def test_of_equal_tokens_of_a_round_the_last_one_is_followed():
+    ctx = context([5, 7, 7, 9])
+    drafted = draft(state_of({}, ctx), ctx)
+    verdict = match_verdict(drafted.draft, jnp.zeros((1, K + 1), jnp.int32), tree=True)
+    verdict = verdict._replace(tokens=jnp.array([[7, 7, 9, PAD, PAD]]), count=jnp.array([3]))
+    after = commit(drafted.state, ctx, Feedback(drafted.draft, verdict))
+    assert np.asarray(after.successors)[0, [5, 7, 9]].tolist() == [7, 9, PAD]
+
+
 def test_a_table_knows_what_followed_three_tokens_or_two_most_often():
     ids = np.array([1, 2, 3, 4] * 3 + [9, 2, 3, 5] * 2 + [8, 2, 3, 7], np.int32)
     table = NGramTable(*map(jnp.asarray, NGramTable.from_ids(ids)))

@@ -1,5 +1,7 @@
 """`drafter=sparse_kv`: the slots that it copies, and that its drafts change no text."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,6 +76,20 @@ def test_the_blocks_with_most_mass_are_copied_and_then_the_rows_that_follow(mode
     assert int(state.cache.shift[0]) == 16 * (10 - 5) and int(state.age[0]) == 13 and (state.mass == mass).all()
     copied, whole = (np.asarray(cache.v[1][0, 1]) for cache in (state.cache, ctx.cache))
     np.testing.assert_array_equal(copied[4 * 16 : 4 * 16 + 20], whole[9 * 16 : 9 * 16 + 20])
+
+
+def test_a_layer_with_a_window_gets_no_block_before_it(models, tmp_path):
+    model = models["f16"]
+    loaded = load_drafter(model, get_drafter("sparse_kv", gamma=4, **FEW))
+    source = dataclasses.replace(loaded.drafter.source, attends=(100, 0))
+    ctx = on_target(model, draft_context([IDS[:150]], capacity=CAPACITY, budget=4))
+    small = jax.jit(source.init)(loaded.weights(CAPACITY), ctx).cache
+    for layer, blocks in enumerate(([3, 4, 5, 8, 9], [0, 1, 2, 8, 9])):
+        copied, whole = (np.asarray(cache.k[layer][0]) for cache in (small, ctx.cache))
+        np.testing.assert_array_equal(copied[:, :5], whole[:, blocks])
+    path = write_tiny_gguf(tmp_path / "m.gguf", architecture="gemma3", full_every=2, window=6, n_layers=2)
+    windowed = SparseKv(refresh=10**12).build(specsparse.load(path), None).drafter.source
+    assert windowed.attends == (6, 0) and windowed.refresh < 2**31
 
 
 @pytest.mark.parametrize(("dtype", "temperature"), [("f16", 0.8), ("q8_0", 0.0)])

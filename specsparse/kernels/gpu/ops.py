@@ -42,7 +42,7 @@ def has_kernels() -> bool:
     return float(getattr(jax.devices()[0], "compute_capability", 0) or 0) >= 9.0
 
 
-def attend(*args: jax.Array, compiled: bool | None = None, **options) -> tuple[jax.Array, jax.Array, jax.Array]:
+def attend(*args: jax.Array, compiled: bool | None = None, **options) -> tuple[jax.Array, ...]:
     """`reference.dense.attend_batched` of a cache that holds finite numbers alone.
 
     `compiled` says whether programs are for a card with the kernel, by default `has_kernels()`.

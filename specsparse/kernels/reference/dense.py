@@ -204,8 +204,8 @@ def _begin_step(
         seen_Bnn = ancestors(parents.reshape(batch, n))
     keep = index < jnp.minimum(n_valid[:, None], capacity - length[:, None])
     positions = jnp.minimum(length[:, None] + jnp.sum(seen_Bnn, axis=-1, dtype=jnp.int32) - 1, capacity - 1)
-    turned = positions if shift is None else jnp.minimum(positions + shift[:, None], cos.shape[1] - 1)
-    c, s = cos[table, turned][:, :, None], sin[table, turned][:, :, None]
+    at_Bn = positions if shift is None else jnp.minimum(positions + shift[:, None], cos.shape[1] - 1)
+    c, s = cos[table, at_Bn][:, :, None], sin[table, at_Bn][:, :, None]
 
     def heads(x, norm):
         x = x.reshape(batch * n, -1, d)
@@ -276,7 +276,7 @@ def attend(q, k, v, cache_k, cache_v, *, window=0, sinks=None, mass=False, atten
         cos, sin: f32[T, >= C, r/2], rotary tables.
         length, n_valid: int32[B].
         parents: int32[B, n], -1 = the committed prefix; None is a chain.
-        shift: int32[B], what the slots of new rows are behind their positions, in a cache of chosen slots; None for 0.
+        shift: int32[B], position less slot of new rows, in a cache of chosen slots; None for 0.
         pairing: "norm" or "neox".
         q_norm, k_norm: f32[d] weights of an RMS norm of each query and each key before it is rotated, or None; `eps`
             belongs to them.

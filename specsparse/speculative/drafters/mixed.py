@@ -324,6 +324,9 @@ class MixedTree(Drafter):
         new_n = jnp.arange(D + 1, dtype=jnp.int32)[None]
         at_Bn = ctx.length[:, None] - said.count[:, None] + new_n
         before_Bn = jnp.where(new_n < said.count[:, None], pick(ctx.tokens, at_Bn - 1), state.successors.shape[1])
+        # Of equal tokens the last one counts: a scatter promises no order.
+        again_Bnn = (before_Bn[:, :, None] == before_Bn[:, None]) & (new_n[:, :, None] < new_n[:, None])
+        before_Bn = jnp.where(again_Bnn.any(axis=2), state.successors.shape[1], before_Bn)
         place = jnp.arange(len(before_Bn))[:, None], before_Bn
         return state._replace(
             successors=state.successors.at[place].set(pick(ctx.tokens, at_Bn), mode="drop"),

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specsparse.engine import cache as kv
 from specsparse.engine.cache import LANES, KVCache
@@ -42,6 +43,7 @@ class ChosenSlots(ModelSource):
     blocks: int  # chosen by their mass
     window: int  # last blocks, which are always there
     refresh: int  # tokens after which blocks are chosen anew
+    attends: tuple[int, ...]  # positions that a row of each layer sees, 0 for all (`LayerKind.window`)
     wants_mass = True
 
     def init(self, weights: DraftWeights, ctx: DraftContext, hidden_BnD: jax.Array | None = None) -> SparseState:
@@ -93,12 +95,19 @@ class ChosenSlots(ModelSource):
         return min(1 + self.blocks + self.window + 1, blocks)
 
     def _choose(self, state: SparseState, cache: KVCache, stale_B: jax.Array) -> SparseState:
-        """The blocks with most mass in the small caches of the sequences in `stale`."""
+        """The blocks with most mass in the small caches of the sequences in `stale`.
+
+        Blocks outside a layer's window are taken last: in a small cache no longer than the window it would see them.
+        """
         blocks, held_B = state.mass.shape[3], -(-cache.length // LANES)
         count = self._chosen(blocks)
         block_c, held_B1 = jnp.arange(blocks, dtype=jnp.int32)[None], held_B[:, None]
         always_Bc, exists_Bc = (block_c == 0) | (block_c >= held_B1 - 1 - self.window), block_c < held_B1
-        mass = jnp.where(exists_Bc[None, :, None], jnp.where(always_Bc[None, :, None], jnp.inf, state.mass), -jnp.inf)
+        attends_L11 = np.array([n or 2**30 for n in self.attends], np.int32)[:, None, None]
+        outside_LBc = LANES * (block_c + 1)[None] <= cache.length[None, :, None] + 1 - attends_L11
+        mass = jnp.where(always_Bc[None, :, None], jnp.inf, state.mass)
+        mass = jnp.where(outside_LBc[:, :, None], jnp.float32(-1), mass)
+        mass = jnp.where(exists_Bc[None, :, None], mass, -jnp.inf)
         chosen_LBGM = jnp.sort(jax.lax.top_k(mass, count)[1], axis=3)  # what does not exist comes last
 
         def put(to, of, chosen_BGM):
@@ -157,7 +166,10 @@ class SparseKv(DrafterSpec):
             raise UserError("drafter=sparse_kv needs the whole model on one device: load it without placement")
         c, in_blocks = target.config, lambda tokens: -(-tokens // LANES)
         weights, columns = self.style.trim(target, target.params.output, c.vocab_size)
-        vocab, sizes = VocabMap(c.vocab_size, c.vocab_size, columns), (in_blocks(self.slots), in_blocks(self.window))
-        source = ChosenSlots(vocab, target.forward, c.context_length, None, *sizes, self.refresh)
+        source = ChosenSlots(
+            VocabMap(c.vocab_size, c.vocab_size, columns), target.forward, c.context_length, layers=None,
+            blocks=in_blocks(self.slots), window=in_blocks(self.window), refresh=min(self.refresh, c.context_length),
+            attends=tuple(c.kind(i).window for i in range(c.n_layers)),
+        )  # fmt: skip
         reads = bytes_of(target.params.layers, target.params.output if weights.head is None else weights.head)
         return LoadedDrafter(self.style.drafter(source, target), lambda capacity: weights, reads)

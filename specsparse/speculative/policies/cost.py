@@ -161,7 +161,8 @@ class CostOptimal(Policy):
         return jnp.maximum(best_B, self._least(state))
 
     def update(self, state: FadingCounts, verdict: Verdict, count_B: jax.Array) -> FadingCounts:
-        return self.cost.update(state, verdict, count_B)
+        after = self.cost.update(state, verdict, count_B)
+        return after._replace(idle=state.idle) if self.least else after  # nobody reads it then: operations saved
 
     def worth(self, state: FadingCounts, reach_BK: jax.Array) -> jax.Array:
         return jnp.maximum(self.cost.worth(reach_BK, self._rate(state)), self._least(state))
@@ -170,9 +171,11 @@ class CostOptimal(Policy):
         return self.cost.deeper(gain_B, self._rate(state))
 
     def _least(self, state: FadingCounts) -> jax.Array:
-        """int32[B]: nodes to verify whatever is predicted, 1 at least if a probe is due."""
+        """int32[B] or a number: nodes to verify whatever is predicted, 1 at least if a probe is due."""
+        if self.least:
+            return jnp.int32(self.least)
         wait = min(math.ceil((self.cost.time(1) / self.cost.times[0] - 1) / PROBES), 2**30)
-        return jnp.where(state.idle >= wait, jnp.int32(max(self.least, 1)), jnp.int32(self.least))
+        return (state.idle >= wait).astype(jnp.int32)
 
     def _rate(self, state: FadingCounts) -> jax.Array:
         """The best speed-up that is predicted, float32[B]."""
