@@ -245,10 +245,8 @@ def _check_draft(drafter: Drafter, draft: Draft, budget: list[int]) -> None:
     for b, most in enumerate(budget):
         count, parents = int(draft.count[b]), np.asarray(draft.parents[b]).tolist()
         assert 0 <= count <= min(most, drafter.max_nodes), f"{count} nodes on a budget of {most}"
-        try:
-            depth = TreeTemplate(tuple(parents[:count])).max_depth
-        except UserError as error:
-            raise AssertionError(str(error)) from error
+        assert all(-1 <= parent < i for i, parent in enumerate(parents[:count])), f"{parents}: a parent comes first"
+        depth = TreeTemplate(tuple(parents[:count])).max_depth
         assert depth <= min(most, drafter.max_depth), f"depth {depth} on a budget of {most}"
         ids = drafted_ids(draft, b)
         assert all(0 <= token < VOCAB for token in ids), f"{ids}: ids lie in 0..{VOCAB - 1}"

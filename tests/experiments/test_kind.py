@@ -98,7 +98,8 @@ def test_every_kind_of_its_name_is_one():
     found = {name: KINDS.find(name) for name in KINDS.names()}
     assert len(found) >= 13 and all(kind.__doc__ for kind in found.values())
     untimed = {name for name, kind in found.items() if not kind.timed}
-    assert untimed == {"certify", "perplexity", "powerinfer_oracle", "relufy", "train_drafter", "train_predictors"}
+    trainings = {"relufy", "train_drafter", "train_experts", "train_predictors"}
+    assert untimed == {"certify", "perplexity", "powerinfer_oracle"} | trainings
     assert {name for name, kind in found.items() if kind.on_mesh} == {"speed", "compare", "perplexity"}
     dense = {name for name, kind in found.items() if not kind.takes_ffn}
-    assert dense == {"certify", "quant_table", "roofline", "train_drafter", "train_predictors", "relufy"}
+    assert dense == {"certify", "quant_table", "roofline"} | trainings

@@ -22,6 +22,8 @@ from specsparse.runtime.timing_cache import FREE, CostTable
 
 
 class Speed(Kind[DecodingSettings]):
+    """The speed of one method over plain decoding, prompt by prompt in turn, and what it accepts."""
+
     on_mesh = True
 
     def check(self, cfg: DecodingSettings) -> None:

@@ -17,7 +17,6 @@ from specsparse.speculative.proof.libraries import (
     Library,
     library_row,
     llama_cpp_match,
-    page,
     table,
     transformers_sampling,
     vllm_greedy,
@@ -107,8 +106,6 @@ def test_what_is_not_installed_is_one_line(monkeypatch):
         transformers_sampling()
     with pytest.raises(UserError, match="llama-cpp-python is needed"):
         llama_cpp_match()
-    with pytest.raises(UserError, match="no_such_package is not installed"):
-        page(date="today", libraries=[Library(vllm_greedy, "no_such_package", "")])
 
 
 def test_a_row_of_the_page():
