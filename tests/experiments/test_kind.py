@@ -102,4 +102,4 @@ def test_every_kind_of_its_name_is_one():
     assert untimed == {"certify", "perplexity", "powerinfer_oracle"} | trainings
     assert {name for name, kind in found.items() if kind.on_mesh} == {"speed", "compare", "perplexity"}
     dense = {name for name, kind in found.items() if not kind.takes_ffn}
-    assert dense == {"certify", "quant_table", "roofline"} | trainings
+    assert dense == {"certify", "experts_union", "quant_table", "roofline"} | trainings
