@@ -62,7 +62,7 @@ def woken(share: float, rows: float, overlap: float | None = None, batch: int = 
     """
     if share >= 1:
         return 1.0
-    wakes = share if overlap is None else share * (1 - overlap) / (1 - share)
+    wakes = share if overlap is None else min(share * (1 - overlap) / (1 - share), 1.0)
     return 1 - ((1 - share) * (1 - wakes) ** (rows - 1)) ** batch
 
 

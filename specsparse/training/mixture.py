@@ -148,7 +148,10 @@ def windows_of(documents: Sequence[Document], keys: Json, rows: int) -> np.ndarr
     stream = np.concatenate([*each, [np.int32(0)]])
     count = (len(stream) - 1) // rows
     if not count:
-        raise UserError(f"train.rows={rows}: the texts have {len(stream)} tokens")
+        raise UserError(
+            f"train.rows={rows}: the texts to train on, or those held out, have {len(stream)} tokens: give more "
+            "train.documents, or fewer rows"
+        )
     return np.lib.stride_tricks.sliding_window_view(stream, rows + 1)[: count * rows : rows]
 
 

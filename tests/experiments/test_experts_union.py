@@ -27,8 +27,8 @@ def files(tmp_path_factory):
 @pytest.fixture
 def cfg(files):
     spec = UnionSpec(
-        rows=(1, 2, 4), window=16, judged=2, random=8, drafters=("prompt_lookup",), trees=(),
-        dense=str(files / "dense.gguf"), repeats=1,
+        rows=(1, 2), window=16, judged=2, random=8, drafters=("prompt_lookup",), trees=(),
+        dense=str(files / "dense.gguf"), repeats=0,
     )  # fmt: skip
     return run_config(
         files / "experts.gguf", sampling=GREEDY, text=files / "prompts.jsonl", chat=False, max_tokens=12,
@@ -39,17 +39,17 @@ def cfg(files):
 def test_curves_by_kind_of_rows(cfg, tmp_path):
     run, shown, record = play(cfg, tmp_path)
     found = {row["n"]: row for row in record["summary"]["rows"]}
-    assert [*found] == [1, 2, 4] and {*run.result} == {"chain", "random", "prompt_lookup"}
-    one, four = found[1], found[4]
+    assert [*found] == [1, 2] and {*run.result} == {"chain", "random", "prompt_lookup"}
+    one, two = found[1], found[2]
     assert one["experts"] == one["by_chance"] == 2 and one["rows_an_expert"] == 1
-    assert one["v_active"] == one["v_woken"] == one["v_measured"] == 1
-    assert four["by_chance"] == pytest.approx(8 * woken(2 / 8, 4)) and 2 <= four["experts"] <= 8
-    assert 0 < four["dense_idle"] < one["dense_idle"] < 1 and 0 < four["idle"] <= one["idle"] < 1
-    assert found[2]["by_overlap"] == pytest.approx(found[2]["experts"])
-    assert four["rows_an_expert"] == pytest.approx(4 * 2 / four["experts"])
-    assert four["v_woken"] > 1 and four["v_measured"] > 0
-    assert run.result["prompt_lookup"][4].sets > 0
-    assert run.result["chain"][4].sets == 2 * 16 // 4 and run.result["random"][2].sets == 8
+    assert one["v_active"] == one["v_woken"] == 1
+    assert two["by_chance"] == pytest.approx(8 * woken(2 / 8, 2)) and 2 <= two["experts"] <= 4
+    assert 0 < two["dense_idle"] < one["dense_idle"] < 1 and 0 < two["idle"] <= one["idle"] < 1
+    assert two["by_overlap"] == pytest.approx(two["experts"])
+    assert two["rows_an_expert"] == pytest.approx(2 * 2 / two["experts"])
+    assert two["v_woken"] > 1 and two["v_measured"] is None
+    assert run.result["prompt_lookup"][2].sets > 0
+    assert run.result["chain"][2].sets == 2 * 16 // 2 and run.result["random"][2].sets == 8
     assert record["summary"]["methods"]["prompt_lookup"]["mean_acceptance_length"] >= 1
     assert len(record["summary"]["layers"]) == sum(len(unions) for unions in run.result.values())
     for part in ("by chance", "rows an expert", "of dense", "layer by layer", "acceptance length"):
@@ -57,12 +57,19 @@ def test_curves_by_kind_of_rows(cfg, tmp_path):
     assert (tmp_path / "union.png").is_file() and (tmp_path / "layers.csv").is_file()
 
 
+@pytest.mark.slow
+def test_times_are_measured_beside_the_bytes(cfg, tmp_path):
+    one, two = play(changed(cfg, "union", drafters=(), dense=None, repeats=1), tmp_path)[2]["summary"]["rows"]
+    assert one["v_measured"] == 1 and two["v_measured"] > 0
+
+
 def test_what_is_missing_is_said_before_anything_is_loaded(cfg, files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for wrong, says in (
         (replaced(cfg, model=ModelSpec("experts/experts.gguf")), r"\+experiment=train_experts makes it"),
         (replaced(cfg, model=ModelSpec(str(files / "dense.gguf"))), "has none"),
-        (changed(cfg, "union", rows=(2, 1)), "union.rows"),
+        *((changed(cfg, "union", rows=rows), "union.rows") for rows in ((2, 1), (1,), (), (1, 32))),
+        (changed(cfg, "union", dense=str(files / "experts.gguf")), "union.dense"),
     ):
         with pytest.raises(UserError, match=says):
             runner.check(wrong)

@@ -34,6 +34,7 @@ def cfg(tmp_path):
     return run_config("none.gguf", text=documents[0], chat=False, kind="train_experts", train=train)
 
 
+@pytest.mark.slow
 def test_a_mixture_learns(cfg, tmp_path):
     run, shown, record = play(cfg, tmp_path / "a")
     first, last = record["summary"]["curve"]
@@ -42,6 +43,8 @@ def test_a_mixture_learns(cfg, tmp_path):
     assert 0 < last["rarest"] <= 1 <= last["balance"] + 0.05 and "experts_union" in shown
     assert "alpha" in (tmp_path / "out" / train_experts.PROMPTS).read_text()
     assert specsparse.load(run.result).tokenizer.encode("alpha", add_special=True)[0] == 0
+    with pytest.raises(UserError, match="another held_out_every"):  # it would have another vocabulary
+        play(changed(cfg, "train", options={**cfg.own["train"].options, "held_out_every": 2}), tmp_path / "b")
 
 
 @pytest.mark.slow
@@ -84,3 +87,9 @@ def test_mistakes_are_said_before_anything_is_read(cfg, tmp_path):
     for option, value in (("chosen", 5), ("ffn", 20), ("width", 40), ("quantise", "Q9"), ("documents", ["none.txt"])):
         with pytest.raises(UserError, match=option if option != "quantise" else "Q9"):
             runner.check(changed(cfg, "train", options={**OPTIONS, option: value}))
+
+
+def test_a_text_that_is_too_short_leaves_no_folder(cfg, tmp_path):
+    with pytest.raises(UserError, match=r"train\.rows"):
+        play(changed(cfg, "train", options={**cfg.own["train"].options, "rows": 9999}), tmp_path / "a")
+    assert not (tmp_path / "out").exists()

@@ -30,7 +30,6 @@ from specsparse.measure import machine
 from specsparse.measure.costs.roofline import ModelOutline
 from specsparse.measure.costs.unions import Union, of_text, watching
 from specsparse.measure.trials import Ours
-from specsparse.models import catalogue
 from specsparse.predictors.collect import windows
 from specsparse.report import display, plots
 from specsparse.report.plots import FAINT, Figure, Row
@@ -87,14 +86,16 @@ class ExpertsUnion(Kind[UnionSettings]):
         made = train_experts.FOLDER / train_experts.FILE
         if Path(cfg.model.path) == made and not made.exists():
             raise UserError(f"{made} is not here: python -m specsparse.run +experiment=train_experts makes it")
+        spec, config = cfg.union, header_of(cfg.model)[1]
+        rows, most = [*spec.rows], min(spec.window, config.context_length)
         refuse({
-            f"kind=experts_union is for models with experts, and {cfg.model.path} has none":
-                not header_of(cfg.model)[1].n_experts,
-            f"union.rows={[*cfg.union.rows]}: it begins with 1 and rises":
-                [*cfg.union.rows] != sorted({1, *cfg.union.rows}),
-        })  # fmt: skip
-        if cfg.union.dense is not None:
-            catalogue.resolve(cfg.union.dense)
+            f"kind=experts_union is for models with experts, and {cfg.model.path} has none": not config.n_experts,
+            f"union.rows={rows}: 1 and then more, rising": rows != sorted({1, *rows}) or len(rows) < 2,
+            f"union.rows={rows}: at most {most}, the tokens of a piece of text": max(rows, default=0) > most,
+        })
+        if spec.dense is not None:
+            other = header_of(replace(cfg.model, path=spec.dense))[1]
+            refuse({f"union.dense={spec.dense} is no dense model with a gate": other.n_experts or not other.gated})
         decoding.check(cfg, methods(cfg).values())
 
     def run(self, cfg: UnionSettings, ctx: RunContext) -> RunResult:
@@ -224,8 +225,9 @@ def summary_rows(
         union = chain[n]
         yield {
             "n": n, "by_chance": E * woken(k / E, n), "overlap": overlap,
-            "by_overlap": overlap and E * woken(k / E, n, overlap), "experts": float(union.experts_L.mean()),
-            "idle": float(union.idle_L.mean()), "rows_an_expert": union.rows_an_expert,
+            "by_overlap": None if overlap is None else E * woken(k / E, n, overlap),
+            "experts": float(union.experts_L.mean()), "idle": float(union.idle_L.mean()),
+            "rows_an_expert": union.rows_an_expert,
             "v_by_chance": traffic.read_weights(n) / traffic.weight_bytes,
             "v_woken": whole(union) / whole(one), "v_active": union.read_bytes(model) / one.read_bytes(model),
             "v_measured": measured.get(n), "dense_idle": dense and float(dense[n].idle_L.mean()),

@@ -73,10 +73,11 @@ class TrainExperts(Training):
         rates = {"steps", "learning_rate", "warmup", "decay", "precision"}
         shape = {key: value for key, value in vars(options).items() if key not in rates}
         digest = hashlib.sha256("".join(d.text for d in documents).encode()).hexdigest()
-        train_settings.claim(folder, cfg, None, {"mixture": shape, "text": digest})
-        ctx.tracker.follow(folder)
         keys = mixture.fitted_vocabulary(seen, options.vocab)
         train, judged = (mixture.windows_of(some, keys, options.rows) for some in (seen, held))
+        claimed = {"mixture": shape, "text": digest, "held_out_every": own.held_out_every}
+        train_settings.claim(folder, cfg, None, claimed)
+        ctx.tracker.follow(folder)
         trainer = MixtureTrainer(options)
 
         def point(state: Any, recent: Sequence[MixtureLosses]) -> dict[str, object]:

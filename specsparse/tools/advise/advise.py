@@ -78,17 +78,21 @@ class WokenExperts:
 
     @classmethod
     def all_from(cls, target: ModelOutline, device: Device, context: int, batch: int) -> "tuple[WokenExperts, ...]":
-        """2, 4 and 8 rows at each of `OVERLAPS`; () for a dense model."""
+        """2, 4 and 8 rows at each of `OVERLAPS` that chance does not reach alone; () for a dense model."""
         c, whole = target.config, target.traffic()
+        if not c.n_experts:
+            return ()
+        share = c.n_chosen / c.n_experts
 
         def at(overlap: float | None, n: int) -> WokenExperts:
             load = replace(whole, overlap=overlap)
             v = Clock.on_paper(device, load, target.kernels(), context, batch).v(n)
             least = expected.least(lambda alpha: expected.expected_tokens(alpha, n - 1) >= v)
-            awake = c.n_experts * woken(c.n_chosen / c.n_experts, n, overlap, batch)
+            awake = c.n_experts * woken(share, n, overlap, batch)
             return cls(overlap, n, awake, load.read_weights(n, batch), v, least)
 
-        return tuple(at(overlap, n) for overlap in OVERLAPS for n in (2, 4, 8)) if c.n_experts else ()
+        overlaps = [overlap for overlap in OVERLAPS if overlap is None or overlap > share]
+        return tuple(at(overlap, n) for overlap in overlaps for n in (2, 4, 8))
 
 
 @dataclass(frozen=True)

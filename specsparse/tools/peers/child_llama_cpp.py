@@ -406,14 +406,14 @@ class Engine(RowWriter):
             self.watch = RoutingWatch(self.lib)
             self.context = Context(self.lib, self.context.model, self.threads, self.room, watch=self.watch)
         self.begin(prompt, chunk)
+        if len(self.watch.experts) != self.lib.c.llama_model_n_layer(self.context.model):
+            raise RuntimeError(f"{self.lib.version} showed the experts of {len(self.watch.experts)} layers")
         experts, weights = [], []
         for start in range(0, len(text), width):
             self.context.feed(text[start : start + width], len(prompt) + start, every=True)
             experts.append(np.stack([self.watch.experts[layer] for layer in sorted(self.watch.experts)]))
             weights.append(np.stack([self.watch.weights[layer] for layer in sorted(self.watch.weights)]))
         chosen = np.concatenate(experts, axis=1)
-        if len(chosen) != self.lib.c.llama_model_n_layer(self.context.model):
-            raise RuntimeError(f"{self.lib.version} showed the experts of {len(chosen)} layers")
         with open(file, "wb") as out:
             out.write(chosen.astype(np.int32).tobytes())
             parts = [part.reshape(len(chosen), -1, chosen.shape[2]) for part in weights]

@@ -16,7 +16,7 @@ from specsparse.models import catalogue
 from specsparse.runtime.metrics import Counters
 from specsparse.speculative import expected
 from specsparse.testing import write_tiny_gguf
-from specsparse.tools.advise.advise import Question, advise, verdict
+from specsparse.tools.advise.advise import Question, WokenExperts, advise, verdict
 
 PUBLISHED = {  # weights, as the models' pages give them; bytes of the file where the catalogue has them
     "llama-3.1-8b": 8.03e9, "llama-3.2-1b": 1.24e9, "llama-2-7b": 6.74e9, "qwen2.5-0.5b": 0.494e9, "qwen2.5-3b": 3.09e9,
@@ -90,6 +90,16 @@ def test_a_model_with_experts_is_told_what_its_rows_wake_and_when_drafts_pay():
     assert by[None, 2].break_even == pytest.approx(by[None, 2].v - 1)
     assert {e["rows"] for e in advice.to_dict()["cases"][0]["experts"]} == {2, 4, 8}
     assert not advise(Question("llama-2-7b", device="h200", contexts=(64,))).cases[0].experts
+
+
+@pytest.mark.parametrize(("every", "chosen"), [(1, 1), (4, 3), (4, 4)])
+def test_published_overlaps_are_left_out_if_chance_gives_as_much(tmp_path, every, chosen):
+    sizes = {"n_layers": 1, "n_experts": every, "n_chosen": chosen}
+    file = write_tiny_gguf(tmp_path / "few.gguf", architecture="qwen3moe", **sizes)
+    found = WokenExperts.all_from(ModelOutline.from_file("few", file), FAST, 64, 1)
+    assert [(e.overlap, e.rows) for e in found] == [(None, 2), (None, 4), (None, 8)]
+    assert [e.experts for e in found] == pytest.approx([every * woken(chosen / every, n) for n in (2, 4, 8)])
+    assert woken(0.75, 2, 0.26) == 1
 
 
 @pytest.mark.parametrize("parents", [(-1, 0, 1, 2), (-1, 0, 0, 0), (-1, 0, 0, 2)], ids=["chain", "siblings", "tree"])
