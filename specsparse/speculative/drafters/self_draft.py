@@ -5,16 +5,14 @@ from collections.abc import Callable
 from typing import Annotated, Literal
 
 import jax
-import jax.numpy as jnp
 
-from specsparse.engine import cache as kv
 from specsparse.engine.cache import KVCache
 from specsparse.engine.llama import ForwardFn
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError, refuse
 from specsparse.speculative.base import DraftContext, Feedback
-from specsparse.speculative.drafters.sources import DraftWeights, FedRows, KeptRows, ModelSource, VocabMap
+from specsparse.speculative.drafters.sources import DraftWeights, KeptRows, ModelSource, VocabMap
 from specsparse.speculative.drafters.spec import DrafterSpec, Drafting, Load, LoadedDrafter, bytes_of, ids_of
 from specsparse.support.options import Range, Read
 
@@ -37,10 +35,7 @@ class TargetLayers(ModelSource):
         self, weights: DraftWeights, state: None, ctx: DraftContext, live_B: jax.Array
     ) -> tuple[KVCache, jax.Array]:
         """Runs the last emitted token, the only one that the target has not seen."""
-        last_B1 = jnp.take_along_axis(ctx.tokens, jnp.maximum(ctx.length - 1, 0)[:, None], axis=1)
-        live_B = live_B.astype(jnp.int32)
-        logits_B1N, cache = self.feed(weights, ctx, ctx.cache, FedRows(last_B1, live_B))
-        return kv.commit(cache, live_B), logits_B1N[:, 0]
+        return self.feed_last(weights, ctx, ctx.cache, live_B)
 
     def close(self, weights: DraftWeights, state: None, cache: KVCache, ctx: DraftContext) -> tuple[None, KVCache]:
         return None, cache._replace(length=ctx.cache.length)

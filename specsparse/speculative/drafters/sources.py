@@ -14,6 +14,7 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specsparse.engine import cache as kv
 from specsparse.engine.cache import KVCache
 from specsparse.engine.llama import ForwardFn, Want, WhichLogits
 from specsparse.engine.noise import NoiseStream, token_uniforms
@@ -216,6 +217,15 @@ class ModelSource(Source):
         images, tokens_Bn = weights.images, rows.tokens
         ids_Bn = self.vocab.to_draft(tokens_Bn) if images is None else images.first(tokens_Bn)
         return self.run(weights, ctx, cache, rows._replace(tokens=ids_Bn))
+
+    def feed_last(
+        self, weights: DraftWeights, ctx: DraftContext, cache: KVCache, live_B: jax.Array
+    ) -> tuple[KVCache, jax.Array]:
+        """Runs the last emitted token of the live sequences, bool[B]: the cache with it, and logits float32[B, N]."""
+        last_B1 = jnp.take_along_axis(ctx.tokens, jnp.maximum(ctx.length - 1, 0)[:, None], axis=1)
+        live_B = live_B.astype(jnp.int32)
+        logits_B1N, cache = self.feed(weights, ctx, cache, FedRows(last_B1, live_B))
+        return kv.commit(cache, live_B), logits_B1N[:, 0]
 
     def run(
         self, weights: DraftWeights, ctx: DraftContext, cache: KVCache, rows: FedRows, logits: WhichLogits = "all"

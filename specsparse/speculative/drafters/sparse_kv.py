@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine import cache as kv
 from specsparse.engine.cache import LANES, KVCache
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, Feedback
-from specsparse.speculative.drafters.sources import DraftWeights, FedRows, KeptRows, ModelSource, VocabMap
+from specsparse.speculative.drafters.sources import DraftWeights, KeptRows, ModelSource, VocabMap
 from specsparse.speculative.drafters.spec import DrafterSpec, Load, LoadedDrafter, bytes_of
 from specsparse.support.options import Count, Size
 
@@ -65,10 +64,7 @@ class ChosenSlots(ModelSource):
         self, weights: DraftWeights, state: SparseState, ctx: DraftContext, live_B: jax.Array
     ) -> tuple[KVCache, jax.Array]:
         """Runs the last emitted token."""
-        last_B1 = jnp.take_along_axis(ctx.tokens, jnp.maximum(ctx.length - 1, 0)[:, None], axis=1)
-        live_B = live_B.astype(jnp.int32)
-        logits_B1N, cache = self.feed(weights, ctx, state.cache, FedRows(last_B1, live_B))
-        return kv.commit(cache, live_B), logits_B1N[:, 0]
+        return self.feed_last(weights, ctx, state.cache, live_B)
 
     def close(
         self, weights: DraftWeights, state: SparseState, cache: KVCache, ctx: DraftContext
