@@ -220,6 +220,8 @@ def test_cost_optimal_is_the_best_length(cost):
     state = policy.init(7)._replace(accepted=jnp.array(alphas * 1e6, jnp.float32), tested=jnp.full((7,), 1e6))
     assert policy.length(state).tolist() == [g for g, _ in expected]
     assert dataclasses.replace(policy, least=2).length(state).min() == 2
+    dear = CostOptimal(1, cost=CostModel((1.0, 1e308)))  # a probe would never pay: no overflow
+    assert dear.length(dear.init(2)).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("name", ["delta", "block"])

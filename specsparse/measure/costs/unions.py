@@ -91,7 +91,7 @@ def watching(model: Model) -> Model:
         how = {"norm": layer.ffn_norm, "eps": config.norm_eps, "n_valid": n_valid_B}
         (gate_RF,) = kernels.linear(x_RD, (layer.ffn_gate,), **how)
         counts_R1 = valid(n_valid_B, len(x_RD))[:, None]
-        open_RF = gate_RF > 0 if config.activation == "relu" else jnp.broadcast_to(counts_R1, gate_RF.shape)
+        open_RF = gate_RF > 0 if config.activation in ("relu", "relu2") else jnp.broadcast_to(counts_R1, gate_RF.shape)
         chosen = ChosenExperts(jnp.where(counts_R1, 0, -1), jnp.ones_like(gate_RF[:, :1]), open_RF[:, None])
         return dense(layer, x_RD, n_valid_B)[0], chosen
 

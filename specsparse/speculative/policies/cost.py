@@ -174,7 +174,7 @@ class CostOptimal(Policy):
         """int32[B] or a number: nodes to verify whatever is predicted, 1 at least if a probe is due."""
         if self.least:
             return jnp.int32(self.least)
-        wait = min(math.ceil((self.cost.time(1) / self.cost.times[0] - 1) / PROBES), 2**30)
+        wait = math.ceil(min((self.cost.time(1) / self.cost.times[0] - 1) / PROBES, 2**30))
         return (state.idle >= wait).astype(jnp.int32)
 
     def _rate(self, state: FadingCounts) -> jax.Array:
