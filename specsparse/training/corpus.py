@@ -343,7 +343,7 @@ def tokenised(model: Model, documents: Sequence[Document], options: DataOptions)
 
 
 class Features:
-    """Reads texts with a target, anew each time: kept, its rows would be a thousand times larger than the texts.
+    """Reads texts with a target. Its rows are in no file: they would be a thousand times larger than the texts.
 
     Args:
         model: the target.

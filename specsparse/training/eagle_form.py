@@ -85,7 +85,7 @@ class HeadWeights(NamedTuple):
     fc_token: jax.Array
     layer: LayerWeights  # a plain Llama's of the target's sizes
     output_norm: jax.Array  # [D], before the output matrix, which is the target's
-    # [b, D], RMS norms of the rows of b layers below; None for a head that reads h_i alone
+    # [b D], RMS norms of the rows of b layers below, side by side; None for a head that reads h_i alone
     below_norm: jax.Array | None = None
     fc_below: jax.Array | None = None  # [D, b D], of those rows, normalised, side by side
     # own_norm, fc_own: in place of `hidden_norm` and `fc_hidden` when the head reads its own row; None: the same
@@ -102,7 +102,7 @@ class HeadWeights(NamedTuple):
         )  # fmt: skip
         if params.own is not None:
             weights = weights._replace(
-                below_norm=jnp.stack([x.norm for x in params.below]),
+                below_norm=jnp.concatenate([x.norm for x in params.below]),
                 fc_below=jnp.concatenate([dequantize(x.matrix) for x in params.below], axis=1),
                 own_norm=params.own.norm,
                 fc_own=dequantize(params.own.matrix),
@@ -114,9 +114,9 @@ class HeadWeights(NamedTuple):
         own = {f"{name}.weight": getattr(w, name) for name in (*NORMS, "fc_hidden", "fc_token")}
         if w.fc_below is not None:
             own |= {"own_norm.weight": w.own_norm, "fc_own.weight": w.fc_own}
-            parts = np.split(w.fc_below, len(w.below_norm), axis=1)
-            for i, (norm, matrix) in enumerate(zip(w.below_norm, parts, strict=True)):
-                own |= {f"below_norm.{i}.weight": norm, f"fc_below.{i}.weight": matrix}
+            count = w.fc_below.shape[1] // len(w.fc_below)
+            for i, matrix in enumerate(np.split(w.fc_below, count, axis=1)):
+                own |= {f"below_norm.{i}.weight": np.split(w.below_norm, count)[i], f"fc_below.{i}.weight": matrix}
         layer = (*LAYER_MATRICES, "attn_norm", "ffn_norm")
         return {**own, **{f"blk.0.{name}.weight": getattr(w.layer, name) for name in layer}}
 
@@ -180,7 +180,7 @@ class HeadForm(Form):
             return weights
         D, b = model.config.d_model, len(self.below)
         return weights._replace(
-            below_norm=jnp.ones((b, D), jnp.float32), fc_below=jnp.zeros((D, b * D), jnp.float32),
+            below_norm=jnp.ones((b * D,), jnp.float32), fc_below=jnp.zeros((D, b * D), jnp.float32),
             own_norm=jnp.array(weights.hidden_norm), fc_own=jnp.array(weights.fc_hidden),
         )  # fmt: skip
 
@@ -189,8 +189,8 @@ class HeadForm(Form):
         layer = LayerWeights(**{name: jnp.zeros(shape) for name, shape in layer_shapes(self.model.config).items()})
         norm, square = jnp.zeros((D,)), jnp.zeros((D, D))
         alone = HeadWeights(norm, square, norm, square, layer, norm)
-        below = {"below_norm": jnp.zeros((b, D)), "fc_below": jnp.zeros((D, b * D)), "own_norm": norm, "fc_own": square}
-        return alone._replace(**below) if b else alone
+        below = {"below_norm": jnp.zeros((b * D,)), "fc_below": jnp.zeros((D, b * D))}
+        return alone._replace(**below, own_norm=norm, fc_own=square) if b else alone
 
     def logits(
         self, weights: HeadWeights, frozen: Frozen, embedding: QTensor, window: Window, count: int
@@ -205,7 +205,7 @@ class HeadForm(Form):
         if w.below_norm is not None and w.fc_below is not None:
             below_nbD = window.hidden[:, :-D].reshape(len(x_nD), -1, D)
             inverse = jax.lax.rsqrt(jnp.mean(below_nbD**2, axis=-1, keepdims=True) + jnp.float32(eps))
-            x_nD = x_nD + times((below_nbD * inverse * w.below_norm[None]).reshape(len(x_nD), -1), w.fc_below)
+            x_nD = x_nD + times((below_nbD * inverse).reshape(len(x_nD), -1) * w.below_norm[None], w.fc_below)
 
         def enter(x_RD: jax.Array) -> HeadRows:
             q, k, v = linear(x_RD, (layer.attn_q, layer.attn_k, layer.attn_v), norm=layer.attn_norm, eps=eps)

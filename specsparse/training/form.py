@@ -10,9 +10,11 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gguf import quants
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
+from specsparse.engine.gguf.writer import encode
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.rope import RopeConfig, rope_tables
@@ -23,6 +25,7 @@ from specsparse.kernels.qtensor import take_rows
 from specsparse.kernels.reference.dense import rms_norm
 from specsparse.models.convert.write import out_type, size_keys, write_model
 from specsparse.speculative.drafters.heads.eagle3 import default_layers
+from specsparse.speculative.drafters.heads.published import matrix_type
 from specsparse.support.options import Count
 from specsparse.training.corpus import Features, Text, Window
 from specsparse.training.layer import LayerWeights, attend, feed_forward, layer_shapes, times
@@ -102,6 +105,17 @@ class Form(abc.ABC):
     @abc.abstractmethod
     def write(self, path: Path, weights: Pytree, ids: np.ndarray, *, quant: str) -> Path:
         """Writes the file; `ids` int32[N] is the draft vocabulary, `quant` the type of the matrices."""
+
+    def written(self, weights: Pytree, quant: str) -> Pytree:
+        """The float32 weights that a file of `write` holds: matrices keep what `quant` keeps of them. UserError if
+        their rows do not fit its blocks."""
+        shapes = [w.shape for w in jax.tree.leaves(weights)]
+        kind = matrix_type(quant, shapes, f"train.quantise={quant}")
+
+        def kept(w: jax.Array) -> jax.Array:
+            return jnp.asarray(quants.dequantize(encode(np.asarray(w), kind), kind)) if w.ndim > 1 else w
+
+        return jax.tree.map(kept, weights)
 
 
 @dataclass(frozen=True)

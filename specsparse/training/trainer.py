@@ -25,6 +25,8 @@ from specsparse.training.form import Aim, Form, Frozen, id_counts
 from specsparse.training.layer import Precision, halved, times
 from specsparse.training.training_loop import OnStep, endless, train, trapezoid, updated
 
+_KEPT = 1 << 30  # bytes of the target's rows that are kept for the next time the texts come: half of a step's time
+
 
 @dataclass(frozen=True)
 class TrainOptions:
@@ -51,6 +53,9 @@ class TrainOptions:
     # together, and what the drafter proposed counts, up to its first wrong token (`rounds`), as Draft-OPD replays
     # refused positions (arXiv:2605.29343). Their softmax runs over the draft vocabulary
     replay: Annotated[float, Range(0, 1)] = 0.0
+    # type of the matrices in the drafter's file. A step's loss is of the values that the file would hold, and its
+    # gradient moves the float32 weights behind them (straight-through estimator, Bengio et al. 2013, arXiv:1308.3432)
+    quantise: str = "Q8_0"
     precision: Precision = "auto"  # of a step's products, of `training.layer.Precision`
     seed: Annotated[int, Internal()] = 0  # of the order of texts
 
@@ -92,7 +97,7 @@ class Trainer:
         matrices = partial(jax.tree.map, lambda x: x.ndim > 1)
         adamw = optax.adamw(self._rate, b2=0.98, weight_decay=options.weight_decay, mask=matrices)
         self._optimiser = optax.chain(optax.clip_by_global_norm(options.clip), adamw)
-        self._step = jax.jit(self._one_step, donate_argnums=(0, 1), static_argnames="replay")
+        self._step = jax.jit(self._one_step, donate_argnums=2, static_argnames="replay")
         self._features = Features(model, form.layers)
 
     def start(self, texts: Sequence[Text] | None) -> TrainState:
@@ -108,6 +113,10 @@ class Trainer:
         rows = dequantize(take_rows(params.output, np.asarray(ids)))
         tables = rope_tables(self.config.rope, self.options.rows, self.model.rope_factors)
         return Frozen(params.output_norm, rows, jnp.asarray(ids), *map(jnp.asarray, tables))
+
+    def written(self, state: TrainState) -> Pytree:
+        """The state's weights as the drafter's file would hold them, which a step and a judgement see."""
+        return self.form.written(state.weights, self.options.quantise)
 
     def rate(self, state: TrainState) -> dict[str, float]:
         """The learning rate of the state's last step, for a curve."""
@@ -128,10 +137,14 @@ class Trainer:
             windows = (windows * o.windows)[:whole]  # the last batch is filled up
             return [windows[at : at + o.windows] for at in range(0, whole, o.windows)]
 
+        size, kept, room = {"rows": o.rows, "drafting": o.drafting, "width": self.config.d_model}, {}, _KEPT
         for step, groups in endless(plan, len(texts), seed=o.seed, start=start):
-            read = iter(self._features.of([texts[i] for group in groups for i in group]))
-            size = {"rows": o.rows, "drafting": o.drafting, "width": self.config.d_model}
-            filled = [fill([next(read) for _ in group], **size) for group in groups]
+            new = sorted({i for group in groups for i in group} - kept.keys())
+            read = dict(zip(new, self._features.of([texts[i] for i in new]), strict=True))
+            filled = [fill([(kept if i in kept else read)[i] for i in group], **size) for group in groups]
+            for i, text in read.items():
+                if text.read.nbytes <= room:
+                    kept[i], room = text, room - text.read.nbytes
             windows = jax.tree.map(lambda *each: np.stack(each), *filled)
             columns, replay = np.arange(len(ids), dtype=np.int32), step >= replayed
             count = len(ids) if replay else min(o.candidates or len(ids), len(ids))
@@ -153,12 +166,13 @@ class Trainer:
     def step(self, frozen: Frozen, state: TrainState, batch: HeadBatch) -> tuple[TrainState, HeadLosses]:
         """One step of the optimiser, and the losses before it."""
         read = jax.tree.map(jnp.asarray, (batch.windows, batch.columns))
-        weights, opt, losses = self._step(
-            state.weights, state.optimiser, frozen, self.model.params.embedding, *read, replay=batch.replay
-        )
+        own = (state.weights, self.written(state), state.optimiser)
+        weights, opt, losses = self._step(*own, frozen, self.model.params.embedding, *read, replay=batch.replay)
         return TrainState(weights, opt, state.ids, state.step + 1), losses
 
-    def _one_step(self, weights, opt, frozen: Frozen, embedding: QTensor, windows: Window, columns, *, replay: bool):
+    def _one_step(
+        self, weights, written, opt, frozen: Frozen, embedding: QTensor, windows: Window, columns, *, replay: bool
+    ):
         """The gradients of the windows, one after the other, which keeps what is held of each in the cache."""
         o = self.options
         head_cD = halved(frozen.head[columns], o.precision)
@@ -174,7 +188,7 @@ class Trainer:
             return jnp.sum(weight_s / jnp.maximum(count_s, 1.0) * sums.loss), (counted_s, sums)
 
         def add(so_far, window: Window):
-            (_, found), grads = jax.value_and_grad(loss, has_aux=True)(weights, window)
+            (_, found), grads = jax.value_and_grad(loss, has_aux=True)(written, window)
             return jax.tree.map(jnp.add, so_far, (grads, found)), None
 
         none = jnp.zeros_like(count_s)

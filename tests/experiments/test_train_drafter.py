@@ -19,12 +19,13 @@ from specsparse.kernels.reference.dense import rms_norm
 from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.runtime.session import Request, Session
 from specsparse.speculative.drafters import get_drafter
+from specsparse.speculative.drafters.heads.head import read_head
 from specsparse.support.registry import Choice
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import random_head
 from specsparse.training import corpus, trainer, training_loop
 from specsparse.training.corpus import fill
-from specsparse.training.eagle_form import HeadForm
+from specsparse.training.eagle_form import HeadForm, HeadWeights
 from specsparse.training.trainer import reached
 from tests.experiments import playing
 from tests.experiments.playing import changed, quiet_context, random_texts, run_config, settings, stop_at
@@ -171,6 +172,25 @@ def test_candidates_hold_what_follows(cfg, model, tmp_path):
     np.testing.assert_array_equal(next(later).columns, seen[3])
 
 
+def test_the_target_reads_a_text_once_while_there_is_room(model, monkeypatch):
+    """Three turns of the same texts have the windows that a training without room makes."""
+    rng = np.random.default_rng(0)
+    texts = [corpus.Text(rng.integers(3, 60, 40).astype(np.int32), 5) for _ in range(4)]
+    options = trainer.TrainOptions(windows=1, rows=64, drafting=48, candidates=0)
+
+    def three_turns(room):
+        made, seen = trainer.Trainer(model, options, HeadForm(model)), []
+        read = made._features.of
+        monkeypatch.setattr(trainer, "_KEPT", room)
+        monkeypatch.setattr(made._features, "of", lambda group: seen.append(len(group)) or read(group))
+        batches = made.batches(texts, np.arange(128, dtype=np.int32), 0)
+        return [next(batches) for _ in range(12)], sum(seen)
+
+    (anew, often), (kept, once) = three_turns(0), three_turns(1 << 30)
+    assert (often, once) == (12, 4)
+    jax.tree.map(np.testing.assert_array_equal, anew, kept)
+
+
 def test_replayed_steps_are_the_last_and_score_the_whole_draft_vocabulary(model):
     train = trainer.TrainOptions(steps=6, replay=0.34, candidates=64, rows=320, drafting=48)
     texts = [corpus.Text(np.arange(3, 43, dtype=np.int32), 5)]
@@ -244,6 +264,33 @@ def test_replay_counts_proposals_alone(model):
     wanted = [sum((np.exp(p[r]) * (p[r] - q[s, r])).sum() for r in rows) for s, rows in enumerate(proposed)]
     assert counted.tolist() == [len(rows) for rows in proposed]
     np.testing.assert_allclose(sums.loss, wanted, rtol=1e-4)
+
+
+def test_what_training_sees_is_what_the_file_holds(model, tmp_path):
+    form, rng = HeadForm(model, below=(0,)), np.random.default_rng(0)
+    weights = jax.tree.map(lambda a: jnp.float32(rng.normal(0, 1, a.shape)), form.zeros())
+    path = form.write(tmp_path / "h.gguf", weights, np.arange(16), quant="Q4_0")
+    file = HeadWeights.from_params(read_head(path, model.config, floats=True).params)
+    jax.tree.map(np.testing.assert_array_equal, form.written(weights, "Q4_0"), file)
+    with pytest.raises(UserError, match=r"train\.quantise=Q4_K: its widths"):
+        form.written(weights, "Q4_K")
+
+
+def test_a_step_is_of_rounded_weights_and_moves_the_floats_behind_them(model):
+    rng, (m, N, D) = np.random.default_rng(0), (12, 32, model.config.d_model)
+    text = corpus.Text(rng.integers(0, N, m + 1).astype(np.int32), 2, rng.normal(size=(m + 1, D)).astype(np.float32))
+    windows = jax.tree.map(lambda a: a[None], fill([text], rows=m, drafting=m, width=D))
+    options = trainer.TrainOptions(streams=1, warmup=0, weight_decay=0, quantise="Q4_0", precision="float32")
+    made = trainer.Trainer(model, options, Given(model))
+    floats, ids, found = (jnp.float32(rng.normal(size=(m, N))),), np.arange(N, dtype=np.int32), []
+    for weights in (floats, made.form.written(floats, "Q4_0")):
+        begun = trainer.TrainState(weights, made._optimiser.init(weights), jnp.asarray(ids), jnp.int32(0))
+        state, losses = made.step(made.frozen(ids), begun, trainer.HeadBatch(windows, ids, False))
+        found.append((losses.loss, state.weights[0] - weights[0]))
+    (loss, moved), (same, moved_same) = found
+    np.testing.assert_array_equal(loss, same)
+    np.testing.assert_allclose(moved, moved_same, atol=1e-6)
+    assert 1e-4 < np.abs(moved).max() < 1e-3
 
 
 def test_rounds_begin_behind_the_token_that_verification_adds():
@@ -321,7 +368,7 @@ def test_a_head_goes_on_from_a_file(cfg, model, tmp_path):
     form = train_drafter.form_of(settings(changed(cfg, "train", options=given)), model)
     assert form.size(128) == 57 and form.ids([], 128).tolist() == list(range(3, 60))
     weights = form.first([])
-    assert not weights.fc_below.any() and weights.below_norm.shape == (1, model.config.d_model)
+    assert not weights.fc_below.any() and weights.below_norm.shape == (model.config.d_model,)
     np.testing.assert_array_equal(weights.fc_own, weights.fc_hidden)
     path = form.write(tmp_path / "again.gguf", weights, form.ids([], 0), quant="F32")
     other = {**given, "begin": str(path), "below": []}

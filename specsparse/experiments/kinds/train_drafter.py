@@ -54,7 +54,6 @@ class OwnOptions:
     documents: tuple[str, ...] = ()
     gamma: Count = 4
     save_every: Count = 25
-    quantise: str = "Q8_0"
 
 
 BLOCKS = {"dflash": DFlashForm, "dspark": DSparkForm}
@@ -77,9 +76,9 @@ class TrainDrafter(Training):
 
     def check(self, cfg: TrainSettings) -> None:
         catalogue.resolve(cfg.model.path)
-        own = train_settings.options(cfg, *OWNERS)[0]
+        own, _, train, _ = train_settings.options(cfg, *OWNERS)
         try:
-            matrix_type(own.quantise)
+            matrix_type(train.quantise)
         except UserError as error:
             raise UserError(f"train.quantise: {error}") from None
         for path in own.documents:
@@ -108,7 +107,7 @@ class TrainDrafter(Training):
 
         def point(state: TrainState, recent: Sequence[HeadLosses]) -> dict[str, object]:
             means = (np.mean([np.asarray(x) for x in each], axis=0).tolist() for each in zip(*recent, strict=True))
-            judged = judge(state.weights, frozen)
+            judged = judge(trainer.written(state), frozen)
             acceptance = {"acceptance": judged.every.acceptance, "live": judged.live.acceptance}
             return dict(zip(("loss", "agreement"), means, strict=True)) | trainer.rate(state) | acceptance
 
@@ -123,8 +122,8 @@ class TrainDrafter(Training):
             state = trainer.run(state, found, on_step=on_step)
         ids, form = np.asarray(state.ids), trainer.form
         stem = folder.name.removesuffix(f"-{form.name}")  # the form behind it, once
-        path = form.write(folder / f"{stem}-{form.name}.gguf", state.weights, ids, quant=own.quantise)
-        drafting, live = judge(state.weights, frozen)
+        path = form.write(folder / f"{stem}-{form.name}.gguf", state.weights, ids, quant=train.quantise)
+        drafting, live = judge(trainer.written(state), frozen)
         places = [str(i + 1) for i in range(own.gamma)]
         table = tables.new("drafts begun", *places, "acceptance length", "drafts")
         for where, found in (("at every position", drafting), ("where decoding begins them", live)):
