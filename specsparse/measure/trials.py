@@ -18,6 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from specsparse.engine import cache as kv
+from specsparse.engine.config import ModelConfig
 from specsparse.engine.generate import Finish
 from specsparse.engine.gguf import requantise
 from specsparse.engine.gguf.reader import open_gguf
@@ -160,9 +161,9 @@ def token_ids(count: int, vocab_size: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, vocab_size, count, dtype=np.int32)
 
 
-def need_room(model: Model, tokens: int, options: str) -> None:
+def need_room(config: ModelConfig, tokens: int, options: str) -> None:
     """UserError if the context does not hold so many tokens; `options` are those to choose smaller."""
-    if tokens > (holds := model.config.context_length):
+    if tokens > (holds := config.context_length):
         raise UserError(f"{tokens} tokens are needed and the context holds {holds}: choose a smaller {options}")
 
 
@@ -180,13 +181,19 @@ class Loop:
         self.session.advance(rounds)
         return self.session.times.total - before
 
-    def again(self, rounds: int) -> float:
-        """Seconds of up to `rounds` rounds from the beginning; only for drafters without a state, which goes on."""
+    def again(self, rounds: int, *, start: int | None = None, drafted: int | None = None) -> float:
+        """Seconds of up to `rounds` rounds behind the first `start` tokens, by default the whole prompt; only for
+        drafters without a state, which goes on. With policy=fixed drafts may be of `drafted` tokens."""
         state = self.session.state
+        length = self._length if start is None else jnp.asarray([start], jnp.int32)
+        policy = state.policy
+        if drafted is not None:
+            policy = policy._replace(sources=(jnp.asarray([drafted], jnp.int32),))
         self.session.state = state._replace(
-            length=jnp.copy(self._length),
+            length=jnp.copy(length),
             finish=jnp.full((1,), int(Finish.RUNNING), jnp.int32),
-            cache=state.cache._replace(length=self._length - jnp.int32(1)),
+            cache=state.cache._replace(length=length - jnp.int32(1)),
+            policy=policy,
         )
         jax.block_until_ready(self.session.state)
         return self.run(rounds)

@@ -61,11 +61,11 @@ def run(plan: AuditPlan, out: Console) -> Json:
     for name in peers:
         Peer(name, option="--engine").close()  # first: a missing package costs no time
     path = catalogue.resolve(plan.model)
-    has_experts = ModelConfig.from_gguf(open_gguf(path)).n_experts > 0
-    refuse({"--routing is for models with experts: this one has none": not has_experts}, path.name)
+    config = ModelConfig.from_gguf(open_gguf(path))
+    refuse({"--routing is for models with experts: this one has none": not config.n_experts}, path.name)
+    need_room(config, plan.room, "--tokens, --prompt-tokens or --widths")
     with terminal.busy(out, f"loading {path.name}"):
         model = load(path)
-    need_room(model, plan.room, "--tokens, --prompt-tokens or --widths")
     ids, bos = text_ids(model.tokenizer, plan.text), model.tokenizer.bos_id if model.tokenizer.add_bos else None
     cut = windows_of(ids, plan.windows, prompt=plan.prompt_tokens, following=plan.tokens, bos=bos)
     ours, found = OurRows(model, plan.room), dict[str, Json]()
@@ -81,7 +81,7 @@ def run(plan: AuditPlan, out: Console) -> Json:
             found[name] = {"version": engine.version, "widths": by_width, **beside}
     return {
         "audit": "specsparse audit routing", "version": 1, "model": path.name, "rows": plan.windows * plan.tokens,
-        "experts": model.config.n_experts, "chosen": model.config.n_chosen, "engines": found,
+        "experts": config.n_experts, "chosen": config.n_chosen, "engines": found,
         "manifest": manifest.build({}, path),
     }  # fmt: skip
 

@@ -222,7 +222,7 @@ def run(plan: AuditPlan, out: Console, after: Callable[[Json], None] = lambda re
         file = path if kind is None else requantised(path, kind, out)
         with terminal.busy(out, f"loading {file.name}"):
             model = load(file)
-        need_room(model, plan.room, "--tokens, --prompt-tokens or --widths")
+        need_room(model.config, plan.room, "--tokens, --prompt-tokens or --widths")
         ids = text_ids(model.tokenizer, plan.text)
         bos = model.tokenizer.bos_id if model.tokenizer.add_bos else None
         cut = windows_of(ids, plan.windows, prompt=plan.prompt_tokens, following=plan.tokens, bos=bos)

@@ -92,7 +92,7 @@ class SequenceBench(ModelBench):
             memory = {"before_load": peak_memory()}
             model = self.load(path, out)
             memory["load"] = peak_memory()
-            trials.need_room(model, self.depth + room, "--pp, --tg, --widths or --depth")
+            trials.need_room(model.config, self.depth + room, "--pp, --tg, --widths or --depth")
             ours, tests = Ours(model, depth=self.depth, room=room, rows=self.rows), len(plan.tests())
             with terminal.counting(out, "compiling and warming up", tests) as step:
                 trials.warm_up(plan, ours, step)

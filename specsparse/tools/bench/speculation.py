@@ -199,7 +199,7 @@ def jobs_of(
 
     UserError if a task is unknown, or if the context holds no prompt beside the `room` for the text.
     """
-    trials.need_room(model, room + 1, "--tg")
+    trials.need_room(model.config, room + 1, "--tg")
     most = min(PROMPT, model.config.context_length - room)
     chosen = prompts.load(tasks=tasks, limit_per_task=limit_per_task)
     return [(p.task, model.tokenizer.encode(_chat(model, p.text), parse_special=True)[-most:]) for p in chosen]
@@ -362,7 +362,7 @@ class BatchBench(SpeculationBench):
         side in time, and the peers' of the same prompts and as many tokens, each with flash attention on or off,
         whichever is faster at that size. `done` is called after each repeat of each size, the warm-up counted.
         """
-        trials.need_room(model, max(self.pp, self.tg + 2), "--pp or --tg")
+        trials.need_room(model.config, max(self.pp, self.tg + 2), "--pp or --tg")
         room = min(model.config.context_length - self.tg - 1, _MOST_PROMPT)
         cut = SamplingParams(temperature=0.0, truncate_prompt_tokens=room)
         given = [p for task in TASKS for p in prompts.load(tasks=[task], limit_per_task=1)]

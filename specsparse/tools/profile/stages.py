@@ -53,7 +53,7 @@ def profile(
     if model.ffn != "dense":
         raise UserError(f"{model.path}: runs with ffn={model.ffn}; only dense models can be taken apart")
     model.check_whole("a profile")
-    need_room(model, depth + rows, "--depth or --gamma")
+    need_room(model.config, depth + rows, "--depth or --gamma")
     rounds = _rounds(model, prompt, method, sampling) if method else []
     side = Ours(model, depth=depth, room=rows)
     side.verify(rows)

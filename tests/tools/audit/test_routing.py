@@ -59,12 +59,15 @@ def test_how_far_two_choices_are_apart():
     assert found["weights"] == pytest.approx([(0 + 0.5 + 0.25) / 3]) and found["largest"] == [0.5]
 
 
-def test_mistakes_are_one_line(model, tmp_path, capsys, peer_python):
+def test_mistakes_are_one_line(model, tmp_path, capsys, peer_python, monkeypatch):
+    monkeypatch.setattr(routing, "load", pytest.fail)
     dense = write_tiny_gguf(tmp_path / "dense.gguf")
     assert main(["audit", "--routing", "--model", str(dense), *FEW]) == 2
     assert "--routing" in capsys.readouterr().err
     assert main(["audit", "--routing", "--model", str(model), "--widths", "1"]) == 2
     assert "--widths" in capsys.readouterr().err
+    assert main(["audit", "--routing", "--model", str(model), *FEW, "--tokens", "99999"]) == 2
+    assert "--tokens" in capsys.readouterr().err
     peer_python('#!/bin/sh\nread line\necho \'{"missing": "No module"}\'\n')
     assert main(["audit", "--routing", "--model", str(model), "--engine", "specsparse,llama.cpp"]) == 2
     said = capsys.readouterr().err.strip()
