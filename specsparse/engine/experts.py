@@ -42,14 +42,17 @@ def experts_ffn(config: ModelConfig, kernels: Kernels, *, neurons: bool = False)
     With `neurons` it computes every expert's gate for every row once more, and says which neurons are not idle: all,
     unless the activation is ReLU.
     """
-    routing, over_rows = config.family.routing, dense.alone if kernels.exact else dense.at_once
+    routing = config.family.routing
     assert routing is not None
 
+    def over_rows(function, n_valid_B, rows):
+        return dense.counted(function, n_valid_B, rows) if kernels.exact else function(rows)
+
     def ffn(layer: Layer, x_RD, n_valid_B, entered_RD):
-        z_RD = kernels.normalise(x_RD, layer.ffn_norm, eps=config.norm_eps)
+        z_RD = over_rows(lambda x: dense.rms_norm(x, layer.ffn_norm, config.norm_eps), n_valid_B, x_RD)
         read_RD, biases = entered_RD if routing.early else z_RD, layer.bias(ROUTER)
         (logits_RE,) = kernels.linear(read_RD, (layer.router,), biases=biases, n_valid=n_valid_B)
-        chosen = over_rows(lambda logits: choose(logits, config), logits_RE)
+        chosen = over_rows(lambda logits: choose(logits, config), n_valid_B, logits_RE)
         counts_R = dense.valid(n_valid_B, x_RD.shape[0])
         chosen = chosen._replace(experts=jnp.where(counts_R[:, None], chosen.experts, jnp.int32(-1)))
         y_RD = x_RD + kernels.experts(z_RD, chosen.experts, chosen.weights, layer.experts)

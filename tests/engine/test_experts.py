@@ -7,7 +7,9 @@ the same architectures with transformers, `test_c1.py` says that a row's bits de
 
 import json
 from dataclasses import replace
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from specsparse.engine.experts import choose
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.engine.rope import RopeConfig, angles
 from specsparse.errors import UserError
+from specsparse.kernels.reference import dense
 from specsparse.measure.costs.roofline import Traffic
 from specsparse.models.catalogue import entries
 from specsparse.testing import tiny_config, write_tiny_gguf
@@ -242,3 +245,20 @@ def test_the_oracle_leaves_idle_neurons_of_relu_experts_out_and_keeps_every_bit(
     for other in ({"architecture": "qwen3moe", **sizes}, {"architecture": "smallthinker", "quant": "Q8_0"}):
         with pytest.raises(UserError, match="ffn='oracle'"):
             specsparse.load(write_tiny_gguf(tmp_path / "other.gguf", **other), backend="native", ffn="oracle")
+
+
+def test_a_pass_with_room_for_many_rows_computes_those_that_hold_a_token():
+    ran = []
+
+    def double(x):
+        jax.debug.callback(lambda: ran.append(1))
+        return {"x": 2 * x, "first": x[0]}
+
+    x = jnp.arange(16.0).reshape(8, 2)
+    found = jax.jit(partial(dense.counted, double))(jnp.array([1, 3]), x)
+    jax.effects_barrier()
+    assert len(ran) == 6  # as many of each sequence as the longest has
+    rows = np.array([0, 4, 5, 6])
+    np.testing.assert_array_equal(found["x"][rows], 2 * x[rows])
+    np.testing.assert_array_equal(found["first"][rows], x[rows, 0])
+    assert not found["x"][jnp.array([3, 7])].any()
