@@ -58,7 +58,7 @@ class MixtureOptions:
     clip: Positive = 1.0  # largest norm of a gradient
     warmup: Count = 40  # steps in which the rate rises from 0
     decay: Annotated[float, Range(0, 1)] = 0.5  # share of the steps, the last ones, in which it falls to 0
-    balance: Annotated[float, Range(0)] = 0.01  # weight of the balance of the experts in the loss
+    balance: Annotated[float, Range(0)] = 0.05  # weight of the balance of the experts in the loss
     precision: Precision = "auto"
     seed: Annotated[int, Internal()] = 0
 
