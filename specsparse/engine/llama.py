@@ -39,8 +39,6 @@ class Want:
 
 
 class ForwardOut(NamedTuple):
-    """The results of a forward pass."""
-
     # f32[B, n, V], f32[B, 1, V] for "last", None for "none". Rows that do not count are 0, unless `Want.zeros` is false
     logits: Any  # not `jax.Array | None`: callers know by their own `Want` which one it is
     # f32[B, n, D], f32[B, n, len(ids) * D] for ids of layers, or None. Rows that do not count are 0. Granite's are

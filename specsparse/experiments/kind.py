@@ -124,6 +124,7 @@ class Kind(abc.ABC, Generic[S]):
             `ctx.tracker.follow(folder)`, before its work.
         takes_model: False: it needs no model, and the manifest names none.
         takes_ffn: False: it needs no model, or a dense one.
+        takes_lengths: True: it decodes `decoding.prepared_prompts`, of which `data.lengths` makes one a length.
         on_mesh: whether its model may be divided among devices; it then asks nothing of it but its forward function.
     """
 
@@ -132,6 +133,7 @@ class Kind(abc.ABC, Generic[S]):
     resumes: ClassVar[bool] = False
     takes_model: ClassVar[bool] = True
     takes_ffn: ClassVar[bool] = True
+    takes_lengths: ClassVar[bool] = False
     on_mesh: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:

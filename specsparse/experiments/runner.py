@@ -78,6 +78,7 @@ def check(cfg: RunConfig, *, refusals: dict[object, UserError] | None = None) ->
     refuse({
         f"name={cfg.name}: a plain name is needed, it becomes a directory": not (plain and cfg.name),
         f"kind={cfg.kind} takes no ffn: leave it out": sparse and not kind.takes_ffn,
+        f"kind={cfg.kind} takes no data.lengths: leave it out": bool(cfg.data.lengths) and not kind.takes_lengths,
         f"kind={cfg.kind} needs the whole model on one device: leave model.{divided} out":
             on_mesh and not kind.on_mesh,
         f"model.{divided} is for dense models: leave ffn out": on_mesh and sparse,

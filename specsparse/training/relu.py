@@ -387,8 +387,6 @@ the loss. Beyond these, the weight holds the divergence up and the share stays w
 
 @dataclass(frozen=True)
 class DistillOptions:
-    """How a model is distilled."""
-
     steps: Count = 400  # of the optimiser, one window each
     rows: Count = 512  # of a window
     # ids that a step's softmax runs over: those of its texts, and others drawn as often as they occur

@@ -30,8 +30,6 @@ _KEPT = 1 << 30  # bytes of the target's rows that are kept for the next time th
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How a drafter is trained."""
-
     draft_vocab: Size = 8192  # N, ids it scores: the most frequent ones of the answers; 0 for all
     steps: Count = 1000  # of the optimiser
     windows: Count = 4  # of a step

@@ -5,7 +5,7 @@ import pytest
 from specsparse.errors import UserError
 from specsparse.experiments.kind import KINDS, Kind
 from specsparse.experiments.kinds.quality import PerplexitySettings
-from specsparse.experiments.settings import DecodingSettings, ModelSettings
+from specsparse.experiments.settings import DataSpec, DecodingSettings, ModelSettings
 from specsparse.support.registry import Choice
 from tests.experiments.playing import play, replaced, run_config
 
@@ -86,6 +86,7 @@ def test_settings_of_a_kind_are_those_in_its_brackets_unless_it_says_others():
         ({"kind": "no_such_module:Dice"}, "there is no module no_such_module"),
         ({"name": "a/b"}, "name=a/b: a plain name is needed"),
         ({"tracker": Choice("w")}, "tracker=w is unknown"),
+        ({"data": DataSpec(lengths=(8,))}, r"kind=dice_kind:Dice takes no data\.lengths"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_written(cfg, tmp_path, changes, says):
@@ -101,5 +102,7 @@ def test_every_kind_of_its_name_is_one():
     trainings = {"relufy", "train_drafter", "train_experts", "train_predictors"}
     assert untimed == {"certify", "perplexity", "powerinfer_oracle"} | trainings
     assert {name for name, kind in found.items() if kind.on_mesh} == {"speed", "compare", "perplexity"}
+    by_length = {name for name, kind in found.items() if kind.takes_lengths}
+    assert by_length == {"speed", "compare", "spec_sparse", "experts_union"}
     dense = {name for name, kind in found.items() if not kind.takes_ffn}
     assert dense == {"certify", "experts_union", "quant_table", "roofline"} | trainings

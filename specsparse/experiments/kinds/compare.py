@@ -135,6 +135,7 @@ class Compare(Kind[CompareSettings]):
     """Plain decoding and every valid method of a list, in turn, ranked."""
 
     on_mesh = True
+    takes_lengths = True
 
     def check(self, cfg: CompareSettings) -> None:
         decoding.check(cfg, [pair.spec for pair in pairs(cfg)[0].values()])

@@ -81,6 +81,7 @@ class ExpertsUnion(Kind[UnionSettings]):
     """Experts that rows wake together, and the neurons of those that stay idle."""
 
     takes_ffn = False
+    takes_lengths = True
 
     def check(self, cfg: UnionSettings) -> None:
         made = train_experts.FOLDER / train_experts.FILE

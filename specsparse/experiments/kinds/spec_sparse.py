@@ -138,6 +138,8 @@ class FfnReading(NamedTuple):
 class SpecSparse(Kind[SpecSparseSettings]):
     """Speculation and sparsity, each alone and both together, and what a verification pass reads."""
 
+    takes_lengths = True
+
     def check(self, cfg: SpecSparseSettings) -> None:
         spec = cfg.spec
         decoding.check(cfg, [spec], union_cap=True)

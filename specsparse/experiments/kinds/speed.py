@@ -25,6 +25,7 @@ class Speed(Kind[DecodingSettings]):
     """The speed of one method over plain decoding, prompt by prompt in turn, and what it accepts."""
 
     on_mesh = True
+    takes_lengths = True
 
     def check(self, cfg: DecodingSettings) -> None:
         decoding.check(cfg, [cfg.spec])

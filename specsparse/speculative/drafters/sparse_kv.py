@@ -28,8 +28,6 @@ _SPARE = 4
 
 
 class SparseState(NamedTuple):
-    """State between rounds."""
-
     cache: KVCache  # chosen slots of the target's cache, its last ones among them; `shift` is a multiple of 16
     mass: jax.Array  # float32[L, B, G, C/16], where verifications have looked since the blocks were chosen
     age: jax.Array  # int32[B], tokens committed since then
