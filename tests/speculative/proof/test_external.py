@@ -134,10 +134,12 @@ def test_a_batch_in_jax_and_float32_a_list_and_argmax_drafts():
 
 def test_greedy_is_exact_at_temperature_0_alone():
     def argmax(p, q, drafts, uniforms):
-        return match(np.eye(p.shape[1])[p.argmax(axis=1)], q, drafts, uniforms)
+        best = p.argmax(axis=2)
+        accepted = np.cumprod(best[:, :-1] == drafts, axis=1).sum(axis=1)
+        return accepted, best[np.arange(len(best)), accepted]
 
-    assert specsparse.certify(few(argmax, greedy=True)).passed
-    report = specsparse.certify(few(argmax))
+    assert specsparse.certify(few(argmax, batched=True, greedy=True)).passed
+    report = specsparse.certify(few(argmax, batched=True))
     assert not report.passed and report.worst("argmax", CALLABLE).tv > 0.3
 
 
@@ -255,10 +257,11 @@ def trusting(trusted):
     """Accepts the drafts (place, token) untested that are `trusted`."""
 
     def verifier(p, q, drafts, uniforms):
-        never = [-1 if trusted(i, x) else u for i, (x, u) in enumerate(zip(drafts, uniforms))]
-        return leviathan(p, q, drafts, np.array([*never, *uniforms[len(drafts) :]]))
+        K = drafts.shape[1]
+        uniforms[:, :K] = np.where(trusted(np.arange(K)[None], drafts), -1, uniforms[:, :K])
+        return leviathan_rows(p, q, drafts, uniforms)
 
-    return few(verifier)
+    return few(verifier, batched=True)
 
 
 @pytest.mark.parametrize(
@@ -354,8 +357,8 @@ def test_fooled_by_no_narrow_window_of_a_coin(seed):
 
 
 def race(p, q, drafts, uniforms):
-    """No threshold of single uniforms decides: the token with the smallest of -log(u) / p."""
-    return [int(np.argmin(-np.log(1 - uniforms[: len(p[0])]) / np.maximum(p[0], 1e-300)))]
+    """No threshold of single uniforms decides: the token with the smallest of -log(u) / p, of a batch."""
+    return np.argmin(-np.log(1 - uniforms[:, : p.shape[2]]) / np.maximum(p[:, 0], 1e-300), axis=1)[:, None]
 
 
 @pytest.mark.parametrize(
@@ -380,7 +383,7 @@ def race(p, q, drafts, uniforms):
         (lambda p, q, x, u: np.full((len(p), 1), np.nan), {"batched": True}, "returned"),
         (lambda p, q, x, u: np.full((len(p), 2), 0.5), {"batched": True}, "returned"),
         (lambda p, q, x, u: [int(DICE.integers(3))], {}, "is no function of thresholds of its uniforms"),
-        (race, {"uniforms": 3}, "is no function of thresholds of its uniforms"),
+        (race, {"uniforms": 3, "batched": True}, "is no function of thresholds of its uniforms"),
         (race, {"arrays": "numpi"}, "did you mean numpy"),
         (race, {"randomness": "dice"}, "randomness='dice' is unknown; valid: .* uniforms"),
         (race, {"drafts": DraftKind.WOR}, "drafts are a chain: one_hot, sampled$"),
