@@ -29,6 +29,9 @@ METHODS = {
     "sparse_self_gate": ("sharp", "sparse_self", {"rule": "gate", "share": 0.4, "temperature": 0.4}),
     "dynamic": ("greedy", "model", {"tree": get_tree("dynamic", total=9, depth=4, top_k=3)}),
     "static": ("greedy", "layer_skip", {"tree": get_tree("static", widths=(3, 2))}),
+    "sparse_self_static": (
+        "greedy", "sparse_self", {"rule": "gate", "share": 0.4, "tree": get_tree("static", widths=(3, 2))},
+    ),
     "layer_skip_drawn": ("sharp", "layer_skip", {"layers": [0, 1], "temperature": 0.4, "draft_vocab": 200}),
     "wor": ("sharp", "layer_skip", {"temperature": 0.4, "tree": get_tree("sampled_wor", widths=(3, 1))}),
     "iid": ("warm", "model", {"temperature": 0.4, "tree": get_tree("sampled_iid", widths=(3, 1))}),
@@ -36,6 +39,7 @@ METHODS = {
     "p_min": ("warm", "model", {"p_min": 0.2}),
     "head": ("greedy", "head", {}),
     "lookup_head": ("sharp", "lookup_head", {"ngram_min": 3, "p_min": 0.0}),
+    "lookup_head_drawn": ("sharp", "lookup_head", {"ngram_min": 3, "p_min": 0.0, "temperature": 0.4}),
     "mixed": ("warm", "mixed", {}),
     "head_drawn": ("greedy", "head", {"temperature": 0.4}),
     "eagle3": ("greedy", "eagle3", {}),
@@ -51,8 +55,8 @@ METHODS = {
 # its own, of the target's layers and of heads on its features (chains of blocks: test_dflash.py). The slow ones pair
 # them another way.
 ORDINARY = (
-    "layer_skip_drawn", "sparse_self_gate", "static", "wor", "iid", "p_min", "lookup_head", "mixed", "head_tree",
-    "head_drawn", "eagle3_p_split", "dflash_tree",
+    "layer_skip_drawn", "sparse_self_static", "wor", "iid", "p_min", "lookup_head_drawn", "mixed", "head_tree",
+    "eagle3_p_split", "dflash_tree",
 )  # fmt: skip
 
 

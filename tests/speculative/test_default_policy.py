@@ -154,7 +154,7 @@ def of_tasks(speeds: np.ndarray, temperature: float) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("name", cells(WITHOUT_MODEL, [name for name in WITHOUT_MODEL if name != "ngram_simple"]))
+@pytest.mark.parametrize("name", cells(WITHOUT_MODEL, ["prompt_lookup", "suffix"]))
 def test_a_lookup_by_its_name_is_never_much_slower_than_plain_decoding(replay, name):
     rounds = replay.by_default(name)
     for machine, v in MACHINES.items():

@@ -134,8 +134,9 @@ OPTIONS = {
 }  # fmt: skip
 
 
-# The last three have every option; full attention both ways is the oracle's above. The slow ones have them one by one.
-@pytest.mark.parametrize("options", cells(OPTIONS, list(OPTIONS)[-3:]))
+# The last two have every option; full attention both ways is the oracle's above, and how windows count is asked below.
+# The slow ones have them one by one.
+@pytest.mark.parametrize("options", cells(OPTIONS, list(OPTIONS)[-2:]))
 def test_options_of_the_format(tiny, options):
     """Each option decodes as it is trained, beside plain full attention, on the native kernels too (head size 16)."""
     file = random_dflash(tiny, block_size=3, **OPTIONS[options])
@@ -465,6 +466,7 @@ def test_another_target_is_refused(tiny):
         bound(tiny, random_dflash(tiny, ids=[3, 5]), draft_vocab=4)
 
 
+@pytest.mark.slow  # the contract of drafters has it of full attention
 def test_the_bits_of_a_draft_do_not_depend_on_the_batch(tiny):
     """Windows and full attention, one after the other: each text alone and in a batch of three."""
     drafter, weights = bound(tiny, random_dflash(tiny, windows=(4, None), causal=(True, False)), temperature=0.7)

@@ -183,6 +183,7 @@ def test_slem_drafts_are_one_hot(pair):
     assert "drafter.temperature" not in str(error.value)
 
 
+@pytest.mark.slow  # its drafts are one-hot chains, and `block` weighs those of others
 def test_slem_runs_under_a_verifier_of_one_hot_drafts(pair):
     sampling = SamplingParams(temperature=0.9, max_tokens=30, ignore_eos=True)
     drafter = get_drafter("model", model=pair["spm"], vocabulary="slem", gamma=3)
@@ -211,7 +212,8 @@ REAL = {
 }
 
 
-@pytest.mark.parametrize("method", cells(REAL, ["itself"]))
+@pytest.mark.slow  # two tiny models write their plain text above, and the vocabularies of GPT-2 and Llama are real
+@pytest.mark.parametrize("method", REAL)
 def test_slem_and_tli_on_smollm2(smollm2, pair, method):
     """The shipped model with a tiny Llama of another vocabulary, and by way of text with itself: the text it writes
     alone. What it drafts for itself is accepted, so its cache and its tokens are the right ones."""

@@ -179,8 +179,8 @@ def image_of(pair, ids):
     return common, found if found[:1] == [bos] else [bos, *found]
 
 
-# A chain of the whole vocabulary is slow: the trimmed one is a chain, the tree draws from all shared tokens.
-@pytest.mark.parametrize("shape", cells(["chain", "wor", "trimmed"], ["wor", "trimmed"]))
+# A trimmed vocabulary is one of a draft model of the same tokens in test_drafters_model.py.
+@pytest.mark.parametrize("shape", cells(["chain", "wor", "trimmed"], ["wor"]))
 def test_tli_q_is_the_drafts_distribution_on_the_shared_tokens(pair, shape):
     """Against the draft model's own logits after what it reads of each node's path, without any cache."""
     ids = [1, 2, 300 - 42, *range(100, 130)]
@@ -395,7 +395,8 @@ def test_tli_emits_the_plain_tokens(pair, target, method):
     assert sum(g.stats.counters.num_draft_tokens for g in got) > 60
 
 
-@pytest.mark.parametrize("verifier", cells(["token", "block", "mss"], ["mss"]))
+@pytest.mark.slow  # tests/experiments/test_kinds.py runs `token`
+@pytest.mark.parametrize("verifier", ["token", "block", "mss"])
 def test_tli_runs_under_the_verifiers_of_p_and_q(pair, verifier):
     options = {"tree": get_tree("sampled_iid", widths=(2, 1))} if verifier == "mss" else {}
     drafter = get_drafter("model", model=pair["spm"], gamma=3, temperature=1.0, **options)
