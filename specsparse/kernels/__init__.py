@@ -22,11 +22,11 @@ from specsparse.kernels.neurons import (
     SignRows,
     SkipWeights,
     SparseStats,
+    neuron_blocks,
     pack_neurons,
     pack_signs,
     regroup_neurons,
     skippable,
-    stripes,
     unpack_neurons,
 )
 from specsparse.kernels.packing import dequant
@@ -36,8 +36,9 @@ from specsparse.kernels.reference import dense, experts, sparse
 __all__ = [
     "BACKENDS", "TILE_ROWS", "ChosenFfn", "Experts", "Fragments", "Kept", "Kernels", "Layout", "Matrix", "NeuronChoice",
     "NeuronRows", "PlainMatrix", "QTensor", "SignRows", "SkipWeights", "SparseStats", "automatic_width",
-    "depends_on_rows", "described", "get", "kept_as", "on_card", "pack_neurons", "pack_signs", "platform", "promise",
-    "regroup_neurons", "set_threads", "skippable", "skipping", "status", "stripes", "take_rows", "unpack_neurons",
+    "depends_on_rows", "described", "get", "kept_as", "neuron_blocks", "on_card", "pack_neurons", "pack_signs",
+    "platform", "promise", "regroup_neurons", "set_threads", "skippable", "skipping", "status", "take_rows",
+    "unpack_neurons",
 ]  # fmt: skip
 
 

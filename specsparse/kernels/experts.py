@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from specsparse.kernels.arena import aligned_empty
-from specsparse.kernels.neurons import NeuronRows, SkipWeights, regroup_neurons, stripes
+from specsparse.kernels.neurons import NeuronRows, SkipWeights, neuron_blocks, regroup_neurons
 from specsparse.kernels.qtensor import QTensor
 
 ACTS = ("silu", "relu", "clamped_swiglu")
@@ -52,4 +52,4 @@ def skipping(experts: Experts) -> Experts:
 
     up = stacked(experts.up, lambda matrix: regroup_neurons(matrix).data)
     rows = NeuronRows(up, experts.up.layout, experts.up.shape)
-    return replace(experts, skip=SkipWeights(rows, stacked(experts.down, stripes)))
+    return replace(experts, skip=SkipWeights(rows, stacked(experts.down, neuron_blocks)))

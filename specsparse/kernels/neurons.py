@@ -1,4 +1,4 @@
-"""Weights of an FFN as the sparse kernels read them: rows of neurons, their sign bits, stripes of a down projection.
+"""Weights of an FFN as the sparse kernels read them: rows of neurons, their sign bits, blocks of a down projection.
 
 A neuron is a row of gate, of up and of down transposed. Each row is contiguous, so that only the rows of kept neurons
 are read. Columns are filled up with zeros to chunks of 64, and a row to whole cache lines:
@@ -29,8 +29,6 @@ CHUNK = 64
 """Columns that a kernel reads at a time: two blocks."""
 LINE = 64
 """Bytes of a cache line; a row begins and ends with one."""
-STRIPE = 128
-"""Outputs of a stripe."""
 
 
 @packed_pytree
@@ -56,7 +54,7 @@ class SignRows:
 
 
 class SkipWeights(NamedTuple):
-    """Weights that skipping zeros reads beside the gate: up as rows [F, D], down [D, F] as `stripes`."""
+    """Weights that skipping zeros reads beside the gate: up as rows [F, D], down [D, F] as `neuron_blocks`."""
 
     up: NeuronRows
     down: jax.Array
@@ -214,34 +212,31 @@ def skippable(matrix: QTensor) -> bool:
     return layout.codes == "nibble" and layout.scales == "d" and layout.zero == 8 and not layout.lut
 
 
-def stripes(down: QTensor) -> jax.Array:
-    """A `skippable` down projection [D, F] cut into stripes of 128 outputs. Runs on the host.
+def neuron_blocks(down: QTensor) -> jax.Array:
+    """A `skippable` down projection [D, F] by blocks of 32 neurons, each a contiguous row of codes. Runs on the host.
 
-    A stripe has for each block of 32 neurons f16 scales of its outputs, in order; then 64 bytes for each neuron, where
-    nibble k of lane l of 16 bits is the code of output 32 k + l. Codes and scales are those of the Q4_0 matrix, whose
-    blocks run along the neurons, so that nothing is rounded again. Zeros fill outputs up to whole stripes.
+    A block has f16 scales of all outputs, then 32 rows of nibbles as `NeuronRows` has them. Codes and scales are those
+    of the Q4_0 matrix, whose blocks run along the neurons: nothing is rounded again. Zeros fill up chunks of 64.
 
     Returns:
-        uint8[stripes, neurons / 32 * (256 + 32 * 64)].
+        uint8[F / 32, 18 * D rounded up to chunks].
     """
     assert skippable(down), down.layout
     outputs, neurons = down.shape
-    blocks, count, groups, lanes = neurons // BLOCK, -(-outputs // STRIPE), STRIPE // ROWS, 32
-    out = aligned_empty(count, blocks * (2 * STRIPE + BLOCK * STRIPE // 2))
-    data = np.asarray(down.data)
-    for s in range(count):
-        part = np.zeros((groups, data.shape[1]), np.uint8)
-        some = data[s * groups : (s + 1) * groups]
-        part[: len(some)] = some
+    blocks, chunks, data = neurons // BLOCK, -(-outputs // CHUNK), np.asarray(down.data)
+    out = aligned_empty(blocks, 18 * CHUNK * chunks)
+    scales, rows = out[:, : 2 * CHUNK * chunks], out[:, 2 * CHUNK * chunks :].reshape(blocks, BLOCK, chunks, CHUNK // 2)
+    groups = CHUNK // ROWS
+    for c in range(chunks):
+        some = data[c * groups : (c + 1) * groups]
+        part = np.concatenate([some, np.zeros((groups - len(some), data.shape[1]), np.uint8)])
         fields = down.layout.split(part, neurons)
-        scales = fields.d.reshape(groups, blocks, ROWS, 2).transpose(1, 0, 2, 3)
-        out[s, : 2 * STRIPE * blocks] = scales.reshape(-1)
-        # four chunks of a block, two columns a byte
+        by_block = fields.d.reshape(groups, blocks, 2 * ROWS).transpose(1, 0, 2)
+        scales[:, 2 * CHUNK * c : 2 * CHUNK * (c + 1)] = by_block.reshape(blocks, -1)
+        # four chunks of a block, two neurons a byte
         codes = fields.codes.reshape(groups, blocks, 4, ROWS, 4).transpose(1, 2, 4, 0, 3)
-        codes = codes.reshape(blocks, BLOCK // 2, STRIPE)
-        codes = np.concatenate([codes & 15, codes >> 4], axis=1).astype(np.uint16)  # [blocks, neuron, output]
-        by_lane = codes.reshape(blocks, BLOCK, STRIPE // lanes, lanes)
-        words = sum((by_lane[:, :, k] << np.uint16(4 * k) for k in range(STRIPE // lanes)), start=np.uint16(0))
-        out[s, 2 * STRIPE * blocks :] = words.astype("<u2").view(np.uint8).reshape(-1)
+        codes = codes.reshape(blocks, BLOCK // 2, CHUNK)
+        codes = np.concatenate([codes & 15, codes >> 4], axis=1)  # [blocks, neuron, output]
+        rows[:, :, c] = codes[..., : CHUNK // 2] | codes[..., CHUNK // 2 :] << np.uint8(4)
     out.flags.writeable = False
     return jax.device_put(out)

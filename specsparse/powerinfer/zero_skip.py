@@ -11,7 +11,7 @@ from specsparse.engine.config import EXPERTS, ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Params, pack_matrix
-from specsparse.kernels import Experts, Kernels, QTensor, SkipWeights, regroup_neurons, skippable, stripes
+from specsparse.kernels import Experts, Kernels, QTensor, SkipWeights, neuron_blocks, regroup_neurons, skippable
 from specsparse.kernels import skipping as experts_skipping
 
 ACTIVATIONS = ("relu", "relu2")
@@ -47,7 +47,7 @@ def skips(params: Params) -> bool:
 
 
 def _skip_weights(up: QTensor, down: QTensor) -> SkipWeights:
-    return SkipWeights(regroup_neurons(up), stripes(down))
+    return SkipWeights(regroup_neurons(up), neuron_blocks(down))
 
 
 def pack(own: dict[str, TensorInfo]) -> dict[str, Pytree]:

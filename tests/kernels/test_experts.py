@@ -41,7 +41,7 @@ def matrix_of(w: QTensor, e: int) -> QTensor:
 @cache
 def experts(name: str, act: str = "silu", biased: bool = False) -> Experts:
     block = GGML_QUANT_SIZES[TYPES[name]][0]
-    size = -(-160 // block) * block  # more than a stripe
+    size = -(-160 // block) * block  # half a chunk at its end
 
     def matrices(seed: int) -> QTensor:
         raw = random_quantised(TYPES[name], E * size, size, seed)

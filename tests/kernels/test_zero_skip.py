@@ -14,7 +14,7 @@ from specsparse.engine.config import ACTIVATION_KEY, ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.kernels import SkipWeights, skippable
 from specsparse.kernels.native import cpu
-from specsparse.kernels.neurons import STRIPE, stripes
+from specsparse.kernels.neurons import CHUNK, neuron_blocks
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.kernels.packing.pack import SUPPORTED, pack_qtensor
 from specsparse.kernels.qtensor import BLOCK
@@ -27,7 +27,7 @@ from tests.kernels.test_kernels import ISAS, use
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_missing()))
 
-SHAPES = {  # a width below, at and beyond a stripe; half a chunk at its end; neurons that fill no group of items
+SHAPES = {  # one chunk; half a chunk at the end; an odd number; neurons that fill no group of items
     "small": {"d_model": 64, "d_ff": 96},
     "odd": {"d_model": 160, "d_ff": 224, "n_heads": 5, "n_kv_heads": 5, "head_dim": 32},
     "wide": {"d_model": 576, "d_ff": 1536, "n_heads": 9, "n_kv_heads": 3, "n_layers": 1},
@@ -116,14 +116,13 @@ def test_closed_neurons_are_not_read(pair):
     assert 0 < closed.sum() < len(closed)
     up, down = np.array(layer.sparse.up.data), np.array(layer.sparse.down)
     up[closed] = 0xFF
-    blocks = skipping.config.d_ff // BLOCK
-    codes = down[:, 2 * STRIPE * blocks :].reshape(len(down), skipping.config.d_ff, -1)
-    codes[:, closed] ^= 0xFF
+    _, codes = scales_and_codes(down)
+    codes[closed.reshape(-1, BLOCK)] ^= 0xFF
     broken = SkipWeights(dataclasses.replace(layer.sparse.up, data=jnp.asarray(up)), jnp.asarray(down))
     layers = (layer._replace(sparse=broken), *skipping.params.layers[1:])
     other = dataclasses.replace(skipping, params=skipping.params._replace(layers=layers))
     np.testing.assert_array_equal(other.feed(token, other.cache(), width=1)[0], want)
-    codes[:, ~closed] ^= 0xFF
+    codes[~closed.reshape(-1, BLOCK)] ^= 0xFF
     broken = broken._replace(down=jnp.asarray(down))
     other = dataclasses.replace(
         other, params=other.params._replace(layers=(layer._replace(sparse=broken), *layers[1:]))
@@ -132,20 +131,23 @@ def test_closed_neurons_are_not_read(pair):
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (160, 224), (576, 64)])
-def test_stripes_hold_the_matrix(shape):
+def test_blocks_of_neurons_hold_the_matrix(shape):
     outputs, neurons = shape
     raw = random_quantised("Q4_0", outputs, neurons, 3)
     kind = next(t for t in SUPPORTED if t.name == "Q4_0")
-    packed = np.asarray(stripes(pack_qtensor(raw, kind, shape)))
-    blocks = neurons // BLOCK
-    scales = packed[:, : 2 * STRIPE * blocks].view("<f2").reshape(-1, blocks, STRIPE).astype(np.float32)
-    words = packed[:, 2 * STRIPE * blocks :].view("<u2").reshape(-1, blocks, BLOCK, 32)
-    codes = np.stack([words >> np.uint16(4 * k) & np.uint16(15) for k in range(4)], axis=3).astype(np.float32) - 8
-    values = scales[:, :, None] * codes.reshape(*codes.shape[:3], STRIPE)
-    found = values.transpose(0, 3, 1, 2).reshape(-1, neurons)
-    want = np.asarray(dequantize(pack_qtensor(raw, kind, shape)))
-    np.testing.assert_array_equal(found[:outputs], want)
+    scales, codes = scales_and_codes(np.asarray(neuron_blocks(pack_qtensor(raw, kind, shape))))
+    codes = codes.reshape(*codes.shape[:2], -1, 1, CHUNK // 2)
+    numbers = np.concatenate([codes & 15, codes >> 4], axis=3).astype(np.float32) - 8
+    values = scales[:, None] * numbers.reshape(*numbers.shape[:2], -1)
+    found = values.reshape(neurons, -1).T
+    np.testing.assert_array_equal(found[:outputs], np.asarray(dequantize(pack_qtensor(raw, kind, shape))))
     assert (found[outputs:] == 0).all()
+
+
+def scales_and_codes(down: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of `neuron_blocks`: float16[blocks, outputs] and uint8[blocks, neuron, outputs / 2]."""
+    at = down.shape[1] // 9
+    return down[:, :at].view("<f2"), down[:, at:].reshape(len(down), BLOCK, -1)
 
 
 def test_other_types_are_not_skippable():

@@ -210,8 +210,8 @@ def experts(x_RD, chosen_Rk, weights_Rk, experts):
     operands, matrices = Operands(), (experts.gate, experts.up, experts.down)
     biases = (experts.gate_bias, experts.up_bias, experts.down_bias)
     places = [(operands.place(w.data), operands.place(bias)) for w, bias in zip(matrices, biases, strict=True)]
-    up_rows, down_stripes = (None, None) if experts.skip is None else (experts.skip.up.data, experts.skip.down)
-    skip = {"up_rows": np.int64(operands.place(up_rows)), "down_stripes": np.int64(operands.place(down_stripes))}
+    up_rows, down_blocks = (None, None) if experts.skip is None else (experts.skip.up.data, experts.skip.down)
+    skip = {"up_rows": np.int64(operands.place(up_rows)), "down_blocks": np.int64(operands.place(down_blocks))}
     return call(
         "experts", ((x_RD.shape[0], experts.down.shape[0]), jnp.float32), x_RD, chosen_Rk, weights_Rk, *operands,
         matrices=describe(*matrices, places=places), act=np.int64(ACTS[experts.act]), **skip,

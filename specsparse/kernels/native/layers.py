@@ -104,7 +104,7 @@ def layers(
         d["keys"], d["values"] = operands.place(cache_k[i]), operands.place(cache_v[i])
         d["window"], d["table"] = kinds[i] if kinds else (0, 0)
         if skip is not None:
-            d["up_rows"], d["down_stripes"] = operands.place(skip[i].up.data), operands.place(skip[i].down)
+            d["up_rows"], d["down_blocks"] = operands.place(skip[i].up.data), operands.place(skip[i].down)
         if chosen:
             ffn, choice = chosen[i], chosen[i].choice
             d["ffn_gate"], d["ffn_up"], d["ffn_down"] = matrix(ffn.gate), matrix(ffn.up), matrix(ffn.down_t)

@@ -39,9 +39,9 @@ struct Woken {
       : gate(w.gate, expert), up(w.up, expert), down(w.down, expert), first(first), x(x), h(h),
         gate_up(product({&gate, &up}, hidden, nullptr, x, rows, w.act)),
         project(product({&down}, out, down.bias, h, rows, Act::kNone)), neurons(w.skip) {
-    if (!neurons.down || rows > 1) return;
+    if (!neurons.down.data || rows > 1) return;
     neurons.up.data += expert * neurons.up.rows * neurons.up.row_bytes;
-    neurons.down += expert * ((down.matrix.rows + kStripe - 1) / kStripe) * h.blocks * kStripeBytes;
+    neurons.down.data += expert * neurons.down.count * neurons.down.block_bytes();
     skip.emplace(&gate, &neurons, x, hidden, h, nullptr, out, w.act, SkipCounts{counted, counted + 1});
   }
 

@@ -245,18 +245,18 @@ bool read_skip(const Description& gate_of, const Description& up_of, const Descr
   const Matrix &gate = gate_of.matrix, &middle = up_of.matrix, &last = down_of.matrix;
   out->up = {static_cast<const uint8_t*>(up->untyped_data()), gate.rows, gate.cols, up->dimensions().back(), gate.codes,
              gate.scales, gate.sub, gate.zero, nullptr};
-  out->down = static_cast<const uint8_t*>(down->untyped_data());
-  const int64_t stripes = (last.rows + kStripe - 1) / kStripe, blocks = last.cols / kBlock, inputs = gate.cols / kBlock;
+  out->down = {static_cast<const uint8_t*>(down->untyped_data()), last.cols / kBlock, (last.rows + kChunk - 1) / kChunk * kChunk};
+  const int64_t inputs = gate.cols / kBlock;
   const int64_t row = out->up.chunks() * (kChunk / 2) + (inputs + 15) / 16 * 32;  // scales are read by sixteen
   return gate.rows == last.cols && middle.rows == gate.rows && middle.cols == gate.cols && last.rows == gate.cols &&
          out->up.row_bytes >= row && static_cast<int64_t>(up->size_bytes()) >= count * gate.rows * out->up.row_bytes &&
-         static_cast<int64_t>(down->size_bytes()) >= count * stripes * blocks * kStripeBytes;
+         static_cast<int64_t>(down->size_bytes()) >= count * out->down.count * out->down.block_bytes();
 }
 
 // The matrices are gate, up and down of all experts.
 ffi::Error experts(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> chosen, ffi::Buffer<ffi::F32> weights,
                    ffi::RemainingArgs args, ffi::ResultBuffer<ffi::F32> y, Ints matrices, int64_t act,
-                   int64_t up_rows, int64_t down_stripes) {
+                   int64_t up_rows, int64_t down_blocks) {
   const Operands operands{args, matrices};
   ExpertWeights w;
   w.act = Act(act), w.count = -1;
@@ -276,7 +276,7 @@ ffi::Error experts(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> chosen, ffi::B
       static_cast<int64_t>(chosen.element_count()) != rows * ranks || weights.element_count() != chosen.element_count())
     return ffi::Error::InvalidArgument("specsparse experts: matrices, rows and choices do not go together");
   if (up_rows >= 0 && ((w.act != Act::kRelu && w.act != Act::kRelu2) ||
-                       !read_skip(w.gate, w.up, w.down, w.count, operands.at(up_rows), operands.at(down_stripes), &w.skip)))
+                       !read_skip(w.gate, w.up, w.down, w.count, operands.at(up_rows), operands.at(down_blocks), &w.skip)))
     return ffi::Error::InvalidArgument("specsparse experts: zeros are skipped of ReLU and Q4_0, without biases");
   run_experts(w, {rows, ranks, x.typed_data(), chosen.typed_data(), weights.typed_data(), y->typed_data()});
   return ffi::Error::Success();
@@ -313,7 +313,7 @@ ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffe
     l.predicted.choice = Choice(choice), l.predicted.relu = relu != 0, l.predicted.ffn.eps = eps;
     l.predicted.ffn.act = {Activation::Kind(act), threshold}, l.predicted.ffn.up_act = {Activation::Kind(up_act), up_threshold};
     if ((skip && (l.post_ffn || !read_skip(l.matrices[kGate], l.matrices[kUp], l.matrices[kDown], 1, operands.at(d.up_rows),
-                                            operands.at(d.down_stripes), &l.skip))) ||
+                                            operands.at(d.down_blocks), &l.skip))) ||
         (predicted && (l.post_ffn || !read_predicted(l, d, operands, &rows_of[3 * i], &l.predicted))))
       return ffi::Error::InvalidArgument("specsparse layers: the neurons of layer " + std::to_string(i) + " do not fit");
   }
@@ -393,7 +393,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_linear, linear,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_experts, experts,
                               (results<Floats>(args<Floats, Ints32, Floats>().RemainingArgs())
                                    .Attr<Ints>("matrices").Attr<int64_t>("act").Attr<int64_t>("up_rows")
-                                   .Attr<int64_t>("down_stripes")));
+                                   .Attr<int64_t>("down_blocks")));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_add_normed, add_normed,
                               (results<Floats>(args<Floats, Floats, Floats, Ints32>()).Attr<float>("eps")));

@@ -14,13 +14,6 @@ constexpr int kNibbleZero = 8;  // what Q4_0 takes off its codes; other codes of
 constexpr int kRowGroup = 4;    // neurons that are added to the output at a time
 constexpr int64_t kNarrowBytes = 4 << 10;  // of a group: several are multiplied side by side
 
-// A stripe of a down projection of Q4_0: for each block of 32 neurons f16 scales of its outputs, in order; then for each
-// neuron 64 bytes, where nibble k of lane l of 16 bits is the code of output 32 k + l. kernels/neurons.py packs them.
-constexpr int kStripe = 128;  // outputs
-constexpr int kStripeScales = 2 * kStripe;
-constexpr int kStripeCodes = 32 * kStripe / 2;  // bytes of a block, both
-constexpr int kStripeBytes = kStripeScales + kStripeCodes;
-
 // A matrix of neurons, one row each; specsparse/kernels/neurons.py gives the bytes.
 struct NeuronRows {
   const uint8_t* data;
@@ -41,6 +34,15 @@ struct NeuronRows {
   void fetch(int64_t j) const {
     for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(row(j) + at);
   }
+};
+
+// A down projection of Q4_0 by blocks of 32 neurons: f16 scales of all outputs, then each neuron's codes as `NeuronRows` has
+// them. kernels/neurons.py packs it.
+struct NeuronBlocks {
+  const uint8_t* data = nullptr;
+  int64_t count = 0, outputs = 0;  // of blocks; whole chunks
+  int64_t row_bytes() const { return outputs / 2; }
+  int64_t block_bytes() const { return 2 * outputs + kBlock * row_bytes(); }
 };
 
 // Neurons as the caller describes them. Not copyable: the rows point to the table.
@@ -97,8 +99,8 @@ struct SparseOps {
   // out[i] = what the dense kernels give for row js[i] of Q4_0, i < count <= 16; out has room for sixteen, scratch for
   // 16 * (blocks rounded up to 16).
   void (*dot_neurons)(const NeuronRows& w, const int32_t* js, int count, const QBlock* x, float* out, float* scratch);
-  // y[c] += what the dense kernels give for output c < 32 * parts of a stripe, read for the codes of x that are not 0.
-  void (*project_stripe)(const uint8_t* stripe, int64_t blocks, int parts, const QBlock* x, float* y);
+  // y += what the dense kernels give for the outputs of chunks [begin, end), y's first; read for the codes of x that are not 0.
+  void (*project)(const NeuronBlocks& w, int64_t begin, int64_t end, const QBlock* x, float* y);
 };
 
 // Floats of scratch that `dot` and `add` need.

@@ -508,44 +508,76 @@ void dot_neurons(const NeuronRows& w, const int32_t* js, int count, const QBlock
   store(out, acc);
 }
 
-// A block's whole numbers are at most 32 * 127 * 8 and fit 16 bits.
-template <int PARTS>
-__attribute__((flatten)) void project_parts(const uint8_t* scales, int64_t blocks, const QBlock* x, float* y) {
-  const uint8_t* p = scales + blocks * kStripeScales;
-  constexpr int64_t kAhead = 4;  // blocks: single lines come late
-  for (int64_t b = 0; b < blocks; ++b, p += kStripeCodes, scales += kStripeScales) {
-    if (b + kAhead < blocks)
-      for (uint32_t left = nonzero_bytes(x[b + kAhead].q); left; left &= left - 1)
-        __builtin_prefetch(p + kAhead * kStripeCodes + 64 * __builtin_ctz(left));
-    uint32_t left = nonzero_bytes(x[b].q);
-    if (!left) continue;
-    Shorts sums[PARTS];
-    each<PARTS>([&](auto k) SPECSPARSE_EACH { sums[k] = zero_shorts(); });
-    for (; left; left &= left - 1) {
+// The neurons of a block whose code of x is not 0, by twos.
+struct LiveNeurons {
+  const uint8_t* scales;
+  const uint8_t* rows[kBlock];
+  int32_t codes[kBlock / 2];  // of two neurons, twice
+  int count;                  // even: the last one may stand for two, with a code of 0
+  int32_t sum;                // of the codes
+
+  void find(const NeuronBlocks& w, int64_t b, const QBlock* x) {
+    count = 0, sum = 0;
+    if (b >= w.count) return;
+    scales = w.data + b * w.block_bytes();
+    for (uint32_t left = nonzero_bytes(x[b].q); left; left &= left - 1, ++count) {
       const int j = __builtin_ctz(left);
-      add_multiples<PARTS>(p + 64 * j, multiples(x[b].q[j]), sums);
+      const uint32_t code = static_cast<uint8_t>(x[b].q[j]) * 0x10001u;
+      rows[count] = scales + 2 * w.outputs + j * w.row_bytes();
+      codes[count / 2] = static_cast<int32_t>(count % 2 ? codes[count / 2] | code << 8 : code);
+      sum += x[b].q[j];
     }
-    const F scale = set1(x[b].scale);
-    each<2 * PARTS>([&](auto i) SPECSPARSE_EACH {
-      const I whole = i % 2 ? high_half(sums[i / 2]) : low_half(sums[i / 2]);
-      store(y + 16 * i, fma(mul(load_f16(scales + 32 * i), scale), to_float(whole), load(y + 16 * i)));
-    });
+    if (count % 2) rows[count] = rows[count - 1], ++count;
   }
+  // Fetches chunks c and c + 1.
+  SPECSPARSE_INLINE void fetch(int64_t c) const {
+    for (int i = 0; i < count; ++i) __builtin_prefetch(rows[i] + c * (kChunk / 2));
+    for (int at = 0; count && at < 256; at += 64) __builtin_prefetch(scales + 2 * c * kChunk + at);
+  }
+};
+
+// y += what a block's neurons add to CHUNKS chunks from c on, y's first. Whole numbers are at most 32 * 127 * 8 and fit 16 bits;
+// sums of codes without sign on the way may wrap around.
+template <int CHUNKS>
+SPECSPARSE_INLINE void project_chunks(const LiveNeurons& live, int64_t c, float scale, float* y) {
+  Shorts sums[CHUNKS];
+  each<CHUNKS>([&](auto k) SPECSPARSE_EACH { sums[k] = set1_shorts(static_cast<int16_t>(-kNibbleZero * live.sum)); });
+  for (int i = 0; i < live.count; i += 2)
+    each<CHUNKS>([&](auto k) SPECSPARSE_EACH {
+      const int64_t at = (c + k) * (kChunk / 2);
+      add_pair(live.rows[i] + at, live.rows[i + 1] + at, live.codes[i / 2], &sums[k]);
+    });
+  each<CHUNKS>([&](auto k) SPECSPARSE_EACH {
+    each<kChunk / 16>([&](auto v) SPECSPARSE_EACH {
+      float* to = y + k * kChunk + 16 * v;
+      const F d = load_f16(live.scales + 2 * (c + k) * kChunk + 32 * v);
+      store(to, fma(mul(d, set1(scale)), to_float(sixteen<v>(sums[k])), load(to)));
+    });
+  });
 }
 
-// y[c] += down's output c of the stripe that begins at p, c < 32 * parts, 1 <= parts <= 4.
-void project_stripe(const uint8_t* p, int64_t blocks, int parts, const QBlock* x, float* y) {
-  switch (parts) {
-    case 1: return project_parts<1>(p, blocks, x, y);
-    case 2: return project_parts<2>(p, blocks, x, y);
-    case 3: return project_parts<3>(p, blocks, x, y);
-    default: return project_parts<4>(p, blocks, x, y);
+// y += down's outputs of chunks [begin, end), y's first. A block's rows are fetched while the block before is multiplied.
+void project(const NeuronBlocks& w, int64_t begin, int64_t end, const QBlock* x, float* y) {
+  LiveNeurons live[2];
+  live[0].find(w, 0, x);
+  for (int64_t c = begin; c < end; c += 2) live[0].fetch(c);
+  for (int64_t b = 0; b < w.count; ++b) {
+    LiveNeurons &now = live[b % 2], &next = live[(b + 1) % 2];
+    next.find(w, b + 1, x);
+    for (int64_t c = begin; c < end; c += 2) {
+      next.fetch(c);
+      if (!now.count) continue;
+      if (c + 1 < end)
+        project_chunks<2>(now, c, x[b].scale, y + (c - begin) * kChunk);
+      else
+        project_chunks<1>(now, c, x[b].scale, y + (c - begin) * kChunk);
+    }
   }
 }
 
 }  // namespace
 
-#define SPECSPARSE_SPARSE_TABLE {dot, dot_group, kGroups, add_rows, sum_parts, dot_floats, dot_blocks, differing, dot_neurons, project_stripe}
+#define SPECSPARSE_SPARSE_TABLE {dot, dot_group, kGroups, add_rows, sum_parts, dot_floats, dot_blocks, differing, dot_neurons, project}
 
 }  // namespace SPECSPARSE_ISA
 }  // namespace specsparse

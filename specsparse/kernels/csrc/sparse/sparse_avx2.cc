@@ -117,31 +117,29 @@ inline void chunk_sums(const uint8_t* const* rows, int64_t offset, const int8_t*
   *sum_b = {pair(fours[1][0], fours[1][1]), pair(fours[1][2], fours[1][3])};
 }
 
-// Thirty-two sums of 16 bits.
+// Sums of 16 bits of a chunk of 64 columns: eight of columns 32 i + 8 k and of 32 i + 8 k + 16 are v[2 i + k].
 struct Shorts {
-  __m256i a, b;
+  __m256i v[4];
 };
-inline Shorts zero_shorts() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-// What a code is multiplied with.
-struct Multiples {
-  __m256i v;
-};
-inline Multiples multiples(int8_t q) { return {_mm256_set1_epi16(q)}; }
-// Adds q times (nibble k of each lane of 16 bits - 8) to sums[k].
-template <int PARTS>
-inline void add_multiples(const uint8_t* codes, Multiples q, Shorts* sums) {
-  const __m256i a = load256(codes), b = load256(codes + 32), mask = _mm256_set1_epi16(15), eight = _mm256_set1_epi16(8);
-  const auto times = [&](__m256i nibbles) { return _mm256_mullo_epi16(_mm256_sub_epi16(_mm256_and_si256(nibbles, mask), eight), q.v); };
-  each<PARTS>([&](auto k) SPECSPARSE_EACH {
-    sums[k].a = _mm256_add_epi16(sums[k].a, times(_mm256_srli_epi16(a, 4 * k)));
-    sums[k].b = _mm256_add_epi16(sums[k].b, times(_mm256_srli_epi16(b, 4 * k)));
+inline Shorts set1_shorts(int16_t x) {
+  const __m256i v = _mm256_set1_epi16(x);
+  return {{v, v, v, v}};
+}
+// Adds the codes of two neurons, without sign, times the two bytes that `q` repeats.
+inline void add_pair(const uint8_t* a, const uint8_t* b, int32_t q, Shorts* sums) {
+  const __m256i mask = _mm256_set1_epi8(15), x = _mm256_set1_epi32(q), first = load256(a), second = load256(b);
+  const __m256i both[2] = {_mm256_unpacklo_epi8(first, second), _mm256_unpackhi_epi8(first, second)};
+  each<4>([&](auto i) SPECSPARSE_EACH {
+    const __m256i codes = _mm256_and_si256(i / 2 ? _mm256_srli_epi16(both[i % 2], 4) : both[i % 2], mask);
+    sums->v[i] = _mm256_add_epi16(sums->v[i], _mm256_maddubs_epi16(codes, x));
   });
 }
-inline I widen(__m256i x) {
-  return {_mm256_cvtepi16_epi32(_mm256_castsi256_si128(x)), _mm256_cvtepi16_epi32(_mm256_extracti128_si256(x, 1))};
+// Columns 16 V and following.
+template <int V>
+inline I sixteen(const Shorts& x) {
+  const auto half = [](__m256i v) { return _mm256_cvtepi16_epi32(_mm256_extracti128_si256(v, V % 2)); };
+  return {half(x.v[V / 2 * 2]), half(x.v[V / 2 * 2 + 1])};
 }
-inline I low_half(Shorts x) { return widen(x.a); }
-inline I high_half(Shorts x) { return widen(x.b); }
 
 }  // namespace SPECSPARSE_ISA
 }  // namespace specsparse

@@ -112,29 +112,28 @@ inline void chunk_sums(const uint8_t* const* rows, int64_t offset, const int8_t*
   sum_a->v = _mm512_shuffle_i32x4(low, high, 0x88), sum_b->v = _mm512_shuffle_i32x4(low, high, 0xdd);
 }
 
-// Thirty-two sums of 16 bits.
+// Sums of 16 bits of a chunk of 64 columns: eight of columns 32 i + 0, 16, 8, 24 are v[i].
 struct Shorts {
-  __m512i v;
+  __m512i v[2];
 };
-inline Shorts zero_shorts() { return {_mm512_setzero_si512()}; }
-// Sixteen multiples of q, by code, twice: an index has five bits.
-struct Multiples {
-  __m512i v;
-};
-inline Multiples multiples(int8_t q) {
-  const __m256i codes = _mm256_setr_epi16(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-  return {_mm512_mullo_epi16(_mm512_broadcast_i64x4(codes), _mm512_set1_epi16(q))};
-}
-// Adds the multiples that nibble k of each lane of 16 bits names to sums[k].
-template <int PARTS>
-inline void add_multiples(const uint8_t* codes, Multiples table, Shorts* sums) {
-  const __m512i v = load512(codes);
-  each<PARTS>([&](auto k) SPECSPARSE_EACH {
-    sums[k].v = _mm512_add_epi16(sums[k].v, _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4 * k), table.v));
+inline Shorts set1_shorts(int16_t x) { return {{_mm512_set1_epi16(x), _mm512_set1_epi16(x)}}; }
+// Adds the codes of two neurons, without sign, times the two bytes that `q` repeats.
+inline void add_pair(const uint8_t* a, const uint8_t* b, int32_t q, Shorts* sums) {
+  const __m512i mask = _mm512_set1_epi8(15), x = _mm512_set1_epi32(q);
+  const __m256i first = load256(a), second = load256(b);
+  const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_unpacklo_epi8(first, second)),
+                                          _mm256_unpackhi_epi8(first, second), 1);
+  each<2>([&](auto i) SPECSPARSE_EACH {
+    const __m512i codes = _mm512_and_si512(i ? _mm512_srli_epi16(both, 4) : both, mask);
+    sums->v[i] = _mm512_add_epi16(sums->v[i], _mm512_maddubs_epi16(codes, x));
   });
 }
-inline I low_half(Shorts x) { return {_mm512_cvtepi16_epi32(_mm512_castsi512_si256(x.v))}; }
-inline I high_half(Shorts x) { return {_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(x.v, 1))}; }
+// Columns 16 V and following.
+template <int V>
+inline I sixteen(const Shorts& x) {
+  const __m512i ordered = _mm512_shuffle_i64x2(x.v[V / 2], x.v[V / 2], 0xd8);
+  return {_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(ordered, V % 2))};
+}
 
 }  // namespace SPECSPARSE_ISA
 }  // namespace specsparse

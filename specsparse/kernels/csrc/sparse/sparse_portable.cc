@@ -111,29 +111,30 @@ SPECSPARSE_SHARED void turn_halves(const uint8_t* const* rows, int64_t offset, f
   }
 }
 
-// Thirty-two sums of 16 bits.
+// Sums of 16 bits of a chunk of 64 columns.
 struct Shorts {
-  int16_t v[32];
+  uint16_t v[64];
 };
-inline Shorts zero_shorts() { return Shorts{}; }
-// What a code is multiplied with.
-using Multiples = int8_t;
-inline Multiples multiples(int8_t q) { return q; }
-// Adds q times (nibble k of each lane of 16 bits - 8) to sums[k].
-template <int PARTS>
-inline void add_multiples(const uint8_t* codes, Multiples q, Shorts* sums) {
-  for (int i = 0; i < 32; ++i) {
-    const int both = codes[2 * i] | codes[2 * i + 1] << 8;
-    for (int k = 0; k < PARTS; ++k) sums[k].v[i] = static_cast<int16_t>(sums[k].v[i] + ((both >> 4 * k & 15) - 8) * q);
-  }
-}
-inline I widen(const int16_t* x) {
-  I r;
-  for (int i = 0; i < 16; ++i) r.v[i] = x[i];
+inline Shorts set1_shorts(int16_t x) {
+  Shorts r;
+  for (uint16_t& v : r.v) v = static_cast<uint16_t>(x);
   return r;
 }
-inline I low_half(const Shorts& x) { return widen(x.v); }
-inline I high_half(const Shorts& x) { return widen(x.v + 16); }
+// Adds the codes of two neurons, without sign, times the two bytes that `q` repeats.
+SPECSPARSE_SHARED void add_pair(const uint8_t* a, const uint8_t* b, int32_t q, Shorts* sums) {
+  const int first = static_cast<int8_t>(q), second = static_cast<int8_t>(q >> 8);
+  for (int i = 0; i < 64; ++i) {
+    const int high = i / 32 * 4;
+    sums->v[i] = static_cast<uint16_t>(sums->v[i] + (a[i % 32] >> high & 15) * first + (b[i % 32] >> high & 15) * second);
+  }
+}
+// Columns 16 V and following.
+template <int V>
+inline I sixteen(const Shorts& x) {
+  I r;
+  for (int i = 0; i < 16; ++i) r.v[i] = static_cast<int16_t>(x.v[16 * V + i]);
+  return r;
+}
 // Bit i: byte i of 32 is not 0.
 inline uint32_t nonzero_bytes(const int8_t* p) {
   uint32_t bits = 0;

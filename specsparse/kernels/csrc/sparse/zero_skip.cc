@@ -10,6 +10,7 @@ namespace specsparse {
 namespace {
 
 constexpr int64_t kMostGroups = 32;  // of an item
+constexpr int64_t kMostChunks = 32;  // of an item's outputs: their sums stay in the first cache, and codes come in long pieces
 
 }  // namespace
 
@@ -40,6 +41,8 @@ ZeroSkip::ZeroSkip(const Description* gate, const SkipWeights* weights, const Ac
       groups_(gate->matrix.groups()), act_(act), counts_(counts) {
   // Long items: what is fetched comes in time, and few of a kernel's sixteen lanes are idle.
   step_ = std::clamp<int64_t>(groups_ / (4 * threads()), 1, kMostGroups);
+  const int64_t chunks = weights->down.outputs / kChunk;
+  output_items_ = std::min(chunks, std::max<int64_t>(threads(), (chunks + kMostChunks - 1) / kMostChunks));
 }
 
 void ZeroSkip::hidden(int64_t item) const {
@@ -79,13 +82,15 @@ void ZeroSkip::hidden(int64_t item) const {
   __atomic_fetch_add(counts_.active, nonzero, __ATOMIC_RELAXED);
 }
 
-void ZeroSkip::output(int64_t stripe) const {
-  const int64_t begin = stripe * kStripe, count = std::min<int64_t>(kStripe, z_.cols - begin);
+void ZeroSkip::output(int64_t item) const {
+  const NeuronBlocks& down = weights_->down;
+  const auto bound = [&](int64_t i) { return share_begin(down.outputs / kChunk, static_cast<int>(i), static_cast<int>(output_items_)); };
+  const int64_t begin = bound(item), end = bound(item + 1);
   for (int64_t b = 0; b < h_.blocks; ++b) __builtin_prefetch(h_.q + b);  // another core may hold them
-  alignas(64) float y[kStripe] = {};
-  sparse_ops().project_stripe(weights_->down + stripe * h_.blocks * kStripeBytes, h_.blocks,
-                              static_cast<int>((count + 31) / 32), h_.q, y);
-  for (int64_t c = 0; c < count; ++c) out_[begin + c] = residual_ ? residual_[begin + c] + y[c] : y[c];
+  alignas(64) float y[(kMostChunks + 1) * kChunk];
+  std::fill_n(y, (end - begin) * kChunk, 0.0f);
+  sparse_ops().project(down, begin, end, h_.q, y);
+  for (int64_t c = begin * kChunk, i = 0; c < std::min(z_.cols, end * kChunk); ++c, ++i) out_[c] = residual_ ? residual_[c] + y[i] : y[i];
 }
 
 void ZeroSkip::prefetch(int64_t bytes, int64_t item) const {

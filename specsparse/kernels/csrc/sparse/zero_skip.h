@@ -9,10 +9,10 @@
 
 namespace specsparse {
 
-// Up by neuron and down by stripe, both Q4_0; no data: the layer has none.
+// Up and down by neuron, both Q4_0; no data: the layer has none.
 struct SkipWeights {
   NeuronRows up{};
-  const uint8_t* down = nullptr;
+  NeuronBlocks down;
 };
 
 // What a forward pass sees of a layer's neurons; the caller sets all to 0.
@@ -34,8 +34,8 @@ class ZeroSkip {
 
   int64_t hidden_items() const { return (groups_ + step_ - 1) / step_; }
   void hidden(int64_t item) const;
-  int64_t output_items() const { return (z_.cols + kStripe - 1) / kStripe; }
-  void output(int64_t stripe) const;
+  int64_t output_items() const { return output_items_; }
+  void output(int64_t item) const;
   // Fetches the beginning of what an item reads of the gate.
   void prefetch(int64_t bytes, int64_t item) const;
 
@@ -45,7 +45,7 @@ class ZeroSkip {
   Activations z_, h_;
   const float* residual_;
   float *hidden_, *out_;
-  int64_t groups_, step_;
+  int64_t groups_, step_, output_items_;
   Act act_;
   SkipCounts counts_;
 };
