@@ -35,8 +35,6 @@ STDOUT = "-"
 """The file of `--json` if none is named."""
 MODEL = "smollm2-135m"
 """The default model."""
-DRAFTER = "prompt_lookup"
-"""The default drafter."""
 ANY_MODEL = "a known name, a GGUF file, owner/repo:Q4_K_M of the Hub or hf://owner/repo/file.gguf"
 DRAFT_MODEL = ("-md", "--model-draft", "--draft")
 DRAFT_LENGTH = ("--gamma", "--draft-max", "--spec-draft-n-max")
@@ -223,8 +221,8 @@ def load(args: argparse.Namespace, out: "Console") -> "Model":
 
 def add_draft(add: Callable[..., argparse.Action]) -> None:
     """The drafter, its verifier and how much it drafts."""
-    about = "a drafter as in configs; none is plain decoding (%(default)s)"
-    add("--drafter", default=DRAFTER, metavar="NAME", help=about)
+    about = "a drafter as in configs; none is plain decoding (the model's usual one in `models`, or prompt_lookup)"
+    add("--drafter", metavar="NAME", help=about)
     add("--spec-type", dest="drafter", type=drafter_name, metavar="TYPE", help="the same in llama.cpp's words")
     add(*DRAFT_MODEL, dest="draft", metavar="FILE", help="a model that drafts: a name or a file")
     about = "tokens drafted in a round (as many as pay, by auto_off)"
@@ -239,15 +237,17 @@ def drafter_name(text: str) -> str:
     return METHODS.get(text, text).replace("-", "_")
 
 
-def drafter_of(drafter: str, draft: str | None) -> Choice:
-    """The drafter that --drafter and --draft name; the file may be that of a published head, as in llama.cpp.
-    UserError: a drafter that has no file beside one."""
+def drafter_of(drafter: str | None, draft: str | None, model: str = MODEL) -> Choice:
+    """The drafter that --drafter and --draft name, else the usual one of `model`; the file may be that of a published
+    head, as in llama.cpp. UserError: a drafter that has no file beside one."""
     if draft is None:
-        return Choice(drafter)
-    name = drafter_name(drafter)
-    if name != DRAFTER and name not in DRAFT_FILES:
+        from specsparse.models import catalogue
+
+        entry = None if drafter else catalogue.find(model)
+        return Choice(drafter or (entry.drafter if entry else catalogue.DRAFTER))
+    name = drafter_name(drafter or "model")
+    if name not in DRAFT_FILES:
         raise UserError(f"{drafter} and the draft model {draft} are two drafters: give one of them")
-    name = "model" if name == DRAFTER else name
     return Choice(name, {DRAFT_FILES[name]: draft})
 
 
@@ -270,14 +270,14 @@ def method_of(args: argparse.Namespace, sampling: "SamplingParams") -> "MethodSp
     options = read_options(getattr(args, "option", ()))
     chosen = {group: Choice(name, options[group]) for group in GROUPS if (name := getattr(args, group, None))}
     theirs = getattr(args, "speculative_config", None) or {}
-    named, twice = args.drafter != DRAFTER or args.draft is not None, theirs.get("verifier") and "verifier" in chosen
+    named, twice = args.drafter is not None or args.draft is not None, theirs.get("verifier") and "verifier" in chosen
     refuse({
         "--speculative-config names the drafter: leave --drafter and --draft out, or it": theirs and named,
         "--verifier and rejection_sample_method of --speculative-config are one thing: give one of them": twice,
     })  # fmt: skip
     if theirs.get("verifier"):
         chosen["verifier"] = Choice(theirs["verifier"], options["verifier"])
-    drafter = theirs.get("drafter") or drafter_of(args.drafter, args.draft)
+    drafter = theirs.get("drafter") or drafter_of(args.drafter, args.draft, args.model)
     chosen["drafter"] = Choice(drafter.name, {**drafter.options, **options["drafter"]})
     lengths = {name for name, word in WORDS.items() if word.here == "drafter.gamma"}
     places = {"--option {}": options["drafter"], "--option policy.{}": options["policy"],

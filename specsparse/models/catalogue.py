@@ -37,6 +37,8 @@ Mixed = Literal["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K_M", "MXFP4"]
 """llama.cpp's names for the types of all of a file's weights."""
 OWN = "SPECSPARSE_CATALOGUE"
 """Environment variable that names the folder of the user's own entries."""
+DRAFTER = "prompt_lookup"
+"""The drafter of the commands for models that have no better one."""
 COMPANION = "specsparse_models"
 """The package of model files; `specsparse-models` in a checkout of this project."""
 _SPARE = 0.05  # of the disk that is needed
@@ -102,6 +104,7 @@ class Entry:
     # "target" writes the text, "draft" drafts for one, "head" is a drafter made for one target
     role: Literal["target", "draft", "head"] = "target"
     drafts: tuple[str, ...] = ()  # names of entries that draft for it, the usual one first
+    drafter: str = DRAFTER  # of the commands, if none is named
     aliases: tuple[str, ...] = ()  # other names
     package: str | None = None  # import name of the Python package that carries it; found without importing it
     install: str | None = None  # the one command that brings the package

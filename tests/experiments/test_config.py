@@ -312,7 +312,8 @@ def test_mistakes_that_no_part_is_asked_about_are_answered_at_once(elsewhere):
 
 MISTYPED = [
     (["verifier.xyz=1"], "verifier.xyz is no option of greedy; valid: none"),
-    (["drafter.ngram_mx=3"], "drafter.ngram_mx is no option of prompt_lookup; did you mean ngram_max?"),
+    (["drafter=prompt_lookup", "drafter.ngram_mx=3"],
+     "drafter.ngram_mx is no option of prompt_lookup; did you mean ngram_max?"),
     (
         ["drafter=head", "drafter.temprature=1"],
         "drafter.temprature is no option of head; did you mean temperature?",
@@ -332,7 +333,7 @@ MISTYPED = [
     (["tree.widht=3"], "tree.widht is no option of tree=chain"),
     (["tree=static", "tree.widht=3"], "tree.widht is no option of static; did you mean widths?"),
     ([f"seed={2**65}"], f"seed={2**65} must be a whole number of at least 0 and at most {2**64 - 1}"),
-    (["policy.gama=3"], "policy.gama is no option of fixed; did you mean gamma?"),
+    (["policy.gama=3"], "policy.gama is no option of auto_off; did you mean gamma?"),
     (["policy=auto_off", "policy.evry=3"], "policy.evry is no option of auto_off; did you mean every?"),
     (["verifier=threshold", "verifier.total=2"], "verifier.total=2 must be a number above 0 and at most 1"),
 ]

@@ -2,11 +2,13 @@
 
 import pytest
 
+from specsparse.cli.arguments import drafter_of
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.models import catalogue
 from specsparse.models.convert.edit import make_delta, set_metadata
 from specsparse.support.files import size_text
+from specsparse.support.registry import Choice
 from specsparse.testing import write_tiny_gguf
 
 
@@ -157,3 +159,10 @@ def test_a_split_model_is_here_when_all_its_parts_are(own, tmp_path, monkeypatch
 @pytest.mark.parametrize(("size", "text"), [(3.825e9, "3.8 GB"), (325e6, "325 MB"), (16.2e9, "16 GB"), (1200, "1 kB")])
 def test_sizes_as_people_say_them(size, text):
     assert size_text(size) == text
+
+
+def test_commands_draft_by_what_the_catalogue_names():
+    for model, usual in {"smollm2": "mixed", "smollm2-135m-relu": "prompt_lookup", "my.gguf": "prompt_lookup"}.items():
+        assert drafter_of(None, None, model).name == usual
+        assert drafter_of("suffix", None, model).name == "suffix"
+        assert drafter_of(None, "smollm2-draft", model) == Choice("model", {"model": "smollm2-draft"})

@@ -26,7 +26,8 @@ def main(args: argparse.Namespace) -> int:
 
     arguments.settle(args)
     sampling = arguments.sampling_params(args)
-    method = ChatMethod(args.drafter, args.draft, args.verifier, args.gamma)
+    drafter = arguments.drafter_of(args.drafter, args.draft, args.model).name
+    method = ChatMethod(drafter, args.draft, args.verifier, args.gamma)
     method.spec(sampling).arguments()  # mistakes are said before the model is loaded
     out = terminal.console()
     model = arguments.load(args, out)
