@@ -29,7 +29,7 @@ from specsparse.support.files import atomically, cache_dir
 from specsparse.support.options import as_yaml, values_of
 from specsparse.support.registry import Registry, source_of
 
-VERSION = 4
+VERSION = 5
 """Version of what is measured and how. A table of another version is measured again."""
 
 
@@ -49,14 +49,14 @@ FREE = DraftCost()
 class CostTable:
     """Measured times of one model file on one machine, in seconds."""
 
-    ns: tuple[int, ...]  # rows of the measured forwards, ascending from 1
+    ns: tuple[int, ...]  # rows of the measured rounds, ascending from 1
     kv_base: int  # tokens in the cache during them
-    forward_s: tuple[float, ...]  # seconds of each, with the argmax of its rows
+    forward_s: tuple[float, ...]  # seconds of a step of the loop with so many rows, without what any round adds
     kv_s: float  # seconds that one more token in the cache adds to a forward if all layers read it
     kv_row_s: float  # the same for each row
     plain_s: float  # a plain decoding step in the loop, at `kv_base`
-    # round_s, round_token_s: what a speculative round adds to its forward (verdict, commit, counters), and what each
-    # token that a draft has room for adds
+    # round_s, round_token_s: what a speculative round adds to a plain step, without a draft too (verdict, commit,
+    # counters), and what each token that a draft has room for adds
     round_s: float
     round_token_s: float
     host_s: float  # one call of the loop, once a generation
@@ -138,11 +138,13 @@ class CostTable:
     def policy_options(self, gamma: int, drafter: str | None = None, *, batch: int = 1) -> dict[str, Any]:
         """The options `v`, `c`, `c0` of the policies `cost` and `auto_off`, for drafts of up to gamma tokens.
 
-        In steps of `batch` sequences, v(n) is v(batch n) / v(batch); drafting is taken to grow as a step does.
+        They are in rounds without a draft, of the same loop: a round costs what it does, whether or not it drafts. Of
+        `batch` sequences v(n) is the time of batch n rows over that of batch; drafting is taken to grow as that does.
         """
-        together = self.v(batch)
-        v = [max(self.v(batch * n) / together, 1e-3) for n in range(1, gamma + 2)]
-        return {"v": v, **self.draft_costs(self.drafts.get(drafter or "", FREE), gamma)}
+        alone, draft = self.round(batch, gamma), self.drafts.get(drafter or "", FREE)
+        v = [max(self.round(batch * n, gamma) / alone, 1e-3) for n in range(1, gamma + 2)]
+        each = self.round(1, gamma)
+        return {"v": v, "c": draft.token_s / each, "c0": draft.fixed_s / each}
 
     def tree_options(self, nodes: int, drafter: str) -> dict[str, Any]:
         """The options `cost`, `level_cost` of the tree `sequoia`, for trees of up to `nodes` nodes, in plain steps."""

@@ -1,6 +1,6 @@
 """Measures what forwards, rounds and drafts of a model cost on this machine; the timing cache keeps the table.
 
-The first part fits times and slopes to repeated timings, the second times forwards and rounds, the third drafters.
+The first part fits times and slopes to repeated timings, the second times rounds, the third drafters.
 """
 
 import contextlib
@@ -121,29 +121,37 @@ def fit_draft(points: list[tuple[float, float]]) -> DraftCost:
 
 @dataclass(frozen=True)
 class Effort:
-    ns: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # rows of the forwards, from 1
+    ns: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # rows of the rounds, from 1
     near: int = 128  # tokens in the cache
     far: int = 1024  # tokens in the cache
     repeats: int = 15  # of each timing, interleaved
-    decode: int = 16  # tokens of a plain timing, rounds of a speculative one
-    forwards: int = 4  # passes of one timing of a forward
-    gammas: tuple[int, int] = (2, 7)  # room for draft tokens of the loops whose rounds are timed, two of them
+    decode: int = 16  # tokens of a timing, if a round emits as many as it has rows
+    least: int = 4  # rounds of a timing, at least
+    narrow: int = 2  # room of the loop beside that with room for the most rows: what a token of room costs
+
+    @property
+    def gamma(self) -> int:
+        """Room of the loop whose rounds have all of `ns`."""
+        return max(max(self.ns) - 1, 1)
 
     @property
     def room(self) -> int:
         """Tokens that the tests add to the cache."""
-        return self.decode * (max(self.gammas) + 1) + max(self.ns) + max(self.gammas) + 2
+        return max(self.decode, self.least * (self.gamma + 1)) + self.gamma + 2
 
-    def for_model(self, context: int, step_s: float) -> "Effort":
-        """Less if a forward takes long, and cache lengths that the context holds."""
+    def rounds(self, n: int) -> int:
+        return max(self.decode // n, self.least)
+
+    def for_model(self, context: int, step_s: float, width: int = 0) -> "Effort":
+        """Less if a forward takes long, cache lengths that the context holds, and rows that steps of a width hold."""
         slow = step_s > 0.03
-        ns = tuple(n for n in self.ns if n <= max(1, context // 4))
+        ns = tuple(n for n in self.ns if n <= max(1, context // 4) and (not width or n <= width))
         fitted = dataclasses.replace(
             self,
             ns=ns,
-            gammas=tuple(min(g, max(ns)) for g in self.gammas),
-            forwards=max(1, min(self.forwards, int(0.05 / step_s))),
+            narrow=min(self.narrow, max(max(ns) - 1, 1)),
             decode=max(1, min(max(8, min(self.decode, int(0.5 / step_s))), context // 8)),
+            least=max(1, min(2 if slow else self.least, context // (4 * max(ns)))),
             repeats=min(self.repeats, 5) if slow else self.repeats,
         )
         most = max(context - fitted.room, 1)
@@ -156,7 +164,7 @@ def load_or_measure(model: Model, *, refresh: bool = False, bar: Bar = silent) -
     """The model's kept table; without one it is measured (half a minute for a small model) and kept."""
     if not refresh and (known := timing_cache.load(model)) is not None:
         return known
-    with bar("measuring forwards and rounds of this machine", Effort.repeats) as done:
+    with bar("measuring rounds on this machine", Effort.repeats) as done:
         table = measure(model, done=done)
     return timing_cache.save(model, table)
 
@@ -164,54 +172,58 @@ def load_or_measure(model: Model, *, refresh: bool = False, bar: Bar = silent) -
 def measure(model: Model, *, effort: Effort = Effort(), done: Callable[[], None] = lambda: None) -> CostTable:
     """Measures everything but drafters; `done` is called before each repeat, which times everything once.
 
-    Tokens are those of the built-in prompts: rows of a text share experts, so how many they wake is the text's.
+    All times are of rounds in the decode loop, with what a round does besides its forward: one program has room for the
+    most rows, and its drafts are as long as each timing asks for. They are tokens of the built-in prompts: rows of a
+    text share experts, so how many they wake is the text's.
     `residuals` of the result: `spread`, the relative deviation of each time between repeats; `kv`, the relative error
     of the fit over the cache's length by n; `rising`, how far a v(n) had to be moved so that they rise.
     """
     rough = Ours(model, depth=0, room=16, forwards=1)
     rough.verify(1)
-    effort = effort.for_model(model.config.context_length, hosts.agreed(rough.verify(1)))
+    effort = effort.for_model(model.config.context_length, hosts.agreed(rough.verify(1)), model.width)
     device = measure_device()
     text = model.tokenizer.encode("\n\n".join(prompt.text for prompt in prompts.load()))
     ids = np.resize(np.asarray(text, np.int32), effort.far + effort.room)
-
-    # Each returns seconds: of a forward, of a round with its share of the call, of a call.
-    timings: dict[str, Callable[[], float]] = {}
-    far_ns = tuple(sorted({effort.ns[0], effort.ns[len(effort.ns) // 2], effort.ns[-1]}))
-    for name, depth, ns in (("near", effort.near, effort.ns), ("far", effort.far, far_ns)):
-        side = Ours(model, depth=depth, room=effort.room, forwards=effort.forwards, ids=ids)
-        timings |= {f"{name} {n}": partial(side.verify, n) for n in ns}
-    start = ids[: effort.near + 1]
-    loops = {0: Loop(model, Method(), start, room=effort.decode)}
-    for gamma in effort.gammas:  # a drafter that costs nothing and drafts the text
+    plain = Loop(model, Method(), ids[: effort.far + 1], room=effort.room)
+    loops = {}
+    for gamma in {effort.narrow, effort.gamma}:  # a drafter that costs nothing and drafts the text
         drafter = Scripted.chain(gamma, (gamma,), vocab_size=model.config.vocab_size, truth=tuple(ids))
-        loops[gamma] = Loop(model, Method(drafter, get_verifier("match")), start, room=effort.decode * (gamma + 1))
-    timings |= {f"loop {g}": (lambda loop=loop: loop.again(effort.decode) / effort.decode) for g, loop in loops.items()}
-    timings["host"] = partial(loops[0].run, 0)
+        method = Method(drafter, get_verifier("match"), Fixed(gamma))
+        loops[gamma] = Loop(model, method, ids[: effort.far + 1], room=effort.room)
+
+    def seconds(loop: Loop, n: int, kv: int, **drafted: int) -> float:
+        return loop.again(effort.rounds(n), start=kv + 1, **drafted) / effort.rounds(n)
+
+    # Each returns seconds: of a round with its share of the call, of a call.
+    far_ns = tuple(sorted({effort.ns[0], effort.ns[len(effort.ns) // 2], effort.ns[-1]}))
+    timings: dict[str, Callable[[], float]] = {"plain": partial(seconds, plain, 1, effort.near)}
+    for name, kv, ns in (("near", effort.near, effort.ns), ("far", effort.far, far_ns)):
+        timings |= {f"{name} {n}": partial(seconds, loops[effort.gamma], n, kv, drafted=n - 1) for n in ns}
+    timings["narrow"] = partial(seconds, loops[effort.narrow], 1, effort.near, drafted=0)
+    timings |= {"host": partial(plain.run, 0), "host of rounds": partial(loops[effort.gamma].run, 0)}
     at, spread = polish(interleaved(timings, repeats=effort.repeats, before=done))
 
-    raw = [at[f"near {n}"] for n in effort.ns]
-    forward = rising(raw)
-    near = [forward[effort.ns.index(n)] for n in far_ns]
+    def alone(name: str, n: int = 1, host: str = "host of rounds") -> float:
+        """Half at least: if a round takes less than its share of the call, noise could make it nothing."""
+        return max(at[name] - at[host] / effort.rounds(n), at[name] / 2)
+
+    raw = [alone(f"near {n}", n) for n in effort.ns]
+    near, far, plain_s = rising(raw), [alone(f"far {n}", n) for n in far_ns], alone("plain", host="host")
     windows = LayerWindows.from_config(model.config)
     distance = windows.read(1, effort.far) - windows.read(1, effort.near)
-    kv_s, kv_row_s, kv_errors = fit_kv(far_ns, near, [at[f"far {n}"] for n in far_ns], distance)
-    host_s = at["host"]
-    # Half at least: if a step takes less than its share of the call, noise could make it nothing.
-    step = {g: max(at[f"loop {g}"] - host_s / effort.decode, at[f"loop {g}"] / 2) for g in (0, *effort.gammas)}
-    more = [step[g] - step[0] - float(np.interp(g + 1, effort.ns, forward)) + forward[0] for g in effort.gammas]
-    fixed_s, token_s = fit_overhead(effort.gammas, more)
+    kv_s, kv_row_s, kv_errors = fit_kv(far_ns, [near[effort.ns.index(n)] for n in far_ns], far, distance)
+    fixed_s, token_s = fit_overhead((effort.narrow, effort.gamma), [alone("narrow") - plain_s, near[0] - plain_s])
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return CostTable(
         ns=effort.ns,
         kv_base=effort.near,
-        forward_s=tuple(forward),
+        forward_s=tuple(plain_s + more - near[0] for more in near),
         kv_s=kv_s,
         kv_row_s=kv_row_s,
-        plain_s=step[0],
+        plain_s=plain_s,
         round_s=fixed_s,
         round_token_s=token_s,
-        host_s=host_s,
+        host_s=at["host"],
         bandwidth=device.bandwidth,
         int8=device.int8,
         f32=device.f32,
@@ -220,7 +232,7 @@ def measure(model: Model, *, effort: Effort = Effort(), done: Callable[[], None]
             "spread": spread,
             "kv": dict(zip(map(str, far_ns), kv_errors, strict=True)),
             "kv_far": effort.far,
-            "rising": max(abs(f / r - 1) for f, r in zip(forward, raw, strict=True)),
+            "rising": max(abs(n / r - 1) for n, r in zip(near, raw, strict=True)),
         },
         identity={**timing_cache.identity(model), "date": date},
     )
@@ -347,7 +359,7 @@ def time_stretches(table: CostTable, loop: Loop, plain: Loop, *, nodes: int, rou
         if not drafts:
             continue
         drafted, kv = c.num_draft_tokens - first.num_draft_tokens, (start + end) / 2
-        rest = drafts * table.round(1 + drafted / drafts, nodes, kv) + (ran - drafts) * table.step(kv)
+        rest = drafts * table.round(1 + drafted / drafts, nodes, kv) + (ran - drafts) * table.round(1, nodes, kv)
         speed = (plain_s - table.host_s) / (rounds * table.step(plain_kv))
         found.append((drafted / drafts, max((took - call_s) / speed - rest, 0.0) / drafts))
     return found

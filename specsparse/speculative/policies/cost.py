@@ -1,7 +1,7 @@
 """Policies that weigh expected tokens against measured time.
 
-Times are in units of one plain decoding step: v(n) for a forward pass of n positions (v(1) = 1), c for drafting one
-token, c0 for a round's fixed overhead. With acceptance alpha a draft of g tokens yields
+Times are in units of a round without a draft: v(n) for a round of n positions (v(1) = 1), c for drafting one token, c0
+for what a draft takes whatever its length. With acceptance alpha a draft of g tokens yields
 
     E(g) = (1 - alpha^(g+1)) / (1 - alpha)   tokens (Leviathan et al. 2211.17192, eq. 1)
 
@@ -44,11 +44,11 @@ class FadingCounts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """Times in plain steps, and how acceptance is estimated.
+    """Times in rounds without a draft, and how acceptance is estimated.
 
     Attributes:
-        v: times v(1), v(2), ... of a forward pass of n positions, v(1) = 1; kept: as `+experiment=roofline` measured
-            them here, else a safe guess; null: measured before the run.
+        v: times v(1), v(2), ... of a round of n positions, v(1) = 1; kept: as `+experiment=roofline` measured them
+            here, else a safe guess; null: measured before the run.
         c: time to draft a token; by default as v, or by the bytes that a drafted token reads.
         c0: time that a drafting round takes besides; by default as v.
         prior: acceptance expected before there is evidence; null: measured on the built-in prompts, 0.6 in the API.
@@ -67,7 +67,7 @@ class CostModel:
     def times(self) -> tuple[float, ...]:
         """v, if it was given or measured."""
         if not isinstance(self.v, tuple):
-            raise UserError("policy.v is needed: measured times v(1)..v(gamma+1) of a forward of n positions, v(1) = 1")
+            raise UserError("policy.v is needed: measured times v(1)..v(gamma+1) of a round of n positions, v(1) = 1")
         return self.v
 
     @property

@@ -202,14 +202,14 @@ def test_a_table_gives_the_policies_their_options():
     t = table().with_draft("model", DraftCost(token_s=0.0022, fixed_s=0.0011))
     options = t.policy_options(7, "model")
     assert options["v"][0] == 1.0 and len(options["v"]) == 8
-    assert options["c"] == pytest.approx(0.2)
-    assert options["c0"] == pytest.approx((0.0012 + 0.0011) / 0.011)
+    alone = 0.011 + 0.0012  # a round with room for seven tokens, and no draft
+    assert options["c"] == pytest.approx(0.0022 / alone)
     cost = get_policy("cost", gamma=7, **options).cost
-    assert cost.time(7) == pytest.approx(t.v(8) + 7 * 0.2 + options["c0"])
+    assert cost.time(7) == pytest.approx((t.round(8, 7) + 7 * 0.0022 + 0.0011) / alone)
     assert t.policy_options(7, "unknown")["c"] == 0
     together = t.policy_options(3, "model", batch=4)
-    assert together["v"] == pytest.approx([1.0, t.v(8) / t.v(4), t.v(12) / t.v(4), t.v(16) / t.v(4)])
-    assert (together["c"], together["c0"]) == (options["c"], t.policy_options(3, "model")["c0"])
+    assert together["v"] == pytest.approx([t.round(n, 3) / t.round(4, 3) for n in (4, 8, 12, 16)])
+    assert (together["c"], together["c0"]) == tuple(t.policy_options(3, "model")[key] for key in ("c", "c0"))
 
 
 def test_a_table_survives_json():

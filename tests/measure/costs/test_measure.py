@@ -18,16 +18,19 @@ from specsparse.experiments import configured, runner
 from specsparse.experiments.settings import from_omegaconf
 from specsparse.measure.costs import acceptance, measuring
 from specsparse.measure.costs.acceptance import acceptance_over_seeds
-from specsparse.measure.trials import Ours
+from specsparse.measure.trials import Loop, Ours
 from specsparse.run import conf_dir
 from specsparse.runtime import timing_cache
 from specsparse.runtime.method import Method
+from specsparse.runtime.metrics import Counters
 from specsparse.speculative.drafters import get_drafter
+from specsparse.speculative.drafters.synthetic import Scripted
+from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.verifiers import get_verifier
 from specsparse.testing import write_tiny_gguf
 from tests.experiments.playing import play
 
-EFFORT = measuring.Effort(ns=(1, 2, 4), near=16, far=64, repeats=2, decode=4, forwards=1, gammas=(1, 3))
+EFFORT = measuring.Effort(ns=(1, 2, 4), near=16, far=64, repeats=2, decode=4, least=1, narrow=1)
 ROOT = conf_dir().parent
 
 
@@ -65,7 +68,7 @@ def test_what_is_measured(table):
     assert table.identity["file"] == "tiny.gguf"
 
 
-def test_forwards_are_timed_on_the_rows_of_a_text(model, monkeypatch):
+def test_rows_are_timed_as_those_of_a_text(model, monkeypatch):
     """Rows that repeat themselves would wake fewer experts than a text's, and random ones more."""
     seen = []
 
@@ -81,16 +84,28 @@ def test_forwards_are_timed_on_the_rows_of_a_text(model, monkeypatch):
     class Asked(Exception):
         pass
 
-    def ours(model, *, ids=None, **given):
-        if ids is not None:
-            raise Asked(ids)
-        return Ours(model, **given)
+    def loop(model, method, ids, *, room):
+        if method.drafter is not None:
+            raise Asked(ids, method.drafter.truth)
 
-    monkeypatch.setattr(measuring, "Ours", ours)
+    monkeypatch.setattr(measuring, "Loop", loop)
     with pytest.raises(Asked) as asked:
         measuring.measure(model, effort=EFFORT)
     begins = model.tokenizer.encode(prompts.load()[0].text)[:20]
-    assert asked.value.args[0][: len(begins)].tolist() == begins
+    for ids in asked.value.args:
+        assert list(ids[: len(begins)]) == begins
+
+
+def test_one_loop_times_rounds_of_any_rows_and_from_any_place(model):
+    ids = np.arange(3, 23, dtype=np.int32)
+    drafter = Scripted.chain(3, (0,), vocab_size=model.config.vocab_size, truth=tuple(range(3, 43)))
+    loop, seen = Loop(model, Method(drafter, get_verifier("match"), Fixed(3)), ids, room=16), Counters()
+    for start, drafted in ((20, 2), (8, 0), (12, 3)):
+        assert loop.again(2, start=start, drafted=drafted) > 0
+        now = loop.session.counters()[0]
+        assert (now.num_rounds - seen.num_rounds, now.num_draft_tokens - seen.num_draft_tokens) == (2, 2 * drafted)
+        assert int(loop.session.state.length[0]) == start + now.num_emitted_tokens - seen.num_emitted_tokens
+        seen = now
 
 
 def test_a_guess_of_a_model_with_experts_counts_those_that_rows_wake(tmp_path, kept):
