@@ -145,14 +145,15 @@ class Effort:
     def for_model(self, context: int, step_s: float, width: int = 0) -> "Effort":
         """Less if a forward takes long, cache lengths that the context holds, and rows that steps of a width hold."""
         slow = step_s > 0.03
-        ns = tuple(n for n in self.ns if n <= max(1, context // 4) and (not width or n <= width))
+        widest = min(max(1, context // 4), width or max(self.ns))
+        ns = tuple(n for n in self.ns if n <= widest and (not slow or n in (1, 2, 3, 4, 8, 16)))
         fitted = dataclasses.replace(
             self,
             ns=ns,
             narrow=min(self.narrow, max(max(ns) - 1, 1)),
-            decode=max(1, min(max(8, min(self.decode, int(0.5 / step_s))), context // 8)),
+            decode=max(1, min(max(8, min(self.decode, int(0.25 / step_s))), context // 8)),
             least=max(1, min(2 if slow else self.least, context // (4 * max(ns)))),
-            repeats=min(self.repeats, 5) if slow else self.repeats,
+            repeats=min(self.repeats, 4) if slow else self.repeats,
         )
         most = max(context - fitted.room, 1)
         near = min(self.near, max(most // 4, 1))
