@@ -30,7 +30,7 @@ MODELS = {
     "f32-odd-head": {"quant": "F32", "d_model": 72, "n_heads": 3, "n_kv_heads": 1, "d_ff": 50, "vocab_size": 97,
                      "n_layers": 1},
     "reference": {"backend": "reference", "quant": "F32", "d_model": 48, "n_heads": 6, "n_kv_heads": 2, "d_ff": 50,
-                  "n_layers": 1, "vocab_size": 97, "kv_dtype": "f32"},
+                  "n_layers": 1, "vocab_size": 97, "window": 5, "head_dim": 32, "kv_dtype": "q8_0"},
     "qwen3": {"quant": "Q8_0", "architecture": "qwen3", "head_dim": 32, "d_ff": 160, "kv_dtype": "q8_0", **GQA},
     "mistral": {"quant": "Q4_0", "d_ff": 160, "window": 5, **GQA},
     "smollm3": {"quant": "Q4_0", "architecture": "smollm3", "n_layers": 4, "d_ff": 96, **GQA},
@@ -52,7 +52,8 @@ MODELS = {
 LENGTH = 37
 
 
-RARE = ("olmo2", "experts-olmoe", "experts-reference")
+# Native kernels run these layers' kinds above, and the reference its window and its cache of eight bits.
+RARE = ("olmo2", "experts-olmoe", "experts-reference", "gemma3-reference")
 
 
 @pytest.fixture(scope="module", params=cells(MODELS, [name for name in MODELS if name not in RARE]))
@@ -154,7 +155,7 @@ def test_threads_and_instruction_sets(rig, text, wanted, isa, settings):
     equal(rig.one_by_one(text[:6]), wanted[:6], isa)
 
 
-def check_tree(rig: Rig, prefix: list[int], seed: int, nodes: int, rows: list[int]) -> None:
+def check_tree(rig: Rig, prefix: list[int], seed: int, nodes: int, rows: list[int], *, commits: bool = True) -> None:
     """Rows of a random tree equal their chains; a committed path goes on like its chain."""
     rng = np.random.default_rng(seed)
     vocabulary = rig.config.vocab_size
@@ -167,6 +168,8 @@ def check_tree(rig: Rig, prefix: list[int], seed: int, nodes: int, rows: list[in
         chain, _ = rig.feed([[tokens[i] for i in path]], cache)
         for at, node in enumerate(path):
             equal(got[0, node], chain[0, at], f"tree {seed}, row {node}")
+    if not commits:
+        return
     leaf = int(np.argmax([len(path_to(parents, r)) for r in range(nodes)]))
     path, more = path_to(parents, leaf), rng.integers(0, vocabulary, 5).tolist()
     kept = np.array([[*path, *([-1] * (WIDTH - len(path)))]], np.int32)
@@ -232,8 +235,9 @@ def test_smollm2_rows_chunks_threads_and_isas(real, story, settings):
 
 
 def test_smollm2_trees(real, story):
-    check_tree(real, story[:11], 0, 16, [15, 9, 12])
-    check_tree(real, story[:16], 1, 9, [8, 5])
+    """Without commits, which move the rows of thirty layers as those of one and take most of the time to compile."""
+    check_tree(real, story[:11], 0, 16, [15, 9, 12], commits=False)
+    check_tree(real, story[:16], 1, 9, [8, 5], commits=False)
 
 
 # From logits to tokens: distributions and draws, through `generate`.
@@ -254,9 +258,8 @@ def check_batch(model, prompts, n: int = 9) -> None:
         assert many[0].token_ids == alone[0].token_ids and len({g.token_ids for g in many}) == n
 
 
-@pytest.mark.parametrize(
-    ("backend", "n"), cells([("native", 3), ("native", 9), ("reference", 1)], [("native", 3), ("reference", 1)])
-)
+# The reference's rows are compared above, and those of its sampling in tests/engine/sampling.
+@pytest.mark.parametrize(("backend", "n"), cells([("native", 3), ("native", 9), ("reference", 1)], [("native", 3)]))
 def test_a_batch_draws_what_each_prompt_draws_alone(tmp_path, backend, n):
     if backend == "native" and not cpu.available():
         pytest.skip(f"no native kernels: {cpu.why_missing()}")

@@ -114,13 +114,17 @@ def test_newcomer_reads_the_key_that_was_wrong_as_it_was_written(capsys, argv, s
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (run.conf_dir() / "experiment").glob("sweep_*.yaml")))
-def test_every_cell_of_a_sweep_composes(name):
+def test_every_value_of_a_sweep_composes(name):
+    """One of each key at a time."""
     file = OmegaConf.load(run.conf_dir() / "experiment" / f"{name}.yaml")
-    for key, values in file.hydra.sweeper.params.items():
-        for value in re.findall(r"\[.*?\]|[^,\s]+", str(values)):
-            with initialize_config_dir(str(run.conf_dir()), version_base="1.3"):  # the sweeper spells nothing out
-                cfg = settings.from_omegaconf(compose("config", [f"+experiment={name}", f"{key}={value}"]))
-            playing.settings(cfg)
+    words = [
+        [f"{key}={value}" for value in re.findall(r"\[.*?\]|[^,\s]+", str(values))]
+        for key, values in file.hydra.sweeper.params.items()
+    ]
+    for cell in itertools.zip_longest(*words):
+        with initialize_config_dir(str(run.conf_dir()), version_base="1.3"):  # the sweeper spells nothing out
+            cfg = settings.from_omegaconf(compose("config", [f"+experiment={name}", *filter(None, cell)]))
+        playing.settings(cfg)
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (run.conf_dir() / "experiment").glob("*.yaml")))

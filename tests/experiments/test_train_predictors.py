@@ -73,9 +73,6 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
     assert found.result[0].layers == whole.result[0].layers and found.result[0].model == whole.result[0].model
 
-    none = replaced(cfg, predictor=Choice("mlp", {"threshold": 1e9}))
-    assert play(none, tmp_path / "none", model=model)[0].result[0].mean.kept == 0
-
     pairs, threshold = load_pairs(tmp_path / "out" / "predictors.safetensors")
     folder = tmp_path / "out" / "powerinfer"
     assert threshold == 0.0 == read_threshold(folder)

@@ -193,9 +193,10 @@ def test_the_real_model(smollm2):
     """The shipped ReLU model: prompt, plain decoding and verification, all with the dense model's tokens."""
     dense, oracle = (specsparse.load("smollm2-135m-relu", ffn=ffn) for ffn in ("dense", "oracle"))
     prompt = "The river rises in the hills. The river"
-    for options in ({}, {"drafter": "prompt_lookup", "verifier": "greedy"}):
-        texts = [specsparse.generate(m, prompt, max_tokens=32, ignore_eos=True, **options) for m in (dense, oracle)]
-        assert texts[0].token_ids == texts[1].token_ids
+    drafted = {"drafter": "prompt_lookup", "verifier": "greedy"}
+    runs = (dense, {}), (oracle, {}), (oracle, drafted)
+    texts = [specsparse.generate(m, prompt, max_tokens=32, ignore_eos=True, **more).token_ids for m, more in runs]
+    assert texts[0] == texts[1] == texts[2]
     cache = oracle.new_cache(1, oracle.capacity_for(4))
     params = oracle.params_for(oracle.capacity_for(4))
     stats = oracle.forward(params, jnp.asarray([[5]], jnp.int32), cache)[0].stats

@@ -66,7 +66,7 @@ MODEL_CASES = {
 # Every drafter and tree stays (`head` inside `lookup_head`); argmax and drawn drafts as chain and as tree, of a model,
 # of the target's own layers and of heads. The slow ones pair them another way.
 ORDINARY = (
-    "layer_skip_p_min", "sparse_self", "sparse_kv", "tree_wor", "lookup_head drawn", "mixed", "eagle3_dynamic",
+    "layer_skip_p_min", "sparse_self", "sparse_kv", "tree_wor", "lookup_head", "mixed", "eagle3_dynamic",
     "dflash_ddtree",
 )  # fmt: skip
 

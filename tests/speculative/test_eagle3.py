@@ -126,6 +126,7 @@ OPTIONS = {
     "eagle 3.1": {"fc_norm": True, "norm_output": True, "features": 4},
     "qwen3": {"qk_norm": True, "biases": ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_down")},
 }
+OPTIONS["all"] = OPTIONS["norms"] | OPTIONS["eagle 3.1"] | OPTIONS["qwen3"]
 
 
 def transcribed(file, features, text, path, embedding, output):
@@ -177,7 +178,7 @@ def transcribed(file, features, text, path, embedding, output):
     return output @ norm(y, "output_norm.weight")
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", cells(OPTIONS, ["plain", "all"]))
 def test_every_option_against_a_transcription(model, options):
     """With an output matrix of its own, every second id in any order; the plain one with the target's."""
     ids = np.random.default_rng(1).permutation(V)[::2] if options != "plain" else np.arange(V)
@@ -242,7 +243,8 @@ def test_drafter_head_takes_a_gguf_file_of_this_kind(model, head, name):
     assert drafter.source == bound(model, head, gamma=3, p_min=0.0)[0].source
 
 
-@pytest.mark.parametrize("name", cells(["head", "lookup_head"], ["head"]))
+@pytest.mark.slow  # the source is that of drafter=eagle3
+@pytest.mark.parametrize("name", ["head", "lookup_head"])
 def test_a_gguf_file_of_this_kind_decodes_by_the_name_of_a_head(model, head, name):
     spec, sampling = get_drafter(name, head=head, gamma=3, p_min=0.0), {"max_tokens": 12, "ignore_eos": True}
     got = specsparse.generate(model, TEXT, drafter=spec, **sampling)

@@ -1,8 +1,10 @@
 """Token Recycling: the table of successors, the tree over it, and whole texts."""
 
 import dataclasses
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from specsparse.speculative.drafters.recycle import Recycle, RecycleState
 from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers.draft_rules import match_verdict
 from specsparse.testing.drafting import draft_context, drafted_ids, tiny_model
+from tests.cells import cells
 
 V, C = 12, 16
 
@@ -42,7 +45,8 @@ def state_of(known: dict[int, tuple[int, ...]], ranks: int, root: int) -> Recycl
 
 def test_a_prompt_shows_what_followed_each_token_last():
     drafter = Recycle(max_nodes=3)
-    state = drafter.init(None, draft_context([[1, 2, 1, 3, 4, 1]], capacity=C, budget=3, vocab=V))
+    init = jax.jit(functools.partial(drafter.init, None))
+    state = init(draft_context([[1, 2, 1, 3, 4, 1]], capacity=C, budget=3, vocab=V))
     first = np.asarray(state.successors)[0, :, 0]
     assert {t: int(first[t]) for t in np.flatnonzero(first >= 0)} == {1: 3, 2: 1, 3: 4, 4: 1}
     assert (np.asarray(state.successors)[0, :, 1:] == PAD).all()
@@ -52,9 +56,10 @@ def test_nodes_without_a_token_leave_no_gap():
     """The first child is unknown to the table, so its sibling's subtree moves to the front, within the budget."""
     drafter = Recycle(max_nodes=10, chances=(0.5, 0.4))
     ctx = draft_context([[5]], capacity=C, budget=10, vocab=V)
-    tree = drafter.draft(None, state_of({5: (1, 2), 2: (3,), 3: (4, 6)}, 2, 5), ctx).draft
+    draft = jax.jit(functools.partial(drafter.draft, None))
+    tree = draft(state_of({5: (1, 2), 2: (3,), 3: (4, 6)}, 2, 5), ctx).draft
     assert drafted_ids(tree) == [1, 2, 3, 4] and np.asarray(tree.parents)[0, :4].tolist() == [ROOT, ROOT, 1, 2]
-    short = drafter.draft(None, state_of({5: (1, 2), 2: (3,)}, 2, 5), ctx._replace(budget=jnp.array([2]))).draft
+    short = draft(state_of({5: (1, 2), 2: (3,)}, 2, 5), ctx._replace(budget=jnp.array([2]))).draft
     assert drafted_ids(short) == [1, 2]
 
 
@@ -66,7 +71,8 @@ def test_verified_rows_overwrite_the_table_and_accepted_ones_win():
     assert np.asarray(verdict.nodes)[0, 0] == 0
     top = jnp.arange(10, dtype=jnp.int32).reshape(1, 5, 2)
     ctx = draft_context([[7, 1, 9]], capacity=C, budget=4, vocab=V)
-    after = drafter.commit(None, state_of({3: (8, 8)}, 2, 7), ctx, Feedback(draft, verdict, None, top))
+    commit = jax.jit(functools.partial(drafter.commit, None))
+    after = commit(state_of({3: (8, 8)}, 2, 7), ctx, Feedback(draft, verdict, None, top))
     table = np.asarray(after.successors)[0]
     assert [table[t].tolist() for t in (7, 1, 2, 3)] == [[0, 1], [2, 3], [4, 5], [8, 8]]
     assert (table[[0, 4, 5, 6, 8, 9, 10, 11]] == PAD).all()
@@ -85,7 +91,8 @@ def decoded(model: Model, prompts: list[list[int]], params: SamplingParams, spec
     return session
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+# The draft is one-hot at any temperature.
+@pytest.mark.parametrize("temperature", cells([0.0, 0.7], [0.0]))
 def test_a_text_is_that_of_plain_decoding_and_its_tokens_recur(tmp_path, temperature):
     model = tiny_model(tmp_path, vocab=64, capacity=128)
     options = SamplingParams(temperature=temperature, max_tokens=96, ignore_eos=True)
