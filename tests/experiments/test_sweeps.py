@@ -458,9 +458,9 @@ class Mortal(Speed):
     def run(self, cfg, ctx):
         with Path(f"ran{cfg.gamma}").open("a") as file:
             file.write("x")
-        if cfg.gamma == 1:
+        if cfg.gamma == 1 and Path("decodes").exists():
             return super().run(cfg, ctx)
-        if Path("ran2").read_text() == "x":
+        if cfg.gamma == 2 and Path("ran2").read_text() == "x":
             os.kill(os.getpid(), signal.SIGKILL)
         return RunResult({})
 """
@@ -497,8 +497,10 @@ def launcher(request, tmp_path):
 
 @pytest.mark.parametrize("gammas", ["1", pytest.param("1,2", marks=pytest.mark.slow)])
 def test_launchers_run_a_real_cell_and_one_that_was_killed_again(tmp_path, launcher, gammas):
-    """The first cell decodes with a tiny model, the second's worker is killed once; Ray starts that again by itself."""
+    """The second cell's worker is killed once; Ray starts it again by itself. Under joblib the first one decodes."""
     name, environment = launcher
+    if name == "joblib":
+        (tmp_path / "decodes").touch()
     write_tiny_gguf(tmp_path / "tiny.gguf", quant="Q8_0", tokenizer="spm", n_layers=1, context_length=512)
     (tmp_path / "mortal.py").write_text(MORTAL)
     command = [
