@@ -28,7 +28,7 @@ from rich.text import Text
 
 from specsparse import kernels
 from specsparse.errors import UserError, fail
-from specsparse.experiments.kinds import neuron_placement, sparsity
+from specsparse.experiments.kinds import neuron_placement, sparsity, train_drafter
 from specsparse.experiments.settings import STAND_IN, RunConfig
 from specsparse.kernels.processor import cpu_info
 from specsparse.measure import conditions
@@ -328,6 +328,7 @@ def show(directory: Path, out: Console) -> None:
     everything = records(directory)
     points = [r for r in everything if r.get("kind") == "sparsity"]
     placed = [r for r in everything if r.get("kind") == "placement"]
+    trained = [r for r in everything if r.get("kind") == "train_drafter"]
     timed = [r for r in everything if "summary" in r and PLAIN in r["summary"]]
 
     def show_rows(rows: Table | None, found: list[dict[str, Any]], lines: list[str]) -> None:
@@ -346,6 +347,8 @@ def show(directory: Path, out: Console) -> None:
     if len(placed) > 1:
         neuron_placement.show_sweep(directory, placed, out)
         show_rows(None, placed, apart(placed))
+    if len(trained) > 1:
+        show_rows(train_drafter.table([r["summary"] for r in trained], swept(trained)), trained, [])
     if len(timed) > 1:
         show_rows(table(timed), timed, lines(timed))
 

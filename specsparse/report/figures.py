@@ -352,6 +352,34 @@ def by_context(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawin
     return Drawing(caption, rows, draw, (12.0, 4.2))
 
 
+def acceptance_by_text(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawing | str:
+    """Draws a line for each drafter in training over the tokens it has seen, in a panel for each place where drafts
+    begin."""
+    found = [run for run in runs if any("live" in point for point in run.summary.get("curve") or ())]
+    if not found:
+        return "no record holds the curve of a drafter in training: +experiment=train_drafter draws it"
+    rows = [
+        {"drafter": word(run.record["trained"][0]), "drafts": drafts, "tokens": point["rows"], "value": point[key]}
+        for drafts, key in (("at every position", "acceptance"), ("where decoding begins drafts", "live"))
+        for run in found[:MOST] for point in run.summary["curve"]
+    ]  # fmt: skip
+    cut = f" The first {MOST} of {len(found)} trainings." if len(found) > MOST else ""
+    caption = (
+        "Mean acceptance length on held-out greedy answers, the bonus token included, over the tokens of answers that "
+        f"a training has seen; a token counts as often as it comes.{cut}"
+    )
+
+    def draw(canvas: Canvas, rows: Sequence[Row]) -> None:
+        for axes, drafts, own in plots.panels(canvas, rows, "drafts", sharey=True):
+            for drafter, colour, line in plots.series(own, "drafter", x="tokens"):
+                at, heights = ([row[key] for row in line] for key in ("tokens", "value"))
+                axes.plot(at, heights, marker="o", color=colour, label=drafter)
+            axes.set(xlabel="tokens trained on", ylabel="acceptance length", title=drafts)
+        plots.legend_below(canvas.axes[0])
+
+    return Drawing(caption, rows, draw, (9.2, 3.8))
+
+
 def union_size(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawing | str:
     found = [run for run in runs if any(run.summary.get(source) for source in _UNIONS)]
     labels = {id(m.run): m.label for m in reversed(methods)}
@@ -549,6 +577,7 @@ MAKERS: dict[str, tuple[str, Maker]] = {
     "time_split": ("Where the time of a round goes", time_split),
     "verify_cost": ("v(n): the cost of a forward pass of n positions", verify_cost),
     "by_context": ("Speed-up, tokens a pass and v(n) over the length of the prompt", by_context),
+    "acceptance_by_text": ("Acceptance of a drafter over the text it is trained on", acceptance_by_text),
     "union_size": ("Kept neurons and their union over the rows of a pass", union_size),
     "sparsity": ("Quality and speed over the share of neurons kept", sparsity),
     "quality_and_speed": ("Quality against speed", quality_and_speed),

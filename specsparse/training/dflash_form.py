@@ -22,7 +22,7 @@ from specsparse.speculative.drafters.heads import dflash, dspark
 from specsparse.speculative.drafters.heads.dflash import BlockKeys, BlockLayer, BlockShape, BlockWeights, DFlashFile
 from specsparse.speculative.drafters.heads.dspark import DSparkFile, MarkovWeights, SparkShape
 from specsparse.training import form
-from specsparse.training.corpus import Features, Text, Window, fill, pack
+from specsparse.training.corpus import Text, Window, fill, pack
 from specsparse.training.form import Aim, FeatureForm, Frozen, ridge, unit
 from specsparse.training.layer import Keys, attention, linear, times
 
@@ -124,7 +124,7 @@ class DFlashForm(FeatureForm):
         model, zeros = self.model, self.zeros()
         c, own = model.config, form.last_inputs(model)
         H, d = c.n_heads, c.head_dim
-        few = Features(model, self.layers).of(form.beginning_with(texts, _FIRST_ROWS))
+        few = self.features.of(form.beginning_with(texts, _FIRST_ROWS))
         fc, norm = self.fused(texts), np.asarray(own["attn_norm"])
         fused_RD = unit(np.concatenate([t.read[:, : fc.shape[1]] for t in few]) @ fc.T) * norm
         tokens = np.concatenate([t.tokens for t in few])

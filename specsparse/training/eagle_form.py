@@ -26,7 +26,7 @@ from specsparse.speculative.drafters.heads import eagle3
 from specsparse.speculative.drafters.heads.eagle3 import Eagle3File, Eagle3Weights, HeadRows, HeadShape, Products
 from specsparse.speculative.drafters.heads.head import LAYER_MATRICES, NORMS, HeadFile, HeadParams, write_head
 from specsparse.training import form
-from specsparse.training.corpus import Features, Text, Window
+from specsparse.training.corpus import Text, Window
 from specsparse.training.form import FeatureForm, Form, Frozen, ridge, unit
 from specsparse.training.layer import (
     Keys,
@@ -162,10 +162,10 @@ class HeadForm(Form):
             weights = HeadWeights.from_params(self.begin.params)
         else:
             before, after, tokens = [], [], []
-            for text in Features(model, (model.config.n_layers,)).of(form.beginning_with(texts, rows)):
-                start = max(text.prompt - 2, 0)
-                before.append(text.read[start:-1])
-                after.append(text.read[start + 1 :])
+            for text in self.features.of(form.beginning_with(texts, rows)):
+                start, last_rows = max(text.prompt - 2, 0), text.read[:, -model.config.d_model :]
+                before.append(last_rows[start:-1])
+                after.append(last_rows[start + 1 :])
                 tokens.append(text.tokens[start + 1 :])
             embedded = np.asarray(embed_rows(params.embedding, jnp.asarray(np.concatenate(tokens))))
             h, h_next, e = (unit(x) for x in (np.concatenate(before), np.concatenate(after), embedded))

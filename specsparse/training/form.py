@@ -3,7 +3,7 @@
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -29,6 +29,8 @@ from specsparse.speculative.drafters.heads.published import matrix_type
 from specsparse.support.options import Count
 from specsparse.training.corpus import Features, Text, Window
 from specsparse.training.layer import LayerWeights, attend, feed_forward, layer_shapes, times
+
+_ROOM = 1 << 30  # bytes of the target's rows that stay in memory
 
 
 class Frozen(NamedTuple):
@@ -62,6 +64,11 @@ class Form(abc.ABC):
     option: ClassVar[str]  # of that drafter, which takes the file
 
     model: Model  # the target
+
+    @cached_property
+    def features(self) -> Features:
+        """Reads `layers`, for the first weights, a training and its judge alike."""
+        return Features(self.model, self.layers, room=_ROOM)
 
     @property
     @abc.abstractmethod
@@ -138,7 +145,7 @@ class FeatureForm(Form):
         first `rows` tokens of answers."""
         D, E = self.model.config.d_model, len(self.read) * self.model.config.d_model
         gram, cross = np.zeros((E, E), np.float32), np.zeros((E, D), np.float32)
-        for text in Features(self.model, self.layers).of(beginning_with(texts, rows)):
+        for text in self.features.of(beginning_with(texts, rows)):
             before, after = text.read[:-1, :E], text.read[1:, -D:]
             gram, cross = gram + before.T @ before, cross + before.T @ after
         return ridge(gram, cross).T

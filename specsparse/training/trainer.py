@@ -20,12 +20,10 @@ from specsparse.kernels.packing.dequant import dequantize
 from specsparse.kernels.qtensor import take_rows
 from specsparse.kernels.reference.dense import rms_norm
 from specsparse.support.options import Count, Internal, Positive, Range, Size
-from specsparse.training.corpus import Features, Text, Window, fill, pack, spans
+from specsparse.training.corpus import Text, Window, fill, pack, spans
 from specsparse.training.form import Aim, Form, Frozen, id_counts
 from specsparse.training.layer import Precision, halved, times
 from specsparse.training.training_loop import OnStep, endless, train, trapezoid, updated
-
-_KEPT = 1 << 30  # bytes of the target's rows that are kept for the next time the texts come: half of a step's time
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,6 @@ class Trainer:
         adamw = optax.adamw(self._rate, b2=0.98, weight_decay=options.weight_decay, mask=matrices)
         self._optimiser = optax.chain(optax.clip_by_global_norm(options.clip), adamw)
         self._step = jax.jit(self._one_step, donate_argnums=2, static_argnames="replay")
-        self._features = Features(model, form.layers)
 
     def start(self, texts: Sequence[Text] | None) -> TrainState:
         """The state before the first step; without texts only its shapes are right, to read a checkpoint by."""
@@ -135,14 +132,10 @@ class Trainer:
             windows = (windows * o.windows)[:whole]  # the last batch is filled up
             return [windows[at : at + o.windows] for at in range(0, whole, o.windows)]
 
-        size, kept, room = {"rows": o.rows, "drafting": o.drafting, "width": self.config.d_model}, {}, _KEPT
+        size = {"rows": o.rows, "drafting": o.drafting, "width": self.config.d_model}
         for step, groups in endless(plan, len(texts), seed=o.seed, start=start):
-            new = sorted({i for group in groups for i in group} - kept.keys())
-            read = dict(zip(new, self._features.of([texts[i] for i in new]), strict=True))
-            filled = [fill([(kept if i in kept else read)[i] for i in group], **size) for group in groups]
-            for i, text in read.items():
-                if text.read.nbytes <= room:
-                    kept[i], room = text, room - text.read.nbytes
+            read = iter(self.form.features.of([texts[i] for group in groups for i in group]))
+            filled = [fill(list(itertools.islice(read, len(group))), **size) for group in groups]
             windows = jax.tree.map(lambda *each: np.stack(each), *filled)
             columns, replay = np.arange(len(ids), dtype=np.int32), step >= replayed
             count = len(ids) if replay else min(o.candidates or len(ids), len(ids))
@@ -281,7 +274,7 @@ def evaluator(
         right_sm = right_tokens(form.logits(weights, frozen, embedding, window, gamma), frozen, window)
         return right_sm, rounds(right_sm, window.depth)[0]
 
-    texts, size = Features(model, form.layers).of(texts), {"rows": rows, "drafting": drafting}
+    texts, size = form.features.of(texts), {"rows": rows, "drafting": drafting}
     groups = pack(texts, range(len(texts)), **size)
     windows = [fill([texts[i] for i in group], **size, width=model.config.d_model) for group in groups]
 

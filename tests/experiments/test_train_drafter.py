@@ -1,5 +1,6 @@
 """`+experiment=train_drafter` end to end on a tiny model: stopped, started again, judged, decoded with."""
 
+import io
 import json
 from functools import partial
 
@@ -7,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 import specsparse
 from specsparse import ListDrafter, SamplingParams
 from specsparse.engine.generate import Finish
 from specsparse.errors import UserError
-from specsparse.experiments import runner
+from specsparse.experiments import runner, sweeps
 from specsparse.experiments.kinds import train_drafter, train_settings
 from specsparse.experiments.kinds.train_settings import TrainSpec
 from specsparse.kernels.reference.dense import rms_norm
@@ -83,16 +85,16 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
     whole, shown, record = play(cfg, model, tmp_path / "a")
     assert "agreement" in shown and whole.path.name == f"out-{file}.gguf"
     curve = record["summary"]["curve"]
-    assert [p["step"] for p in curve] == [2, 4, 6] and curve[-1]["rows"] > curve[0]["rows"] > 0
-    assert len(curve[0]["loss"]) == options["streams"] and curve[0]["rate"] > 0
+    assert [p["step"] for p in curve] == [0, 2, 4, 6] and curve[-1]["rows"] > curve[1]["rows"] > curve[0]["rows"] == 0
+    assert len(curve[1]["loss"]) == options["streams"] and curve[1]["rate"] > 0 and curve[0]["live"] >= 1
     assert record["summary"]["text"]["tokens"] >= 250 and record["summary"]["text"]["tokens_per_s"] > 0
-    assert len((tmp_path / "a" / "curve.csv").read_text().splitlines()) == 4
+    assert len((tmp_path / "a" / "curve.csv").read_text().splitlines()) == 5
     drafting = record["summary"]["drafting"]
     assert drafting["tokens"] > 0 and len(drafting["agreement"]) == 3 and drafting["acceptance"] >= 1
 
     live = record["summary"]["live"]
     assert curve[-1]["acceptance"] == drafting["acceptance"] and curve[-1]["live"] == live["acceptance"] >= 1
-    assert 0 < live["tokens"] < drafting["tokens"] and curve[0]["learning_rate"] > 0
+    assert 0 < live["tokens"] < drafting["tokens"] and curve[1]["learning_rate"] > 0
     assert record["trained"] == [str(whole.path)]
 
     saves = stop_at(monkeypatch, training_loop, "save_state", 2)
@@ -102,7 +104,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
     found, _, _ = play(again, model, tmp_path / "b")
     assert len(saves) == 3  # no step twice
     points = map(json.loads, (tmp_path / "b" / "metrics.jsonl").read_text().splitlines())
-    assert [p["step"] for p in points if p["series"] == "training"] == [2, 4, 6]  # the earlier ones too
+    assert [p["step"] for p in points if p["series"] == "training"] == [0, 2, 4, 6]  # the earlier ones too
     assert found.path.read_bytes() == whole.path.read_bytes() and found.drafting == whole.drafting
     with pytest.raises(UserError, match="holds a training with another text: give train"):
         play(changed(cfg, "train", options={**options, "answer": 20}), model, tmp_path / "c")
@@ -180,9 +182,9 @@ def test_the_target_reads_a_text_once_while_there_is_room(model, monkeypatch):
 
     def three_turns(room):
         made, seen = trainer.Trainer(model, options, HeadForm(model)), []
-        read = made._features.of
-        monkeypatch.setattr(trainer, "_KEPT", room)
-        monkeypatch.setattr(made._features, "of", lambda group: seen.append(len(group)) or read(group))
+        features = made.form.features
+        rows, features.room = features._rows, room
+        monkeypatch.setattr(features, "_rows", lambda *args: seen.append(np.count_nonzero(args[2])) or rows(*args))
         batches = made.batches(texts, np.arange(128, dtype=np.int32), 0)
         return [next(batches) for _ in range(12)], sum(seen)
 
@@ -312,6 +314,20 @@ def test_reach_counts_drafts_by_the_place_of_their_first_error():
     right[1, 1] = False
     np.testing.assert_array_equal(reached(right, depth, depth >= 0), [2, 2, 1])
     np.testing.assert_array_equal(reached(right, depth, depth == 0), [1, 1, 0])
+
+
+def test_a_sweep_over_forms_ends_with_one_table(tmp_path):
+    for number, (form, right) in enumerate({"eagle3": [0.4, 0.3, 0.2], "dflash": [0.3, 0.1]}.items()):
+        quality = {"tokens": 9, "agreement": right, "acceptance": 1.5}
+        summary = {"bytes": 7_300_000, "drafting": quality, "live": {**quality, "tokens": 5}}
+        record = {"name": "t", "kind": "train_drafter", "summary": summary, "config": {"train": {"form": form}}}
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "record.json").write_text(json.dumps(record))
+    out = io.StringIO()
+    sweeps.show(tmp_path, Console(file=out, width=160))
+    rows = [line.split() for line in out.getvalue().splitlines()]
+    assert ["eagle3", "7.3", "at", "every", "position", "0.400", "0.300", "0.200", "1.50", "9"] in rows
+    assert ["where", "decoding", "begins", "them", "0.300", "0.100", "-", "1.50", "5"] in rows
 
 
 @pytest.mark.parametrize(

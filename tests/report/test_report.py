@@ -160,6 +160,15 @@ def test_unions_of_kept_neurons(tmp_path):
     assert [(r["rows"], r["union"], r["guess"]) for r in rows] == [("1", "0.3", "0.3"), ("4", "0.5", "0.8")] * 2
 
 
+def test_acceptance_over_the_text_of_a_training(tmp_path):
+    for name, live in (("a", 1.3), ("b", 1.5)):
+        curve = [{"rows": n, "acceptance": 1.1 + live * n / 900, "live": 1 + (live - 1) * n / 900} for n in (0, 900)]
+        making.write(tmp_path / name, {"name": name, "summary": {"curve": curve}, "trained": [f"heads/{name}.gguf"]})
+    rows = rows_of(made(tmp_path)["acceptance_by_text"])
+    live = {(r["drafter"], r["tokens"]): r["value"] for r in rows if r["drafts"] == "where decoding begins drafts"}
+    assert live == {("a.gguf", "0"): "1.0", ("a.gguf", "900"): "1.3", ("b.gguf", "0"): "1.0", ("b.gguf", "900"): "1.5"}
+
+
 def test_the_pareto_front():
     from specsparse.report.figures import front
 
@@ -186,6 +195,7 @@ def test_the_page_needs_nothing_beside_it(sweep, tmp_path):
         "union_size",
         "sparsity",
         "by_context",
+        "acceptance_by_text",
     }
     assert all(m.why in text.replace("&#39;", "'") for m in written.missing)
 
@@ -327,7 +337,7 @@ def of_forty(forty):
     """Its figures."""
     drawn, missing = figures.make(*forty)
     # Their points are those of runs by themselves (test_sparsity.py, test_kinds.py).
-    assert {m.name for m in missing} == {"sparsity", "by_context"}
+    assert {m.name for m in missing} == {"sparsity", "by_context", "acceptance_by_text"}
     return {figure.name: figure for figure in drawn}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from rich.text import Text
+from rich.table import Table
 
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
@@ -18,6 +18,7 @@ from specsparse.experiments.kind import RunContext, RunResult
 from specsparse.experiments.kinds import train_settings
 from specsparse.experiments.kinds.train_settings import STATE, TRAINING, Training, TrainSettings
 from specsparse.models import catalogue
+from specsparse.report.methods import Setting
 from specsparse.report.plots import Rows
 from specsparse.runtime.session import Request
 from specsparse.speculative.drafters.heads.head import find, read_head
@@ -106,35 +107,34 @@ class TrainDrafter(Training):
         )
 
         def point(state: TrainState, recent: Sequence[HeadLosses]) -> dict[str, object]:
-            means = (np.mean([np.asarray(x) for x in each], axis=0).tolist() for each in zip(*recent, strict=True))
+            means = [np.mean([np.asarray(x) for x in each], axis=0).tolist() for each in zip(*recent, strict=True)]
             judged = judge(trainer.written(state), frozen)
             acceptance = {"acceptance": judged.every.acceptance, "live": judged.live.acceptance}
-            return dict(zip(("loss", "agreement"), means, strict=True)) | trainer.rate(state) | acceptance
+            return dict(zip(HeadLosses._fields, means)) | trainer.rate(state) | acceptance  # no losses before step 1
 
         log = Log(
             folder / STATE, train.steps, own.save_every, "rows",
             count=lambda batch: int((batch.windows.depth >= 0).sum()), point=point,
             publish=lambda point: ctx.tracker.point(TRAINING, row_of(point)),
         )  # fmt: skip
-        state = log.resume(trainer.start(None)) or trainer.start(found)
+        resumed = log.resume(trainer.start(None))
+        state = resumed or trainer.start(found)
         frozen = trainer.frozen(np.asarray(state.ids))
+        if resumed is None:
+            log.add(0, state)
         with log.shown(ctx.console, "training", state) as on_step:
             state = trainer.run(state, found, on_step=on_step)
         ids, form = np.asarray(state.ids), trainer.form
         stem = folder.name.removesuffix(f"-{form.name}")  # the form behind it, once
         path = form.write(folder / f"{stem}-{form.name}.gguf", state.weights, ids, quant=train.quantise)
         drafting, live = judge(trainer.written(state), frozen)
-        places = [str(i + 1) for i in range(own.gamma)]
-        table = tables.new("drafts begun", *places, "acceptance length", "drafts")
-        for where, found in (("at every position", drafting), ("where decoding begins them", live)):
-            table.add_row(where, *(f"{a:.3f}" for a in found.agreement), f"{found.acceptance:.2f}", str(found.tokens))
         figures = {"drafting": asdict(drafting), "live": asdict(live), "curve": list(log.curve)}
+        summary = {form.name: str(path), "bytes": path.stat().st_size, "text": written, **figures}
         return RunResult(
-            {form.name: str(path), "text": written, **figures},
+            summary,
             Trained(path, drafting, live, form),
             shown=[
-                Text("held-out greedy answers: agreement, how often each token of a draft is right", style="bold"),
-                table,
+                table([summary]),
                 f"{form.name}: {path}; drafter={form.drafter} drafter.{form.option}={path}",
             ],
             figures=[Rows("curve", [row_of(point) for point in log.curve])],
@@ -142,6 +142,28 @@ class TrainDrafter(Training):
             definitions=DEFINITIONS,
             objective=drafting.acceptance,
         )
+
+
+def table(found: Sequence[Mapping[str, Any]], settings: Sequence[Setting] = ()) -> Table:
+    """Two rows a drafter: drafts begun at every position, and where decoding begins them.
+
+    Args:
+        found: the summaries of trainings.
+        settings: what differs between these.
+    """
+    places = max(len(summary["live"]["agreement"]) for summary in found)
+    names = [*(setting.name for setting in settings), "file, MB", "drafts begun"]
+    head = (*names, *(str(i + 1) for i in range(places)), "acceptance length", "drafts")
+    note = "agreement on held-out greedy answers: how often each token of a draft is right, if those before it were"
+    out = tables.new(*head, left=(*range(len(settings)), len(names) - 1), close=bool(settings), note=note)
+    for i, summary in enumerate(found):
+        about = [*(setting.values[i] for setting in settings), f"{summary['bytes'] / 1e6:.1f}"]
+        for key, where in (("drafting", "at every position"), ("live", "where decoding begins them")):
+            one = summary[key]
+            right = [f"{a:.3f}" for a in one["agreement"]] + ["-"] * (places - len(one["agreement"]))
+            out.add_row(*about, where, *right, f"{one['acceptance']:.2f}", str(one["tokens"]))
+            about = [""] * len(about)
+    return out
 
 
 def row_of(point: Mapping[str, Any]) -> dict[str, Any]:
