@@ -17,7 +17,7 @@ from specsparse.kernels.native import cpu
 from specsparse.kernels.neurons import CHUNK, neuron_blocks
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.kernels.packing.pack import SUPPORTED, pack_qtensor
-from specsparse.kernels.qtensor import BLOCK
+from specsparse.kernels.qtensor import BLOCK, ROWS
 from specsparse.powerinfer import zero_skip
 from specsparse.powerinfer.fewer import bytes_read, gated
 from specsparse.predictors import FFN, get_predictor
@@ -30,17 +30,24 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_missing(
 SHAPES = {  # one chunk; half a chunk at the end; an odd number; neurons that fill no group of items
     "small": {"d_model": 64, "d_ff": 96},
     "odd": {"d_model": 160, "d_ff": 224, "n_heads": 5, "n_kv_heads": 5, "head_dim": 32},
-    "wide": {"d_model": 576, "d_ff": 1536, "n_heads": 9, "n_kv_heads": 3, "n_layers": 1},
+    "wide": {"d_model": 576, "d_ff": 1536, "n_heads": 9, "n_kv_heads": 3},
 }
 IDS = [3, 1, 4, 15, 9, 2, 6]
 
 
 @pytest.fixture(scope="module", params=[(s, a) for s in SHAPES for a in zero_skip.ACTIVATIONS], ids="-".join)
 def pair(request, tmp_path_factory) -> tuple[Rig, Rig]:
-    """A ReLU model read whole, and with its zeros skipped."""
+    """A ReLU model read whole and with its zeros skipped; an eighth is active in its first layer, half in the other."""
     shape, act = request.param
-    rig = tiny_rig(tmp_path_factory.mktemp(shape), quant="Q4_0", **SHAPES[shape])
-    rig = dataclasses.replace(rig, config=dataclasses.replace(rig.config, activation=act))
+    rig = tiny_rig(tmp_path_factory.mktemp(shape), quant="Q4_0", n_layers=2, **SHAPES[shape])
+    first, *others = rig.params.layers
+    gate = np.array(first.ffn_gate.data)
+    scales = [r for r in range(ROWS) if r % 4]  # f16 at the beginning of each block
+    gate.reshape(-1, 9 * ROWS, 2)[:, scales] = 0
+    first = first._replace(ffn_gate=dataclasses.replace(first.ffn_gate, data=jnp.asarray(gate)))
+    rig = dataclasses.replace(
+        rig, config=dataclasses.replace(rig.config, activation=act), params=rig.params._replace(layers=(first, *others))
+    )
     forward = llama.make_forward(rig.config, specsparse.kernels.get("native"))
     assert zero_skip.in_params(rig.params, rig.config, specsparse.kernels.get("native"))
     dense = dataclasses.replace(rig, forward=forward, programs={})
@@ -105,29 +112,32 @@ def first_residuals(rig: Rig, tokens, counts) -> np.ndarray:
 
 
 def test_closed_neurons_are_not_read(pair):
-    """Their up and down may hold anything: here scales that are NaN."""
+    """Their up and down may hold anything: here scales that are NaN. Of many open ones the dense down is read."""
     _, skipping = pair
     token = [[7]]
     want, _ = skipping.feed(token, skipping.cache(), width=1)
-    layer = skipping.params.layers[0]
+    layers = skipping.params.layers
     ffn = FFN.from_config(skipping.config, specsparse.kernels.get("native"))
     rows = jnp.asarray(first_residuals(skipping, token, [1]))
-    closed = np.asarray(ffn.gate(layer, rows, jnp.asarray([1], jnp.int32)))[0] <= 0
+    closed = np.asarray(ffn.gate(layers[0], rows, jnp.asarray([1], jnp.int32)))[0] <= 0
     assert 0 < closed.sum() < len(closed)
-    up, down = np.array(layer.sparse.up.data), np.array(layer.sparse.down)
+
+    def fed(index, **fields):
+        own = layers[index]._replace(sparse=layers[index].sparse._replace(**fields))
+        other = dataclasses.replace(
+            skipping, params=skipping.params._replace(layers=(*layers[:index], own, *layers[index + 1 :]))
+        )
+        return other.feed(token, other.cache(), width=1)[0]
+
+    up, down = np.array(layers[0].sparse.up.data), np.array(layers[0].sparse.down)
     up[closed] = 0xFF
     _, codes = scales_and_codes(down)
     codes[closed.reshape(-1, BLOCK)] ^= 0xFF
-    broken = SkipWeights(dataclasses.replace(layer.sparse.up, data=jnp.asarray(up)), jnp.asarray(down))
-    layers = (layer._replace(sparse=broken), *skipping.params.layers[1:])
-    other = dataclasses.replace(skipping, params=skipping.params._replace(layers=layers))
-    np.testing.assert_array_equal(other.feed(token, other.cache(), width=1)[0], want)
+    broken = dataclasses.replace(layers[0].sparse.up, data=jnp.asarray(up))
+    np.testing.assert_array_equal(fed(0, up=broken, down=jnp.asarray(down)), want)
     codes[~closed.reshape(-1, BLOCK)] ^= 0xFF
-    broken = broken._replace(down=jnp.asarray(down))
-    other = dataclasses.replace(
-        other, params=other.params._replace(layers=(layer._replace(sparse=broken), *layers[1:]))
-    )
-    assert (other.feed(token, other.cache(), width=1)[0] != want).any()
+    assert (fed(0, down=jnp.asarray(down)) != want).any()
+    np.testing.assert_array_equal(fed(1, down=jnp.zeros_like(layers[1].sparse.down)), want)
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (160, 224), (576, 64)])

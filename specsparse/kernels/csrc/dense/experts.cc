@@ -42,7 +42,7 @@ struct Woken {
     if (!neurons.down.data || rows > 1) return;
     neurons.up.data += expert * neurons.up.rows * neurons.up.row_bytes;
     neurons.down.data += expert * neurons.down.count * neurons.down.block_bytes();
-    skip.emplace(&gate, &neurons, x, hidden, h, nullptr, out, w.act, SkipCounts{counted, counted + 1});
+    skip.emplace(&gate, &up, &neurons, x, hidden, h, nullptr, out, w.act, SkipCounts{counted, counted + 1});
   }
 
   int64_t hidden_items() const { return skip ? skip->hidden_items() : gate_up.items(); }

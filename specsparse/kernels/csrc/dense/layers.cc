@@ -66,7 +66,7 @@ class Forward final : public Phases {
       case kAddFfn: return f.add_ffn.norm ? f.add_ffn.items() : 0;
       case kGateUp: return skip_ ? f.skip.hidden_items() : f.gate_up.items();
       case kCount: return skip_ || !counted_ ? 0 : (f.width + kCounted - 1) / kCounted;
-      case kProjectDown: return skip_ ? f.skip.output_items() : f.down.items();
+      case kProjectDown: return by_neuron(f) ? f.skip.output_items() : f.down.items();
       default: return f.prepare_ffn.items();
     }
   }
@@ -91,7 +91,7 @@ class Forward final : public Phases {
       case kGateUp: return skip_ ? f.skip.hidden(item) : f.gate_up.run(item);
       case kCount: return f.count(work_.hidden.data(), total_, item);
       case kPrepareDown: return f.prepare_down.run(item);
-      case kProjectDown: return skip_ ? f.skip.output(item) : f.down.run(item);
+      case kProjectDown: return by_neuron(f) ? f.skip.output(item) : f.down.run(item);
       case kAddFfn: return f.add_ffn.run(item);
     }
   }
@@ -108,7 +108,7 @@ class Forward final : public Phases {
     const Ffn& f = *l.ffn;
     if (stage == kProjectOutput)
       return skip_ ? f.skip.prefetch(kAhead, share_begin(f.skip.hidden_items(), self, threads)) : f.gate_up.prefetch(kAhead, self, threads);
-    if (stage == kGateUp && !skip_) f.down.prefetch(kAhead, self, threads);
+    if (stage == kGateUp && !by_neuron(f)) f.down.prefetch(kAhead, self, threads);  // by the neurons counted so far
   }
 
  private:
@@ -173,10 +173,13 @@ class Forward final : public Phases {
           prepare_down(f.prepare(f.work_.hidden.data(), nullptr, {&l.matrices[kDown]})),
           down(f.block_end(l.matrices[kDown], prepare_down, l.post_ffn)),
           add_ffn(f.sum(l.post_ffn, l.matrices[kDown].matrix.rows)),
-          skip(&l.matrices[kGate], &l.skip, prepare_ffn.to, f.work_.hidden.data(), prepare_down.to, f.work_.x.data(),
-               f.work_.x.data(), f.act_, counts),
+          skip(&l.matrices[kGate], &l.matrices[kUp], &l.skip, prepare_ffn.to, f.work_.hidden.data(), prepare_down.to,
+               f.work_.x.data(), f.work_.x.data(), f.act_, counts),
           counts(counts), width(l.matrices[kGate].matrix.rows) {}
   };
+
+  // Whether down reads single neurons.
+  bool by_neuron(const Ffn& f) const { return skip_ && f.skip.few(); }
 
   struct Layer {
     Preparation prepare_attention;

@@ -27,20 +27,22 @@ void count_neurons(const float* hidden, int64_t width, int64_t rows, int64_t beg
 // Hidden neurons from the gate, then the output from the hidden neurons. In between the caller quantises them.
 class ZeroSkip {
  public:
-  // gate: of Q4_0, [F, D]. z: the input, normalised and quantised; hidden: f32[F], h: the same quantised; out: f32[D],
+  // gate, up: of Q4_0, [F, D]. z: the input, normalised and quantised; hidden: f32[F], h: the same quantised; out: f32[D],
   // residual (or null) + the output. All must outlive this.
-  ZeroSkip(const Description* gate, const SkipWeights* weights, const Activations& z, float* hidden, const Activations& h,
-           const float* residual, float* out, Act act, const SkipCounts& counts);
+  ZeroSkip(const Description* gate, const Description* up, const SkipWeights* weights, const Activations& z, float* hidden,
+           const Activations& h, const float* residual, float* out, Act act, const SkipCounts& counts);
 
   int64_t hidden_items() const { return (groups_ + step_ - 1) / step_; }
   void hidden(int64_t item) const;
+  // From here on: whether so few neurons are active that `output` is faster than the dense product.
+  bool few() const;
   int64_t output_items() const { return output_items_; }
   void output(int64_t item) const;
   // Fetches the beginning of what an item reads of the gate.
   void prefetch(int64_t bytes, int64_t item) const;
 
  private:
-  const Description* gate_;
+  const Description *gate_, *up_;
   const SkipWeights* weights_;
   Activations z_, h_;
   const float* residual_;
