@@ -29,7 +29,7 @@ from specsparse.support.files import atomically, cache_dir
 from specsparse.support.options import as_yaml, values_of
 from specsparse.support.registry import Registry, source_of
 
-VERSION = 5
+VERSION = 6
 """Version of what is measured and how. A table of another version is measured again."""
 
 

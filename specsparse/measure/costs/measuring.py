@@ -19,6 +19,7 @@ from specsparse.data import prompts
 from specsparse.engine import hosts
 from specsparse.engine.cache import LayerWindows
 from specsparse.engine.model import Model
+from specsparse.measure import intervals
 from specsparse.measure.costs.roofline import measure_device
 from specsparse.measure.trials import Loop, Ours, token_ids
 from specsparse.runtime import timing_cache
@@ -299,36 +300,48 @@ def table_with_draft(
 
 
 def measure_draft(model: Model, table: CostTable, methods: Sequence[Method]) -> DraftCost:
-    """The cost of drafting in real rounds: their time less what the table says of the forward and the round.
+    """The cost of drafting in real rounds: what they take beyond rounds whose drafts cost nothing.
 
     `methods` are one drafter with drafts of one or two sizes. Two tell the cost of a token (of a level, if they are
-    trees) from that of a round; with one, all of it is the round's.
+    trees) from that of a round; with one, all of it is the round's. A cost that may be noise is 0.
     """
     once = token_ids(24, model.config.vocab_size, seed=1).tolist()  # repeated, so that lookups find something
     ids = np.asarray([*once, *once, *once, *once[:8]], np.int32)[: model.config.context_length // 2]
-    left = (model.config.context_length - len(ids)) // (max(m.max_nodes for m in methods) + 1)
+    widest = max(method.max_nodes for method in methods)
+    left = (model.config.context_length - len(ids)) // (widest + 1)
     most = 96 if table.plain_s < 0.03 else 32  # rounds of all stretches together, fewer if the context is short
     rounds = max(1, min(most, left - 1 - STRETCHES) // STRETCHES)
-    plain = Loop(model, Method(), ids, room=rounds + 1)
-    plain.run(rounds)  # compiles
+    truth = (*ids.tolist(), *once, *once)  # beyond its end drafts would be of one token
+    wrong = Scripted.chain(widest, (0,), vocab_size=model.config.vocab_size, truth=truth)
+    free = Loop(model, Method(wrong, get_verifier("match"), Fixed(widest)), ids, room=rounds + widest + 2)
+    free.run(1)  # compiles
     points = []
     for method in methods:
         assert method.drafter is not None
         depth = method.drafter.max_depth
         loop = Loop(model, method, ids, room=(STRETCHES * (rounds + 1) + 1) * (depth + 1))
-        found = time_stretches(table, loop, plain, nodes=method.max_nodes, rounds=rounds)
+        found = time_stretches(table, loop, free, nodes=method.max_nodes, room=widest, rounds=rounds)
         if found:
             drafted = depth if method.drafter.tree else statistics.fmean(m for m, _ in found)
-            points.append((float(drafted), statistics.median(s for _, s in found)))
+            points.append((float(drafted), above_noise([s for _, s in found])))
     return fit_draft(points)
 
 
-def time_stretches(table: CostTable, loop: Loop, plain: Loop, *, nodes: int, rounds: int) -> list[tuple[float, float]]:
+def above_noise(seconds: Sequence[float]) -> float:
+    """The median, or 0 if a sign test does not find it above 0."""
+    above = sum(s > 0 for s in seconds)
+    return statistics.median(seconds) if intervals.binomial(above, len(seconds))[0] > 0.5 else 0.0
+
+
+def time_stretches(
+    table: CostTable, loop: Loop, free: Loop, *, nodes: int, room: int, rounds: int
+) -> list[tuple[float, float]]:
     """(tokens drafted, seconds that takes) in a round that drafts, for each stretch of rounds until the text ends.
 
-    Stretches are interleaved with as many plain steps on the same text, and the table's times are scaled by them. The
-    first round of a stretch is not timed: after another program it reads from memory what later rounds find in the
-    caches.
+    Stretches are interleaved with as many rounds of `free`, which verifies `nodes` tokens that cost nothing and has
+    `room` for more. The table's times, which were measured at another time, are scaled by them, so the seconds of a
+    drafter that costs nothing are noise around 0. The first round of a stretch is not timed: after another program it
+    reads from memory what later rounds find in the caches.
     """
     loop.run(1)  # compiles
     places: list[tuple[Counters, float]] = []  # before and after each stretch
@@ -343,17 +356,17 @@ def time_stretches(table: CostTable, loop: Loop, plain: Loop, *, nodes: int, rou
         mark()
         return took
 
-    def plainly() -> float:
-        plain.again(1)
-        return plain.run(rounds)
+    def freely() -> float:
+        free.again(1, drafted=nodes)
+        return free.again(rounds, drafted=nodes)
 
-    # A call of the method hands over more state than one of plain decoding, so it takes longer by itself.
-    calls = {"method": ahead, "plain": plainly, "call": partial(loop.run, 0)}
+    # Calls hand over state that takes time by itself.
+    calls = {"method": ahead, "free": freely, "call": partial(loop.run, 0), "free call": partial(free.run, 0)}
     taken = interleaved(calls, repeats=STRETCHES, warm_up=0)
-    call_s = statistics.median(taken["call"])
-    plain_kv = float(plain.session.state.length[0])
+    call_s, free_call_s = (statistics.median(taken[name]) for name in ("call", "free call"))
+    by_table = rounds * table.round(1 + nodes, room, float(free.session.state.length[0]))
     found = []
-    for (first, start), (c, end), took, plain_s in zip(places[::2], places[1::2], taken["method"], taken["plain"]):
+    for (first, start), (c, end), took, free_s in zip(places[::2], places[1::2], taken["method"], taken["free"]):
         ran, drafts = c.num_rounds - first.num_rounds, c.num_drafts - first.num_drafts
         if not ran:
             break
@@ -361,6 +374,5 @@ def time_stretches(table: CostTable, loop: Loop, plain: Loop, *, nodes: int, rou
             continue
         drafted, kv = c.num_draft_tokens - first.num_draft_tokens, (start + end) / 2
         rest = drafts * table.round(1 + drafted / drafts, nodes, kv) + (ran - drafts) * table.round(1, nodes, kv)
-        speed = (plain_s - table.host_s) / (rounds * table.step(plain_kv))
-        found.append((drafted / drafts, max((took - call_s) / speed - rest, 0.0) / drafts))
+        found.append((drafted / drafts, ((took - call_s) * by_table / (free_s - free_call_s) - rest) / drafts))
     return found
