@@ -66,6 +66,8 @@ def plan(
     named = pair and all(isinstance(device, str) for device in devices)
     rounding = "faithful_f16" if faithful_f16 else f"ffn={ffn!r}"
     wrong = {
+        "a placement is for dense models: experts have expected times only (+experiment=placement)": placed
+        and config.n_experts > 0,
         **{
             f"{option}={value!r} does not exist; choose one of {', '.join(choices)}": value not in choices
             for option, value, choices in (("hot", hot, HOT), ("ffn", mode, MODES))

@@ -1,4 +1,4 @@
-"""The neurons on the accelerator: four rules, the time per token that each predicts, and PowerInfer's file of them.
+"""The neurons or experts on the accelerator: four rules, the time per token that each predicts, and PowerInfer's file.
 
 A forward pass reads a neuron with a probability that the profiler counted. With m the hot and M the whole mass of a
 layer (sums of those probabilities), s the bytes of a neuron and B a device's bandwidth, an FFN takes
@@ -9,7 +9,8 @@ layer (sums of those probabilities), s the bytes of a neuron and B a device's ba
     exchange = 2 latency + bytes / B_link                  residual and mask there, partial sum back
 
 and max(hot, cold) if the devices overlap, else hot + cold. PowerInfer (arXiv:2312.12456, section 6) puts the same
-quantities into an integer program; its released solver leaves bandwidth and exchange out.
+quantities into an integer program; its released solver leaves bandwidth and exchange out. Of a model with experts an
+expert stands for a neuron everywhere here: it is read with the probability that some row chooses it.
 
 **The optimum.** For a given number of hot neurons k of a layer the time depends on their mass m alone. Up to the mass
 at which both devices take equally long, more mass is less time, so the k hottest are best. A layer is thus a menu of
@@ -32,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
-from specsparse.engine.config import ModelConfig
+from specsparse.engine.config import EXPERTS, ROUTER, ModelConfig
 from specsparse.engine.gguf.reader import MAGIC, POWERINFER_MAGIC, GGUFFile, model_digest, open_gguf
 from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.errors import UserError
@@ -42,8 +43,8 @@ GRANULARITY = 256
 _CELLS = 1 << 18  # cells of the table over the budget at most; sizes are rounded up to a coarser unit to keep to it
 _COUNTED = {2: 2.0, 3: 4.5}
 """Matrices of an FFN -> c; PowerInfer counts 4 neurons as c F elements (llama.cpp:3115), not as those they have."""
-_NEURONS = ("ffn_gate", "ffn_up", "ffn_down", "ffn_down_t")
-_PREDICTOR = ("fc1", "fc2")
+_NEURONS = ("ffn_gate", "ffn_up", "ffn_down", "ffn_down_t", *EXPERTS)
+_PREDICTOR = ("fc1", "fc2", ROUTER)
 _KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 34 / 32}
 
 
@@ -128,7 +129,7 @@ class ModelParts:
     """Bytes of a model's parts, L of each but the last two."""
 
     attention: tuple[int, ...]  # with its norm and biases
-    predictors: tuple[int, ...]  # 0 if the file has none
+    predictors: tuple[int, ...]  # or routers of experts; 0 if the file has none
     norms: tuple[int, ...]  # of the FFN
     neurons: tuple[int, ...]  # of all neurons' rows
     output: int  # matrix and norm; the embedding itself if the two are tied
@@ -180,14 +181,14 @@ class ModelParts:
         rows: int = 1,
     ) -> Problem:
         """The problem for a budget in bytes and passes of `rows` tokens; `read` is of `profiler.probabilities`."""
-        width, d_ff = config.d_model, config.d_ff
+        width, mask = config.d_model, len(read[0])
         return Problem(
             read=tuple(read),
-            neuron_bytes=tuple(-(-n // d_ff) for n in self.neurons),
+            neuron_bytes=tuple(-(-n // len(own)) for n, own in zip(self.neurons, read, strict=True)),
             dense_bytes=tuple(map(sum, zip(self.attention, self.predictors, self.norms, strict=True))),
             cache_bytes=self.cache,
             output_bytes=self.output,
-            exchange_bytes=rows * (2 * 4 * width + d_ff),
+            exchange_bytes=rows * (2 * 4 * width + mask),
             border_bytes=rows * 4 * width,
             width=width,
             budget=budget,
@@ -222,6 +223,13 @@ class Placement:
         total = sum(float(p.sum()) for p in problem.read)
         mass = sum(float(p[h].sum()) for p, h in zip(problem.read, self.hot, strict=True))
         return mass / total if total else 0.0
+
+    def seconds_of(self, problem: Problem) -> float:
+        """Expected for another problem of the same model, such as passes of more rows."""
+        if self.rule == layers.__name__:
+            count = problem.layers - len(self.host_layers)
+            return layers_placed(problem, count, output=not self.output_on_host).seconds
+        return neurons_placed(self.rule, problem, self.hot).seconds
 
 
 def neurons_placed(rule: str, problem: Problem, hot: tuple[np.ndarray, ...], *, bound_s=None) -> Placement:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+import specsparse
 from specsparse.data.devices import Device
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
@@ -15,11 +16,13 @@ from specsparse.errors import UserError
 from specsparse.experiments import runner, sweeps
 from specsparse.experiments.kinds import neuron_placement
 from specsparse.experiments.kinds.neuron_placement import PlacementSpec
+from specsparse.experiments.settings import ModelSpec
 from specsparse.measure import machine
 from specsparse.measure.costs import roofline
-from specsparse.powerinfer.placement import GpuIndex, path_for, read_gpuidx, write_gpuidx
+from specsparse.powerinfer.placement import GpuIndex, ModelParts, path_for, read_gpuidx, write_gpuidx
 from specsparse.powerinfer.profiler import ActivationStats, read_activations, save_stats
 from specsparse.support.registry import Choice
+from specsparse.testing import write_tiny_gguf
 from tests.experiments.playing import changed, play, random_texts, replaced, run_config, settings
 from tests.powerinfer.tiny import write_tiny_powerinfer
 
@@ -72,6 +75,35 @@ def test_a_run_places_by_every_rule_and_keeps_its_choice(cfg, path, tmp_path):
             assert "placement read from" in text
     off, text, record = play(replaced(again, disable_gpu_index=True), tmp_path / "c")
     assert off.result.chosen == record["summary"]["chosen"] == "none" and "disable_gpu_index" in text
+
+
+def test_experts_are_placed_by_how_often_rows_choose_them(cfg, tmp_path):
+    path = write_tiny_gguf(tmp_path / "experts.gguf", architecture="smallthinker", n_layers=2, context_length=128)
+    f = open_gguf(path)
+    config = ModelConfig.from_gguf(f)
+    parts = ModelParts.from_gguf(f, config, context=64)
+    in_file = sum(t.nbytes for name, t in f.tensors.items() if name != "token_embd.weight")
+    assert sum(parts.in_order().values()) - 2 * parts.cache == in_file
+    budget = sum(parts.in_order().values()) - sum(parts.neurons) // 2
+    cfg = replaced(cfg, model=ModelSpec(str(path)), vram_budget=budget / 2**30)
+    found, text, record = play(cfg, tmp_path / "a")
+    stats = read_activations(tmp_path / "a" / "activations.safetensors", layers=2, d_ff=config.n_experts)
+    assert [int(counts.sum()) for counts in stats.counts] == [64 * config.n_chosen] * 2
+    best = record["summary"]["placements"]["optimal"]
+    assert sum(best["hot_neurons"]) == config.n_experts and best["seconds"] == best["row_seconds"]["1"]
+    assert all(np.diff([best["row_seconds"][n] for n in "1248"]) > 0) and "hot experts" in text
+    for counts, hot in zip(stats.counts, found.result.found["optimal"].hot, strict=True):
+        assert not hot.any() or hot.all() or counts[hot].min() >= counts[~hot].max()
+    with (tmp_path / "a" / "experts.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["hot"] == "True" for row in rows] == np.concatenate(found.result.found["optimal"].hot).tolist()
+    assert sum(float(row["chosen"]) for row in rows) == pytest.approx(2 * config.n_chosen)
+    assert not [*tmp_path.rglob("*.gpuidx")]
+    for option, given in (("decode", 2), ("gpu_index", "x.gpuidx"), ("hot", "dense")):
+        with pytest.raises(UserError, match=f"placement.{option}.* has experts"):
+            runner.check(changed(cfg, "placement", **{option: given}))
+    with pytest.raises(UserError, match=r"placement .*experts"):
+        specsparse.load(path, placement=found.result.found["optimal"])
 
 
 def test_newcomer_gets_whole_layers_where_they_are_faster(cfg, path, tmp_path):

@@ -1,6 +1,7 @@
 """`kind: placement`: which neurons belong on the accelerator, by every rule, and the time a token expected of each.
 
-Activations are read or counted, every rule places, the chosen placement is carried out on one device and on two.
+Activations are read or counted, every rule places, the chosen placement is carried out on one device and on two. Of a
+model with experts those are placed, by how often rows of the text choose them; it is not carried out.
 """
 
 import time
@@ -34,16 +35,17 @@ from specsparse.experiments.trackers.base import Series
 from specsparse.measure import machine
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs.roofline import get_device
+from specsparse.measure.costs.unions import of_text
 from specsparse.models import catalogue
 from specsparse.powerinfer import placement, profiler
 from specsparse.powerinfer.hot_cold import Span, TwoDevices, host_kernels, waiting
-from specsparse.powerinfer.placement import RULES, Hardware, ModelParts, Placement, Problem
+from specsparse.powerinfer.placement import GRANULARITY, RULES, Hardware, ModelParts, Placement, Problem
 from specsparse.powerinfer.profiler import ActivationStats, probabilities, read_activations
 from specsparse.predictors import FFN, Needs, get_predictor
 from specsparse.predictors.collect import windows
 from specsparse.predictors.evaluate import ModelQuality, fit_layers, model_sums, with_weights
 from specsparse.report import display
-from specsparse.report.plots import FAINT, Figure, Row
+from specsparse.report.plots import FAINT, Figure, Row, Rows
 from specsparse.support import files, tables, terminal
 from specsparse.support.interleaved import interleaved
 from specsparse.support.options import Count, Positive, Range, Share, Size
@@ -59,12 +61,15 @@ DEFINITIONS = {
     "waits": "seconds a token that a device waits for the other's part of an FFN, where a layer has both",
     "crossed": "bytes a token that go to the device of the hot and to that of the cold neurons; no weights",
     "hot_share": "neurons read from the accelerator / neurons read, by the counted activations",
+    "hot_neurons": "on the accelerator, by layer; of a model with experts its experts",
+    "row_seconds": "expected for a forward pass of so many rows, were rows independent; of the same placement",
 }
 COUNTED = Series("activations", "window")
 TRACE_FILE = "trace.json"
 _DRAWN = ("optimal", "powerinfer", "layers")
 _SWEPT_RULES = (*_DRAWN, "none")
 _STEPS = 100
+_ROWS = (1, 2, 4, 8)
 _MIB = 1 << 20
 
 
@@ -74,7 +79,7 @@ class PlacementSpec:
 
     rule: Literal["optimal", "powerinfer", "layers", "none"] = "optimal"
     hot: Literal["masked", "dense"] = "masked"
-    granularity: Count = 256
+    granularity: Count | None = None
     hot_device: str = "4090"
     cold_device: str = "this"
     link_gbs: Positive = 25.0
@@ -127,6 +132,15 @@ class Place(Kind[PlacementSettings]):
         spec, (_, config) = cfg.placement, header_of(cfg.model)
         for name in (spec.hot_device, spec.cold_device):
             devices.known(name)
+        of_neurons = {
+            "placement.decode": spec.decode, "placement.gpu_index": spec.gpu_index, "placement.hot=dense":
+            spec.hot == "dense", "placement.active_share": spec.active_share, "reset_gpu_index": cfg.reset_gpu_index,
+            "disable_gpu_index": cfg.disable_gpu_index, f"predictor={cfg.predictor.name}": cfg.predictor.name != "none",
+        }  # fmt: skip
+        refuse({
+            f"{option} is for neurons, and this model has experts, whose placement is not run: leave it out":
+                config.n_experts and given for option, given in of_neurons.items()
+        })  # fmt: skip
         given, owners = cfg.disable_gpu_index or cfg.reset_gpu_index, " and ".join(WITH_FILE)
         flag = "disable_gpu_index" if cfg.disable_gpu_index else "reset_gpu_index"
         path, share, named = spec.activations, spec.active_share, cfg.predictor.name != "none"
@@ -152,7 +166,8 @@ class Place(Kind[PlacementSettings]):
                 path is not None and not Path(path).exists(),
             f"placement.active_share={share} does nothing beside {other}: leave one of them out": other,
         })  # fmt: skip
-        if share is None and path is None and not named and _companion(cfg) is None and not own_predictors:
+        counted = path is not None or _companion(cfg) is not None or config.n_experts
+        if share is None and not named and not counted and not own_predictors:
             profiler.nonzero(FFN.from_config(config, kernels.get()))
         if named:
             needs = get_predictor(cfg.predictor.name, FFN(kernels.get(), 1e-5), **cfg.predictor.options).needs
@@ -167,6 +182,7 @@ class Place(Kind[PlacementSettings]):
         """Counts activations, places by every rule, and reads or writes the gpuidx file of the chosen one."""
         directory, spec, micro = ctx.directory, cfg.placement, 1e-6
         f, config = header_of(cfg.model)
+        what = "experts" if config.n_experts else "neurons"
         pair = {"hot": get_device(spec.hot_device), "cold": get_device(spec.cold_device)}
         if not spec.decode:  # the devices are measured, and nothing else is timed
             ctx.tracker.follow()
@@ -176,10 +192,15 @@ class Place(Kind[PlacementSettings]):
             pair["hot"].bandwidth, pair["cold"].bandwidth, spec.link_gbs * GIGA,
             latency_s=spec.latency_us * micro, call_s=spec.call_us * micro, overlap=spec.overlap,
         )  # fmt: skip
-        problem = parts.problem(
-            config, probabilities(stats, rows=spec.rows), budget=budget_bytes(cfg, parts), hardware=hardware,
-            dense_hot=spec.hot == "dense", rows=spec.rows, granularity=spec.granularity,
-        )  # fmt: skip
+        budget = budget_bytes(cfg, parts)
+
+        def passes(rows: int) -> Problem:
+            return parts.problem(
+                config, probabilities(stats, rows=rows), budget=budget, hardware=hardware, rows=rows,
+                dense_hot=spec.hot == "dense", granularity=spec.granularity or (1 if config.n_experts else GRANULARITY),
+            )  # fmt: skip
+
+        problem = passes(spec.rows)
         chosen = by_neuron = "none" if cfg.disable_gpu_index else spec.rule
         solve = {**RULES, "layers": partial(placement.layers, n_gpu_layers=cfg.n_gpu_layers)}
         found = {name: rule(problem) for name, rule in solve.items()}
@@ -187,7 +208,7 @@ class Place(Kind[PlacementSettings]):
         if neurons.bytes_on_device > problem.budget or whole.seconds < (1 - 1e-9) * neurons.seconds:
             chosen = "layers" if chosen == "optimal" else chosen  # faster, or the dense parts alone exceed the budget
         index = measured = taken = None
-        if spec.rule in WITH_FILE:
+        if spec.rule in WITH_FILE and not config.n_experts:
             beside = placement.path_for(f.path if config.predictor_ranks else directory / f.path.name)
             index = placement.kept_or_solved(
                 f, problem, RULES[spec.rule], rule=spec.rule, path=spec.gpu_index or beside,
@@ -204,6 +225,8 @@ class Place(Kind[PlacementSettings]):
             taken = meter.conditions(1 / measured["one"])
         profiler.save_stats(directory / STATS_FILE, stats)
         profiler.write_activations(directory / STATS_FOLDER, stats)
+        problems = {str(rows): passes(rows) for rows in sorted({*_ROWS, spec.rows})}
+        row_seconds = {name: {n: p.seconds_of(each) for n, each in problems.items()} for name, p in found.items()}
         result = Placed(chosen, found, index, measured, taken)
         summary = {
             "chosen": chosen,
@@ -217,6 +240,7 @@ class Place(Kind[PlacementSettings]):
                     "bytes_on_device": p.bytes_on_device,
                     "hot_neurons": [int(h.sum()) for h in p.hot],
                     "hot_share": p.hot_share(problem),
+                    "row_seconds": row_seconds[name],
                     "host_layers": sorted(p.host_layers),
                 }
                 for name, p in found.items()
@@ -229,7 +253,7 @@ class Place(Kind[PlacementSettings]):
             summary,
             result,
             shown=[
-                *_tables(result, problem, parts),
+                *_tables(result, problem, parts, row_seconds, what=what),
                 "devices: " + "; ".join(
                     f"{side}: {d.title}, {d.bandwidth / GIGA:,.0f} GB/s ({'measured' if d.measured else 'on paper'})"
                     for side, d in pair.items()
@@ -239,10 +263,14 @@ class Place(Kind[PlacementSettings]):
                 *(["chosen: whole layers; a gpuidx file, if one is written, holds the neurons of optimal"]
                   if chosen == "layers" else []),
                 *([] if index is None else [index.note]),
-                *(["expected times only, placement.decode=32 measures"] if measured is None else []),
+                *(["expected times only" + ("" if config.n_experts else ", placement.decode=32 measures")]
+                  if measured is None else []),
                 *display.condition_lines(taken),
             ],
-            figures=[figure(problem, found, title=cfg.name)],
+            figures=[
+                figure(problem, found, title=cfg.name, what=what),
+                *([Rows("experts", [*expert_rows(stats, found[chosen])])] if config.n_experts else []),
+            ],
             files=(STATS_FILE, f"{STATS_FOLDER}/"),
             definitions=DEFINITIONS,
             as_promised=result.as_promised,
@@ -273,10 +301,18 @@ def activations_of_run(cfg: PlacementSettings, f: GGUFFile, config: ModelConfig,
         if given is not None:
             ctx.console.print(Text(f"activation counts: {given}", style="dim"))
     if given is not None:
-        return read_activations(given, layers=config.n_layers, d_ff=config.d_ff)
+        return read_activations(given, layers=config.n_layers, d_ff=config.n_experts or config.d_ff)
     model = ctx.load(cfg.model, ffn="dense")
     length = min(cfg.placement.window, model.config.context_length)
     text = windows(shuffled_text(cfg, model.tokenizer), length)[: max(cfg.placement.tokens // length, 1)]
+    if config.n_experts:
+        counts_LE = np.zeros((config.n_layers, config.n_experts), np.int64)
+        with ctx.counting("counting experts", len(text)) as step:
+            for ids in text.tolist():
+                for counts_E, chosen in zip(counts_LE, np.asarray(of_text(model, ids).experts), strict=True):
+                    counts_E += np.bincount(chosen.ravel(), minlength=config.n_experts)
+                step()
+        return ActivationStats(tuple(counts_LE), text.size)
     ffn, share, params = FFN.from_config(model.config, model.kernels), cfg.placement.active_share, None
     if cfg.predictor.name != "none":
         predictor = get_predictor(cfg.predictor.name, ffn, **cfg.predictor.options)
@@ -420,7 +456,9 @@ def _step_seconds(model: Model, ids: np.ndarray, count: int, *, watched: Callabl
     return median(interleaved({"step": step}, repeats=count, warm_up=0)["step"])
 
 
-def _tables(result: Placed, problem: Problem, parts: ModelParts) -> Iterator[RenderableType]:
+def _tables(
+    result: Placed, problem: Problem, parts: ModelParts, row_seconds: dict[str, dict[str, float]], *, what: str
+) -> Iterator[RenderableType]:
     yield Text("parts of the model, in the order in which they go to the accelerator", style="bold")
     out, left = tables.new("part", "MiB", "fits"), problem.budget
     for name, size in parts.in_order().items():
@@ -430,7 +468,7 @@ def _tables(result: Placed, problem: Problem, parts: ModelParts) -> Iterator[Ren
     out.add_row("budget", f"{problem.budget / _MIB:,.2f}", "")
     yield out
     yield Text("expected time of a token; the chosen rule is bold", style="bold")
-    out = tables.new("rule", "ms", "tok/s", "over none", "over bound", "MiB on device", "hot neurons", "hot share")
+    out = tables.new("rule", "ms", "tok/s", "over none", "over bound", "MiB on device", f"hot {what}", "hot share")
     slowest, bound = result.found["none"].seconds, result.found["optimal"].bound_s
     for name, p in result.found.items():
         over = "-" if name == "layers" or bound is None else f"+{max(p.seconds / bound - 1, 0):.2%}"
@@ -441,10 +479,23 @@ def _tables(result: Placed, problem: Problem, parts: ModelParts) -> Iterator[Ren
             style="bold" if name == result.chosen else None,
         )  # fmt: skip
     yield out
+    yield Text("expected ms of a pass of n rows", style="bold")
+    out = tables.new("rule", *row_seconds[result.chosen])
+    for name, by_rows in row_seconds.items():
+        cells = (f"{1e3 * seconds:.4g}" for seconds in by_rows.values())
+        out.add_row(name, *cells, style="bold" if name == result.chosen else None)
+    yield out
 
 
-def figure(problem: Problem, found: dict[str, Placement], *, title: str) -> Figure:
-    """The share of reads that few neurons get, and the neurons that each rule places.
+def expert_rows(stats: ActivationStats, placed: Placement) -> Iterator[Row]:
+    """A row an expert: the share of the tokens that chose it, and whether it lies on the accelerator."""
+    for layer, (read, hot) in enumerate(zip(probabilities(stats), placed.hot, strict=True)):
+        for expert in range(len(read)):
+            yield {"layer": layer, "expert": expert, "chosen": float(read[expert]), "hot": bool(hot[expert])}
+
+
+def figure(problem: Problem, found: dict[str, Placement], *, title: str, what: str) -> Figure:
+    """The share of reads that few neurons or experts get, and those that each rule places.
 
     Rows: the share of a layer's reads that its hottest neurons get, in a hundred steps; its share of neurons, by rule.
     """
@@ -464,16 +515,16 @@ def figure(problem: Problem, found: dict[str, Placement], *, title: str) -> Figu
         for layer in range(last + 1):
             own, shade = [r for r in rows if "held" in r and r["layer"] == layer], 0.25 + 0.6 * layer / max(last, 1)
             left.plot([row["held"] for row in own], [row["reads"] for row in own], color=str(1 - shade), lw=1)
-        left.set(xlabel="neurons of a layer, the hottest first", ylabel="share of reads", xlim=(0, 1), ylim=(0, 1.02))
-        left.set_title("how far few neurons go (darker: later layers)", fontsize=10)
+        left.set(xlabel=f"{what} of a layer, the hottest first", ylabel="share of reads", xlim=(0, 1), ylim=(0, 1.02))
+        left.set_title(f"how far few {what} go (darker: later layers)", fontsize=10)
         for name in dict.fromkeys(row["rule"] for row in rows if "rule" in row):
             right.plot([row["placed"] for row in rows if row.get("rule") == name], marker=".", label=name)
-        right.set(xlabel="layer", ylabel="share of neurons on the accelerator", ylim=(-0.02, 1.02))
+        right.set(xlabel="layer", ylabel=f"share of {what} on the accelerator", ylim=(-0.02, 1.02))
         right.xaxis.get_major_locator().set_params(integer=True)
         right.legend()
         canvas.suptitle(title)
 
-    caption = "Left: how far few neurons go (darker: later layers). Right: the neurons that each rule places."
+    caption = f"Left: how far few {what} go (darker: later layers). Right: the {what} that each rule places."
     return Figure("placement", title, caption, tuple(rows), draw, (11.0, 4.5))
 
 
