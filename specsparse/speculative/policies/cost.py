@@ -30,8 +30,8 @@ from specsparse.support.options import Also, Count, Inline, Positive, Range, Siz
 
 KEPT = "kept"
 """Value of `v` that asks for the times that were kept on this machine."""
-PROBES = 0.02
-"""Most plain steps that the probes of `cost` may take, for each round without a draft."""
+PROBES = 0.005
+"""Plain steps that the probes of `cost` are expected to lose for each round without a draft, at most."""
 
 
 class FadingCounts(NamedTuple):
@@ -60,7 +60,7 @@ class CostModel:
     c: Annotated[float | None, Range(0, 1e6), Also("draft_cost")] = None
     c0: Annotated[float | None, Range(0, 1e6)] = None
     prior: Unit | None = None
-    weight: Annotated[float, Range(1e-3, 1e6)] = 4.0
+    weight: Annotated[float, Range(1e-3, 1e6)] = 3.0
     memory: Annotated[float, Range(1e-3, 1)] = 0.9
 
     @property
@@ -130,8 +130,9 @@ class CostModel:
 class CostOptimal(Policy):
     """The draft length of the highest predicted speed-up; where none pays, `least` or a probe now and then.
 
-    A probe is one token, so that acceptance is known when drafts pay again. Probes are so rare that they take `PROBES`
-    of the time at most, if none of them is accepted.
+    A probe is one token, so that acceptance is known when drafts pay again. By the acceptance so far it loses part of a
+    plain step, and probes are so rare that they lose `PROBES` of the time: the nearer a draft is to paying, the more
+    often it is tried.
 
     Attributes:
         cost: the measured times, at least v(1)..v(gamma+1), and the estimate of acceptance.
@@ -174,8 +175,8 @@ class CostOptimal(Policy):
         """int32[B] or a number: nodes to verify whatever is predicted, 1 at least if a probe is due."""
         if self.least:
             return jnp.int32(self.least)
-        wait = math.ceil(min((self.cost.time(1) / self.cost.times[0] - 1) / PROBES, 2**30))
-        return (state.idle >= wait).astype(jnp.int32)
+        lost_B = jnp.float32(min(self.cost.time(1) / self.cost.times[0] - 1, 2**30)) - self.cost.alpha(state)
+        return (PROBES * state.idle.astype(jnp.float32) >= lost_B).astype(jnp.int32)
 
     def _rate(self, state: FadingCounts) -> jax.Array:
         """The best speed-up that is predicted, float32[B]."""
