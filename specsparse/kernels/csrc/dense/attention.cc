@@ -11,9 +11,9 @@ namespace {
 
 constexpr int64_t kRowsPerItem = 4;  // of rotate
 constexpr int64_t kTileQueries[] = {4, 6, 12, 24};  // of a tile that one thread computes, if there is enough for many
-// From so many slots on, and up to so many scores, tiles are cut where there would be too few: two more steps cost less than
-// reading twice, but another core's scores come late.
-constexpr int64_t kCutSlots = 512, kCutScores = 32 << 20;
+// From so many slots on, and up to so many scores, tiles are cut where there would be too few of so many queries: two more steps
+// cost less than reading twice, but another core's scores come late.
+constexpr int64_t kCutSlots = 512, kCutQueries = 12, kCutScores = 32 << 20;
 
 // Floats of the scores of a query that sees at most `slots`: rows of a power of two would share their lines of the first cache.
 int64_t score_stride(int64_t slots) { return (slots + 15) / 16 * 16 + 16; }
@@ -73,7 +73,7 @@ void AttendPlan::make(const AttendShape& s) {
     scores += counts_[b] * s.heads * score_stride(s.length[b] + s.n);
     if (counts_[b]) slots = std::max<int64_t>(slots, s.length[b]);
   }
-  cut_ = threads() > 1 && slots >= kCutSlots && vectors / 6 < wanted && scores <= kCutScores;
+  cut_ = threads() > 1 && slots >= kCutSlots && vectors / kCutQueries < wanted && scores <= kCutScores;
   int64_t size = cut_ ? kMostQueries : vectors > 2 * threads() ? 2 : 1;
   for (const int64_t larger : kTileQueries)
     if (!cut_ && vectors / larger >= wanted) size = larger;
