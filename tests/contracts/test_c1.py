@@ -155,6 +155,9 @@ def test_threads_and_instruction_sets(rig, text, wanted, isa, settings):
     equal(rig.one_by_one(text[:6]), wanted[:6], isa)
 
 
+commit_path = jax.jit(kv.commit_path)  # by itself each call would compile the moves anew
+
+
 def check_tree(rig: Rig, prefix: list[int], seed: int, nodes: int, rows: list[int], *, commits: bool = True) -> None:
     """Rows of a random tree equal their chains; a committed path goes on like its chain."""
     rng = np.random.default_rng(seed)
@@ -173,7 +176,7 @@ def check_tree(rig: Rig, prefix: list[int], seed: int, nodes: int, rows: list[in
     leaf = int(np.argmax([len(path_to(parents, r)) for r in range(nodes)]))
     path, more = path_to(parents, leaf), rng.integers(0, vocabulary, 5).tolist()
     kept = np.array([[*path, *([-1] * (WIDTH - len(path)))]], np.int32)
-    after = kv.commit_path(after, jax.numpy.asarray(kept), jax.numpy.array([len(path)], np.int32))
+    after = commit_path(after, jax.numpy.asarray(kept), jax.numpy.array([len(path)], np.int32))
     assert after.length.tolist() == [len(prefix) + len(path)]
     _, chain = rig.feed([[tokens[i] for i in path]], cache)
     equal(rig.feed([more], after)[0][0, :5], rig.feed([more], chain)[0][0, :5], f"tree {seed}, committed {path}")
