@@ -51,12 +51,12 @@ def test_alpha_is_none_where_the_verifier_has_none_and_zero_where_it_is_zero(mod
 
 LOOPS = [
     ("prompt_lookup", "greedy", 0.0), ("prompt_lookup", "match", 0.8), ("prompt_lookup", "delta", 0.8),
-    ("tree", "tree_match", 1.0), ("layer_skip", "greedy", 0.0),
+    ("tree", "tree_match", 1.0), ("layer_skip", "greedy", 0.0), ("layer_skip", "delta", 0.8),
 ]  # fmt: skip
 
 
-# A chain, a tree and a draft of the target's own; verdicts by tokens and by distributions.
-@pytest.mark.parametrize(("name", "verifier", "temperature"), cells(LOOPS, LOOPS[2:]))
+# A tree, and a chain of the target's own; verdicts by tokens and by distributions. Greedy lookup: test_kinds.py.
+@pytest.mark.parametrize(("name", "verifier", "temperature"), cells(LOOPS, [LOOPS[3], LOOPS[5]]))
 def test_the_same_tokens_and_counters(model, name, verifier, temperature):
     sampling = SamplingParams(temperature=temperature, max_tokens=24, ignore_eos=True, repetition_penalty=1.1)
     options = {"sampling": sampling, "drafter": drafter(name), "verifier": verifier, "seed": 4}
