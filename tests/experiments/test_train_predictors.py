@@ -42,13 +42,12 @@ def cfg(model, tmp_path):
 
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, monkeypatch):
     whole, text, record = play(
-        changed(cfg, "train", compare=("svd", "signbit", "random", "mlp")), tmp_path / "a", model=model
+        changed(cfg, "train", compare=("signbit", "random", "mlp")), tmp_path / "a", model=model
     )
-    assert [e.name for e in whole.result] == ["mlp", "svd", "signbit", "random"]
-    mlp, svd, signbit, random = whole.result
+    assert [e.name for e in whole.result] == ["mlp", "signbit", "random"]
+    mlp, signbit, random = whole.result
     assert mlp.mean.recall > 0.9 and mlp.mean.precision > 0.5 and mlp.mean.kept < 0.6
-    for rival in (svd, signbit):
-        assert rival.mean.recall == pytest.approx(mlp.mean.recall, abs=0.05)
+    assert signbit.mean.recall == pytest.approx(mlp.mean.recall, abs=0.05)
     assert signbit.mean.kept > mlp.mean.kept and random.model.kl > mlp.model.kl
     for part in (
         "mlp, layer by layer",
