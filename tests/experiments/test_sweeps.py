@@ -25,6 +25,7 @@ from specsparse.measure.machine import timing_lock
 from specsparse.report import runs
 from specsparse.support import files
 from specsparse.testing import write_tiny_gguf
+from tests.cells import cells as of_matrix
 from tests.experiments.playing import run_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -466,7 +467,8 @@ class Mortal(Speed):
 """
 
 
-@pytest.fixture(params=["joblib", "local_jobs", "ray"])
+# Ray is slow: what ours asks of its cluster is above.
+@pytest.fixture(params=of_matrix(["joblib", "local_jobs", "ray"], ["joblib", "local_jobs"]))
 def launcher(request, tmp_path):
     """A launcher's name and the environment that it runs in; Ray has a cluster of its own."""
     plugin = {"local_jobs": "submitit"}.get(request.param, request.param)

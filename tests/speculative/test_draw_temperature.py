@@ -61,6 +61,7 @@ def probs(model, texts):
     return np.concatenate(p), np.concatenate(q)
 
 
+@pytest.mark.slow  # a figure of the shipped head; what asks for it is below and above
 def test_three_quarters_of_the_target_s_temperature_are_accepted_most(smollm2):
     """By 0.01 of the tokens more than at its own temperature, and by 0.05 more than the likeliest token."""
     chosen = [t for t in TEXTS if t["temperature"] == WARM and len(t["prompt_ids"]) < SHORT]

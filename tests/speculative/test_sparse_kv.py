@@ -56,7 +56,7 @@ def test_the_blocks_with_most_mass_are_copied_and_then_the_rows_that_follow(mode
         return np.asarray(cache.k[layer][0, group]), v.reshape(-1, 16, v.shape[1])
 
     ctx = after(n)
-    state = source.init(weights, ctx)
+    state = jax.jit(source.init)(weights, ctx)
     mass = np.zeros((2, 1, 2, CAPACITY // 16), np.float32)
     mass[..., 12] = 9  # beyond the text
     for layer, group in np.ndindex(2, 2):

@@ -14,11 +14,13 @@ from specsparse.testing.verifiers import (
     every_round_ends_somewhere,
     the_promise_is_kept,
 )
+from tests.cells import cells
 
 ONE_HOT = frozenset({DraftKind.ONE_HOT})
 
 
-@pytest.mark.parametrize("name", VERIFIERS)
+# One lossy verifier stays, whose ends no certificate has looked at.
+@pytest.mark.parametrize("name", cells(VERIFIERS, [name for name in VERIFIERS if name != "threshold"]))
 def test_ours_keep_the_contract(name):
     """The promise of lossless ones is certified in tests/speculative/proof, case by case: their ends lack nothing."""
     known = (the_promise_is_kept, every_round_ends_somewhere) if VERIFIERS[name].lossless else ()

@@ -1,5 +1,7 @@
 """The small model: what is trained is what the engine runs from the file, and its start is a projection."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,13 +49,15 @@ def test_the_file_runs_as_it_was_trained(target, tmp_path):
     weights = shaken(form.first([]))
     ids = jnp.arange(300)
     frozen = Frozen(None, None, ids, None, None)
-    (trained,) = form.logits(weights, frozen, target.params.embedding, window_of(TOKENS, before=3), 1)
+    embedding, window = target.params.embedding, window_of(TOKENS, before=3)
+    (trained,) = jax.jit(form.logits, static_argnums=4)(weights, frozen, embedding, window, 1)
 
     model = specsparse.load(form.write(tmp_path / "d.gguf", weights, np.arange(300), quant="f32"), kv_dtype="f32")
     assert model.config == form.config
     count = jnp.asarray([len(TOKENS)], jnp.int32)
     cache = model.new_cache(1, 64)
-    out, _ = model.forward(model.params_for(64), TOKENS[None], cache, n_valid_B=count, want=Want(logits="all"))
+    forward = jax.jit(partial(model.forward, want=Want(logits="all")))
+    out, _ = forward(model.params_for(64), TOKENS[None], cache, n_valid_B=count)
     np.testing.assert_allclose(out.logits[0], trained, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(model.tokenizer.encode("a b"), target.tokenizer.encode("a b"))
 
