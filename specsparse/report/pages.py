@@ -86,9 +86,7 @@ def warnings(runs: Sequence[Run]) -> list[str]:
 def doubts(found: Sequence[ReportedMethod]) -> list[str]:
     """Texts that may not have the target's distribution, speed-ups that no method can have, and doubtful intervals."""
     bounds = [(m, m.speedup(), m.measured("tokens per target pass")) for m in found]
-    beyond = conditions.all_impossible(
-        (m.label, s.value if s else None, t.value if t else None) for m, s, t in bounds
-    )
+    beyond = conditions.all_impossible((m.label, s.value if s else None, t.value if t else None) for m, s, t in bounds)
     of_texts = list(metrics.draws_doubts((m.label, m.draws_z()) for m in found))
     return of_texts + beyond + conditions.all_skewed((m.label, s) for m, s, _ in bounds)
 

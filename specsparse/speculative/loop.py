@@ -51,11 +51,7 @@ jax.tree_util.register_static(Vocabulary)
 
 
 def coins(job: Job, state: DecodeState, *, max_nodes: int) -> Noise:
-    use = {
-        "sample": job.sample[:, None],
-        "position": state.length[:, None],
-        "round": state.counters.rounds[:, None],
-    }
+    use = {"sample": job.sample[:, None], "position": state.length[:, None], "round": state.counters.rounds[:, None]}
     node_K = jnp.arange(max_nodes, dtype=jnp.int32)[None]
     coins_BK = uniform(job.seed[:, None], stream=NoiseStream.ACCEPT, node=node_K, **use)
     return Noise(coins_BK, token_uniforms(job.seed[:, None], stream=NoiseStream.RESIDUAL, **use)[:, 0])

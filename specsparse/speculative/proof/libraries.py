@@ -22,16 +22,7 @@ from specsparse.errors import UserError, pip_install
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.proof.cases import CORNERS, keep_top
 from specsparse.speculative.proof.external import ExternalVerifier
-from specsparse.speculative.proof.known_bugs import (
-    KNOWN_BUGS,
-    at,
-    draw,
-    greedy,
-    one_hot,
-    race,
-    residual,
-    walk,
-)
+from specsparse.speculative.proof.known_bugs import KNOWN_BUGS, at, draw, greedy, one_hot, race, residual, walk
 from specsparse.speculative.proof.measured import GAMMA, VOCAB, measure_external
 from specsparse.speculative.proof.results import LEVEL, POWER, Result
 

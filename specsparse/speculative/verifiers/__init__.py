@@ -83,9 +83,7 @@ def get_verifier(name: str, **options: object) -> Verifier:
     own = RULES.make(name, options)
     if not own.kinds:
         raise UserError(f"verifier={name} says no `kinds`: the draws that its rule is sound for")
-    return Verifier(
-        name, own, own.kinds, tree=own.tree, lossless=own.lossless, needs_p=own.needs_p, paper=own.paper
-    )
+    return Verifier(name, own, own.kinds, tree=own.tree, lossless=own.lossless, needs_p=own.needs_p, paper=own.paper)
 
 
 @functools.cache
