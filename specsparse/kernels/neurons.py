@@ -192,15 +192,12 @@ def unpack_neurons(rows: NeuronRows) -> jax.Array:
     return dequant.scaled(numbers, Fields(None, **scales), layout).reshape(count, -1)[:, :cols]
 
 
-def pack_signs(weights_FD: np.ndarray, norm_D: np.ndarray | None = None) -> SignRows:
+def pack_signs(weights_FD: np.ndarray) -> SignRows:
     """Sign bits of a gate's weights, read by the training-free predictor of SparseInfer (arXiv:2411.12692).
 
-    Runs on the host. With the weight of the norm before the gate the bits go with rows that are not normalised yet: the
-    sign of w * norm * x counts.
+    Runs on the host. For rows that are not normalised yet they are of the weights times those of the norm.
     """
     below = np.asarray(weights_FD) < 0
-    if norm_D is not None:
-        below = below ^ (np.asarray(norm_D) < 0)
     bits = np.packbits(below, axis=1, bitorder="little")
     words = np.pad(bits, ((0, 0), (0, -bits.shape[1] % 8)))  # kernels count bits by words of 64
     return SignRows(jax.device_put(words), below.shape)

@@ -80,9 +80,7 @@ def least(pays: Callable[[float], bool], *, steps: int = 50) -> float | None:
     return high
 
 
-def best_gamma(
-    alpha: float, v: Callable[[int], float], *, c: float = 0.0, c0: float = 0.0, most: int = 16
-) -> tuple[int, float]:
+def best_gamma(alpha: float, v: Callable[[int], float], *, c: float = 0.0, most: int = 16) -> tuple[int, float]:
     """The draft length of the highest predicted speed-up and that speed-up; 0 if no draft pays."""
-    found = [(g, predicted_speedup(alpha, g, v, c=c, c0=c0)) for g in range(most + 1)]
+    found = [(g, predicted_speedup(alpha, g, v, c=c)) for g in range(most + 1)]
     return max(found, key=lambda pair: pair[1])

@@ -308,7 +308,7 @@ def test_sign_bits_predict_by_counting(isa, width, alpha):
     wanted = np.float32(alpha) * (width - different).astype(np.float32) >= different
     threshold, n_valid = np.float32(width / (1 + alpha)), jnp.array([5, 1, 2], jnp.int32)
     for name in BACKENDS:
-        got = np.asarray(sign_program(name)(x, pack_signs(w, norm), threshold=threshold, n_valid=n_valid))
+        got = np.asarray(sign_program(name)(x, pack_signs(w * norm), threshold=threshold, n_valid=n_valid))
         live = np.arange(R) % 3 < np.repeat([5, 1, 2], 3)
         np.testing.assert_array_equal(got, (wanted & live[:, None]).astype(np.uint8), err_msg=name)
 

@@ -188,7 +188,7 @@ def test_a_file_gives_the_weights_that_it_was_made_of(model, tmp_path):
     found = heads.read_head(made, model.config, floats=True)
     assert found.below == (0, 1)
     tensors = HeadWeights.from_params(found.params).tensors()
-    again = write_head(tmp_path / "again.gguf", model, tensors, found.ids, below=(0, 1), name="h")
+    again = write_head(tmp_path / "again.gguf", model, tensors, found.ids, below=(0, 1))
     read = [heads.read_head(p, model.config, floats=True).params for p in (made, again)]
     both = list(map(HeadWeights.from_params, read))
     jax.tree.map(np.testing.assert_array_equal, *both)
@@ -200,7 +200,7 @@ def test_a_file_gives_the_weights_that_it_was_made_of(model, tmp_path):
 def test_quantised_heads_load(model, file, tmp_path):
     c = model.config
     tensors = {n: np.ones(s, np.float32) for n, s in heads.tensor_shapes(c).items()}
-    path = write_head(tmp_path / "q.gguf", model, tensors, np.arange(V), quant="Q8_0", name="q")
+    path = write_head(tmp_path / "q.gguf", model, tensors, np.arange(V), quant="Q8_0")
     assert path.stat().st_size < file.stat().st_size / 3
     found = heads.read_head(path, c, floats=False)
     assert found.params.fc_hidden.layout.source == "Q8_0" and len(found.ids) == V

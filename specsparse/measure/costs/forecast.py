@@ -39,7 +39,6 @@ class Candidate:
     token: Traffic | None = None  # what drafting a token reads and computes; None: next to nothing
     kernels: int = 0  # that an accelerator starts for it
     nbytes: float = 0.0  # of weights beside the target's
-    kv_per_token: float = 0.0  # bytes of a cache of its own
     assumed: bool = False  # its weights are made up, as those of a head that nobody named
     tree: bool = False  # it drafts trees; their levels cost what the chain's tokens do
 
@@ -58,8 +57,7 @@ def candidates(target: ModelOutline, drafts: tuple[ModelOutline, ...], *, kv_dty
     scoring = []
     for draft in drafts:
         load, options = draft.traffic(kv_dtype=kv_dtype), {"model": draft.name}
-        cache = load.kv_bytes_per_token
-        scoring.append(Candidate(draft.name, "model", options, load, draft.kernels(), draft.nbytes, cache))
+        scoring.append(Candidate(draft.name, "model", options, load, draft.kernels(), draft.nbytes))
     layers = default_layers(target.config.n_layers)
     own = target.traffic(kv_dtype=kv_dtype, layers=layers)
     scoring.append(Candidate("layer_skip", "layer_skip", {}, own, target.kernels(len(layers))))
@@ -84,9 +82,8 @@ def _trained_head(target: ModelOutline) -> Candidate | None:
         for m in target.traffic().matrices
         if m.macs_per_row == c.vocab_size * c.d_model
     ]
-    cache = kv_bytes(c, 1, "f16") / c.n_layers
-    load = Traffic((*own, *output[-1:]), cache, 2 * c.n_heads * c.head_dim)
-    return Candidate("head", "head", {}, load, target.kernels(1), sum(m.nbytes for m in own), cache)
+    load = Traffic((*own, *output[-1:]), kv_bytes(c, 1, "f16") / c.n_layers, 2 * c.n_heads * c.head_dim)
+    return Candidate("head", "head", {}, load, target.kernels(1), sum(m.nbytes for m in own))
 
 
 def eagle3(target: ModelOutline) -> Candidate:
@@ -95,9 +92,8 @@ def eagle3(target: ModelOutline) -> Candidate:
     D, F, q, kv = c.d_model, c.d_ff, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     shapes = (3 * D * D, 2 * D * q, 2 * D * kv, 2 * D * kv, q * D, 3 * D * F, min(EAGLE_IDS, c.vocab_size) * D)
     own = tuple(Matrix("F16", macs * bits_per_weight("F16") / 8, macs) for macs in shapes)
-    cache = kv_bytes(c, 1, "f16") / c.n_layers
-    load = Traffic(own, cache, 2 * c.n_heads * c.head_dim)
-    return Candidate("eagle3", "eagle3", {}, load, target.kernels(1), load.weight_bytes, cache, assumed=True)
+    load = Traffic(own, kv_bytes(c, 1, "f16") / c.n_layers, 2 * c.n_heads * c.head_dim)
+    return Candidate("eagle3", "eagle3", {}, load, target.kernels(1), load.weight_bytes, assumed=True)
 
 
 REACHED = (0.8, 0.6)

@@ -21,7 +21,7 @@ from gguf.constants import GGMLQuantizationType
 from safetensors.numpy import save
 
 from specsparse.engine.architectures import DRAFT_HEADS
-from specsparse.engine.config import MAX_CONTEXT, RopeConfig
+from specsparse.engine.config import MAX_CONTEXT, PROJECTIONS, RopeConfig
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo, open_gguf
 from specsparse.errors import UserError, refuse
 from specsparse.models import hub
@@ -30,7 +30,7 @@ from specsparse.models.convert.hf_config import HfConfig, class_name, gguf_rope,
 from specsparse.speculative.drafters.heads import dspark, eagle3, head
 from specsparse.speculative.drafters.heads.dflash import BlockShape, DFlashFile
 from specsparse.speculative.drafters.heads.dspark import DSparkFile, SparkShape
-from specsparse.speculative.drafters.heads.eagle3 import PROJECTIONS, Eagle3File, HeadShape
+from specsparse.speculative.drafters.heads.eagle3 import Eagle3File, HeadShape
 from specsparse.speculative.drafters.heads.published import DRAFT_IDS, EMBEDDING, OUTPUT
 from specsparse.support.files import Json, atomically, to_json, write_atomically
 from specsparse.support.hub_names import SCHEME

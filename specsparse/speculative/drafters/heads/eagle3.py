@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine.config import ModelConfig
+from specsparse.engine.config import PROJECTIONS, ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
 from specsparse.engine.model import Model
 from specsparse.engine.rope import halves, interleaved
@@ -41,9 +41,6 @@ from specsparse.speculative.drafters.heads.published import (
 from specsparse.speculative.drafters.sources import DraftWeights, FedRows
 from specsparse.speculative.drafters.spec import Load, LoadedDrafter
 from specsparse.support.files import Json
-
-PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-"""Matrices of the layer by their GGUF names."""
 
 
 @dataclass(frozen=True)

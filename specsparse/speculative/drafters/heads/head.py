@@ -229,7 +229,7 @@ def read_head(path: Path, config: ModelConfig, *, floats: bool) -> HeadFile:
 
 def write_head(
     path: Path, target: Model, tensors: Mapping[str, np.ndarray], ids: np.ndarray, *, quant: str = "F32",
-    name: str = "", below: Sequence[int] = (),
+    below: Sequence[int] = (),
 ) -> Path:  # fmt: skip
     """Writes a head; the file appears whole or not at all.
 
@@ -242,7 +242,7 @@ def write_head(
     kind = matrix_type(quant, tensor_shapes(target.config).values(), path)
     keys = {
         "general.architecture": ARCHITECTURE,
-        "general.name": name or path.stem,
+        "general.name": path.stem,
         TARGET: fingerprint(target.params.output_norm),
         VOCAB_SIZE: target.config.vocab_size,
         DRAFT_IDS: np.asarray(ids, np.int32),

@@ -175,14 +175,13 @@ class PublishedHead(abc.ABC):
         """A tensor as a GGUF file holds it."""
         return self.values(name)
 
-    def write_gguf(self, path: Path, *, tokenizer: Mapping[str, object], quant: str = "F32", name: str = "") -> Path:
+    def write_gguf(self, path: Path, *, tokenizer: Mapping[str, object], quant: str = "F32") -> Path:
         """Writes a head as GGUF with llama.cpp's names and keys; the file appears whole or not at all. UserError: a
         type that cannot be written, or an option or rotation for which the format has no key.
 
         Args:
             tokenizer: the `tokenizer.ggml.*` keys of the target's GGUF file, which llama.cpp reads from the head's.
             quant: type of the matrices: F32, F16, BF16, Q8_0, Q4_0, Q4_1 or another that can be written. Norms are F32.
-            name: `general.name`, the file's stem by default.
         """
         own, kind = self.gguf_keys(), matrix_type(quant, self.tensors.values(), self.path)
         shape, rope = self.shape, self.rope
@@ -205,7 +204,7 @@ class PublishedHead(abc.ABC):
                 raise UserError(f"{self.path}: YaRN with other bounds than 32 and 1 has no place in a GGUF file")
         if rope.attn_factor != 1.0:
             keys["rope.scaling.attn_factor"] = rope.attn_factor
-        metadata = {"general.architecture": self.architecture, "general.name": name or path.stem, **tokenizer}
+        metadata = {"general.architecture": self.architecture, "general.name": path.stem, **tokenizer}
         for key, value in (keys | own).items():
             metadata[key if key.startswith("tokenizer.") else f"{self.architecture}.{key}"] = value
         tensors = []
