@@ -271,8 +271,8 @@ def rows_are_independent(case: DrafterCase) -> None:
     for seed in SEEDS:
         ctx = draft_context(texts(seed), capacity=CAPACITY, vocab=VOCAB, budget=[GAMMA, 2, 4], round=1)
         together = case.draft(ctx)
-        for b in range(3):
-            mine, own = jax.tree.map(lambda x, b=b: x[b : b + 1], (together, ctx))
+        for b in range(3):  # among copies of its own: another size of batch would be another program
+            mine, own = jax.tree.map(lambda x, b=b: np.asarray(x)[[b] * 3], (together, ctx))
             _check_same(mine, case.draft(own), "a text's draft depends on its batch")
 
 
