@@ -25,27 +25,17 @@ class Planted(NamedTuple):
     held_out: np.ndarray
 
 
-def plant(
-    *,
-    seed: int = 0,
-    act: str = "relu",
-    up_act: str | None = None,
-    rows: int = 400,
-    noise: float = 0.05,
-    kernel: str | None = None,
-) -> Planted:
+def plant(*, act: str = "relu", up_act: str | None = None, rows: int = 400, kernel: str | None = None) -> Planted:
     """An FFN with a gate of low rank; one neuron in six is active in a row, and rows differ in size tenfold.
 
     Args:
-        seed: of the random numbers.
         act, up_act: as in `FFN`.
         rows: of both texts together.
-        noise: of the gate, beside its part of low rank.
         kernel: name of the kernels; None for those of this machine.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     basis = rng.normal(0, 1, (RANK, D)) / np.sqrt(D)
-    gate = rng.normal(0, 1, (F, RANK)) @ basis + rng.normal(0, noise / np.sqrt(D), (F, D))
+    gate = rng.normal(0, 1, (F, RANK)) @ basis + rng.normal(0, 0.05 / np.sqrt(D), (F, D))
     gate[:, 0] = -rng.uniform(0.2, 0.6, F)
     up, down = (rng.normal(0, 1 / np.sqrt(D), shape) for shape in ((F, D), (D, F)))
     norm = rng.uniform(0.5, 1.5, D) * rng.choice([-1.0, 1.0], D)
