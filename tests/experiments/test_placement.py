@@ -100,7 +100,7 @@ def test_experts_are_placed_by_how_often_rows_choose_them(cfg, tmp_path):
     assert sum(float(row["chosen"]) for row in rows) == pytest.approx(2 * config.n_chosen)
     assert not [*tmp_path.rglob("*.gpuidx")]
     for option, given in (("decode", 2), ("gpu_index", "x.gpuidx"), ("hot", "dense")):
-        with pytest.raises(UserError, match=f"placement.{option}.* has experts"):
+        with pytest.raises(UserError, match=f"placement.{option}.* of experts is not run"):
             runner.check(changed(cfg, "placement", **{option: given}))
     with pytest.raises(UserError, match=r"placement .*experts"):
         specsparse.load(path, placement=found.result.found["optimal"])

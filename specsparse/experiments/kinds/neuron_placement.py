@@ -133,14 +133,18 @@ class Place(Kind[PlacementSettings]):
         for name in (spec.hot_device, spec.cold_device):
             devices.known(name)
         of_neurons = {
-            "placement.decode": spec.decode, "placement.gpu_index": spec.gpu_index, "placement.hot=dense":
-            spec.hot == "dense", "placement.active_share": spec.active_share, "reset_gpu_index": cfg.reset_gpu_index,
-            "disable_gpu_index": cfg.disable_gpu_index, f"predictor={cfg.predictor.name}": cfg.predictor.name != "none",
-        }  # fmt: skip
-        refuse({
-            f"{option} is for neurons, and this model has experts, whose placement is not run: leave it out":
-                config.n_experts and given for option, given in of_neurons.items()
-        })  # fmt: skip
+            "placement.decode": spec.decode,
+            "placement.devices": spec.devices,
+            "placement.gpu_index": spec.gpu_index,
+            "placement.hot=dense": spec.hot == "dense",
+            "placement.active_share": spec.active_share,
+            "reset_gpu_index": cfg.reset_gpu_index,
+            "disable_gpu_index": cfg.disable_gpu_index,
+            f"predictor={cfg.predictor.name}": cfg.predictor.name != "none",
+        }
+        if config.n_experts:
+            beyond = "is for neurons, and a placement of experts is not run: leave it out"
+            refuse({f"{option} {beyond}": given for option, given in of_neurons.items()})
         given, owners = cfg.disable_gpu_index or cfg.reset_gpu_index, " and ".join(WITH_FILE)
         flag = "disable_gpu_index" if cfg.disable_gpu_index else "reset_gpu_index"
         path, share, named = spec.activations, spec.active_share, cfg.predictor.name != "none"
