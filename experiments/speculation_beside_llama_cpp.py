@@ -9,7 +9,7 @@ own: its n-grams outlive a request, and would hold the text that the same prompt
 Expected: tokens a second by side and task, tokens a pass of the target, on how many prompts a side's text is its own
 plain one; in the last line our best over the best of llama-server's methods, and over the best that it does at all.
 Exit code 1 where the first is under 3.5, or one of our texts is not the plain one.
-Run time: seven minutes for SmolLM2-135M on two cores.
+Run time: five minutes for SmolLM2-135M on two cores.
 Command: python experiments/speculation_beside_llama_cpp.py --server /path/to/llama-server
 """
 
@@ -183,7 +183,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--drafters", nargs="+", default=DRAFTERS, help=f"ours ({' '.join(DRAFTERS)})")
     parser.add_argument("--tasks", nargs="+", default=TASKS, help="of the built-in prompts (spec_smollm2's six)")
-    parser.add_argument("--limit", type=int, default=2, help="prompts of a task (2)")
+    parser.add_argument("--limit", type=int, default=1, help="prompts of a task (1)")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=1)
     args = parser.parse_args(given)
