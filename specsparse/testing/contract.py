@@ -271,8 +271,9 @@ def rows_are_independent(case: DrafterCase) -> None:
     for seed in SEEDS:
         ctx = draft_context(texts(seed), capacity=CAPACITY, vocab=VOCAB, budget=[GAMMA, 2, 4], round=1)
         together = case.draft(ctx)
-        for b in range(3):  # among copies of its own: another size of batch would be another program
-            mine, own = jax.tree.map(lambda x, b=b: np.asarray(x)[[b] * 3], (together, ctx))
+        for b in range(3):
+            at = [b] * (3 if b else 1)  # alone once, else among its copies: another size of batch is another program
+            mine, own = jax.tree.map(lambda x, at=at: np.asarray(x)[at], (together, ctx))
             _check_same(mine, case.draft(own), "a text's draft depends on its batch")
 
 

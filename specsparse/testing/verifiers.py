@@ -50,7 +50,7 @@ def every_round_ends_somewhere(verifier: Verifier) -> None:
 def verdicts_are_paths(verifier: Verifier) -> None:
     """A verdict names a path of the draft, its tokens and one more, and no row depends on the batch around it."""
     run = jax.jit(functools.partial(_verdict, verifier))
-    tree = TreeTemplate.kary((2, 1))
+    first, tree = next(kind for kind in DraftKind if kind in verifier.kinds), TreeTemplate.kary((2, 1))
     for kind in verifier.kinds:
         several = verifier.tree and kind is not DraftKind.SAMPLED  # one program for a chain and a tree of one size
         for template in [TreeTemplate.chain(tree.size), tree] if several else [TreeTemplate.chain(GAMMA)]:
@@ -60,9 +60,11 @@ def verdicts_are_paths(verifier: Verifier) -> None:
                 rows = (np.asarray(getattr(verdict, name)) for name in ("tokens", "count", "nodes", "failed"))
                 index = np.arange(BATCH)
                 assert sound(drafts, Decided(index, np.ones(BATCH), *rows)).all(), f"{verdict}: no path and its tokens"
-                for b in range(BATCH):  # among copies of its own: another size of batch would be another program
-                    one = jax.tree.map(lambda x, b=b: x[[b] * BATCH], (drafts.draft, drafts.p, uniforms))
-                    same = jax.tree.map(lambda x, y, b=b: np.array_equal(x[[b] * BATCH], y), verdict, run(*one))
+                for b in range(BATCH):
+                    alone = kind is first and not seed  # another size of batch is another program
+                    at = [b] if alone else [b] * BATCH
+                    one = jax.tree.map(lambda x, at=at: x[at], (drafts.draft, drafts.p, uniforms))
+                    same = jax.tree.map(lambda x, y, at=at: np.array_equal(x[at], y), verdict, run(*one))
                     assert all(jax.tree.leaves(same)), "a verdict depends on the batch around it"
 
 

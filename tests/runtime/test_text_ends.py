@@ -14,7 +14,6 @@ import pytest
 import specsparse
 from specsparse import SamplingParams
 from specsparse.engine.generate import LoopCounters
-from specsparse.measure.costs.acceptance import acceptance_over_seeds
 from specsparse.runtime import results
 from specsparse.runtime import session as sessions
 from specsparse.runtime.loops import Note, RoundLog
@@ -181,18 +180,6 @@ def test_rounds_of_a_call_share_its_time():
         "host": 5 / 6,
     }
     assert vars(log.times) == pytest.approx(wanted)
-
-
-def test_acceptance_over_seeds_ends_texts_too(model):
-    whole = specsparse.generate(model, "abcabd", sampling=SAMPLING, seed=0, **fast())
-    sampling = SAMPLING.merged(stop=unique(whole.text, 11))
-    found = acceptance_over_seeds(model, "abcabd", sampling=sampling, seeds=2, **fast())
-    each = [stepped(model, "abcabd", sampling=sampling, seed=seed, **fast()).stats.counters for seed in (0, 1)]
-    assert [c.num_rounds for c in found.counters] == [c.num_rounds for c in each]
-    assert [c.num_emitted_tokens for c in found.counters] == [c.num_emitted_tokens for c in each]
-    assert each[0].num_emitted_tokens == 11
-    passes = np.mean([c.num_emitted_tokens / c.num_rounds for c in each])
-    assert found.rates["tokens_per_target_pass"].value == pytest.approx(passes)
 
 
 # min_tokens.

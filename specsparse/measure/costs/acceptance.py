@@ -1,7 +1,7 @@
 """How often drafts are accepted: swept, counted in a run, kept from one, or measured by decoding prompts here.
 
-Acceptance depends on target, drafter, verifier, temperature and text, and not on the machine. Three forms of it stand
-here: `Accepted` for predictions, `SeedAcceptance` for a report over many seeds, and rates by rank for Sequoia's trees.
+Acceptance depends on target, drafter, verifier, temperature and text, and not on the machine. Two forms of it stand
+here: `Accepted` for predictions, and rates by rank for Sequoia's trees.
 """
 
 import dataclasses
@@ -17,23 +17,17 @@ from typing import Annotated
 import numpy as np
 import yaml
 
-from specsparse.engine.generate import Finish
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.errors import GenerationFailed, UserError
-from specsparse.measure import intervals
+from specsparse.errors import UserError
 from specsparse.measure.costs.measuring import Bar, load_or_measure, silent
-from specsparse.measure.intervals import Interval
 from specsparse.runtime import metrics, timing_cache
 from specsparse.runtime.loops import RoundView, Watch
-from specsparse.runtime.method import Method, MethodSpec, drafts_trees, resolve
+from specsparse.runtime.method import Method, drafts_trees
 from specsparse.runtime.metrics import Counters
-from specsparse.runtime.results import decode
-from specsparse.runtime.session import PromptLike, Request, Session, prompt_ids
+from specsparse.runtime.session import Request, Session
 from specsparse.runtime.timing_cache import CostTable, cost_key
 from specsparse.speculative import expected
-from specsparse.speculative.base import Drafter, Verifier
-from specsparse.speculative.drafters.spec import DrafterSpec
 from specsparse.speculative.trees import CHAIN
 from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import RULES
@@ -169,71 +163,6 @@ def kept_rates() -> Mapping[tuple[str, str], AcceptedRates]:
         tasks = {task: read(Accepted, values, group=f"{label}, {task}") for task, values in row["tasks"].items()}
         kept[row["target"], row["drafter"]] = AcceptedRates(row["source"], tasks)
     return MappingProxyType(kept)
-
-
-@dataclass(frozen=True)
-class SeedAcceptance:
-    """Acceptance over many seeds, one sequence each."""
-
-    seeds: tuple[int, ...]
-    # tokens_per_target_pass, mean_acceptance_length and realised_alpha (`runtime.metrics.DEFINITIONS`) with 95 %
-    # intervals over seeds; None if no seed drafted, or no round ran because the prompt fills the context
-    rates: Mapping[str, Interval | None]
-    counters: tuple[Counters, ...]  # of each seed
-    programs: int  # decode loops compiled by the call, 0 or 1
-
-    def to_dict(self) -> Json:
-        return {**asdict(self), "rates": {name: of and of._asdict() for name, of in self.rates.items()}}
-
-    def __str__(self) -> str:
-        shown = []
-        for name, of in self.rates.items():
-            ends = "" if of is None or of.low is None else f" [{of.low:.3f}, {of.high:.3f}]"
-            shown.append(f"{name.replace('_', ' ')} {'-' if of is None else f'{of.value:.3f}{ends}'}")
-        return f"{len(self.seeds)} seeds, 95 % intervals: {', '.join(shown)}"
-
-
-def acceptance_over_seeds(
-    model: Model,
-    prompt: PromptLike,
-    *,
-    drafter: str | Drafter | DrafterSpec = "prompt_lookup",
-    verifier: str | Verifier | None = None,
-    sampling: SamplingParams | None = None,
-    max_tokens: int | None = None,
-    seeds: int | Sequence[int] = 32,
-) -> SeedAcceptance:
-    """Decodes one prompt with every seed in one batch; sequence i is what `generate(..., seed=seeds[i])` writes.
-
-    Arguments are those of `generate`. The default temperature is 1, since at 0 all seeds write the same, and 64 tokens
-    are the most by default. `seeds` are how many, counted from 0, or which.
-
-    Raises:
-        GenerationFailed: a sequence FAILED, for instance because its logits hold NaN.
-        UserError: as `generate` raises it.
-    """
-    numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(int(s) for s in seeds)
-    params = SamplingParams(temperature=1.0, max_tokens=64) if sampling is None else sampling
-    params = params if max_tokens is None else params.merged(max_tokens=max_tokens)
-    method = resolve(MethodSpec(drafter, verifier, sampling=params), model)
-    assert method.drafter is not None and numbers
-    ids = prompt_ids(model, prompt, params)
-
-    def decode_programs() -> int:
-        return sum(1 for (name, *_), *_ in model.programs.compiled if name == "decode")  # `Session.advance` names them
-
-    known_programs = decode_programs()
-    session = Session(model, [Request(ids, params, seed) for seed in numbers], method, noting=bool(params.stop))
-    decode(session)
-    for b, finish in enumerate(session.finish):
-        if finish == Finish.FAILED:
-            raise GenerationFailed(session.failure(b))
-    each = session.counters()
-    rates: dict[str, Interval | None] = {}
-    for name in ("tokens_per_target_pass", "mean_acceptance_length", "realised_alpha"):
-        known = [rate for c in each if (rate := metrics.rates(c)[name]) is not None]
-        rates[name] = intervals.mean(known) if known else None
-    return SeedAcceptance(numbers, rates, tuple(each), decode_programs() - known_programs)
 
 
 RANKS, ROUNDS = 8, 24

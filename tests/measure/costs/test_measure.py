@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import json
 import sys
 
 import jax
@@ -13,11 +12,10 @@ import specsparse
 from specsparse import kernels
 from specsparse.data import prompts
 from specsparse.engine.gguf.reader import open_gguf
-from specsparse.errors import GenerationFailed, UserError
+from specsparse.errors import UserError
 from specsparse.experiments import configured, runner
 from specsparse.experiments.settings import from_omegaconf
 from specsparse.measure.costs import acceptance, measuring
-from specsparse.measure.costs.acceptance import acceptance_over_seeds
 from specsparse.measure.trials import Loop, Ours
 from specsparse.run import conf_dir
 from specsparse.runtime import timing_cache
@@ -166,42 +164,6 @@ def test_effort_fits_any_context(context, step_s):
     assert effort.ns[0] == 1
     assert effort.near + 1 + effort.decode <= context
 
-
-def test_acceptance_over_seeds_is_one_compile_and_the_same_as_one_by_one(model):
-    prompt = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
-    found = acceptance_over_seeds(model, prompt, drafter="prompt_lookup", seeds=4, max_tokens=12)
-    assert found.programs == 1
-    assert found.seeds == (0, 1, 2, 3)
-    interval = found.rates["tokens_per_target_pass"]
-    assert interval.value == pytest.approx(np.mean([c.num_emitted_tokens / c.num_rounds for c in found.counters]))
-    assert interval.low <= interval.value <= interval.high and len(found.counters) == 4
-    for seed, counters in zip(found.seeds, found.counters, strict=True):
-        one = specsparse.generate(model, prompt, drafter="prompt_lookup", seed=seed, temperature=1.0, max_tokens=12)
-        assert (counters.num_emitted_tokens, counters.num_rounds) == (
-            one.stats.counters.num_emitted_tokens, one.stats.counters.num_rounds
-        )  # fmt: skip
-    again = acceptance_over_seeds(model, prompt, drafter="prompt_lookup", seeds=range(4, 8), max_tokens=12)
-    assert again.programs == 0
-    ends = f"tokens per target pass {interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}], "
-    assert "4 seeds" in str(found) and ends in str(found)
-    assert json.loads(json.dumps(found.to_dict()))["rates"]["tokens_per_target_pass"] == interval._asdict()
-
-
-def test_one_seed_has_no_interval_and_a_failed_one_no_rates(model):
-    options = {"drafter": "prompt_lookup", "max_tokens": 12}
-    one = acceptance_over_seeds(model, [5, 6, 5, 6], seeds=1, **options)
-    assert f"tokens per target pass {one.rates['tokens_per_target_pass'].value:.3f}, " in str(one)
-    nan = model.params._replace(output_norm=model.params.output_norm * np.nan)
-    with pytest.raises(GenerationFailed, match="hold NaN"):
-        acceptance_over_seeds(dataclasses.replace(model, params=nan), [5, 6, 5, 6], seeds=2, **options)
-
-
-def test_acceptance_of_a_prompt_that_fills_the_context_is_none(model):
-    full = [5] * model.config.context_length
-    found = acceptance_over_seeds(model, full, drafter="prompt_lookup", seeds=2, max_tokens=12)
-    assert len(found.rates) == 3 and set(found.rates.values()) == {None}
-    assert all(c.num_rounds == 0 for c in found.counters) and "tokens per target pass -," in str(found)
-    assert "NaN" not in json.dumps(found.to_dict())
 
 
 def config(path, **given):
