@@ -40,6 +40,7 @@ def check(cfg: ModelSettings, *, union_cap: bool = False, judged: bool = False) 
         f"predictor={given} does nothing with ffn={ffn.name or 'null'}: give ffn=predicted": named and not predicted,
         "ffn=predicted needs a predictor: give predictor=gate_threshold (SiLU) or predictor=signbit (ReLU)":
             predicted and not named,
+        "ffn.masked belongs to ffn=predicted": ffn.masked and not predicted,
         "ffn.faithful_f16 and ffn.threshold belong to ffn=powerinfer":
             predicted and (ffn.faithful_f16 or ffn.threshold is not None),
     })  # fmt: skip
@@ -115,7 +116,7 @@ def sparse_of(cfg: ModelSettings, ctx: RunContext, dense: Model) -> GatedModel:
         return GatedModel(own, Mlp(FFN.from_config(dense.config, dense.kernels)), weights)
     predictor, weights = fitted(cfg, ctx, dense)
     assert weights is not None  # check()
-    return GatedModel(gated(dense, predictor, weights), predictor, weights)
+    return GatedModel(gated(dense, predictor, weights, masked=cfg.ffn.masked), predictor, weights)
 
 
 def fitted(

@@ -87,12 +87,17 @@ class NeuronChoice(NamedTuple):
 
 
 class ChosenFfn(NamedTuple):
-    """A layer's FFN with predicted neurons: rows as `sparse_ffn` takes them, and the predictor's choice."""
+    """A layer's FFN with predicted neurons: rows as `sparse_ffn` takes them, and the predictor's choice.
+
+    With a gate and `blocks` in place of `down_t` the choice masks the layer's dense matrices, all of them `skippable`:
+    the bits are theirs, with 0 for the neurons that a row does not keep.
+    """
 
     gate: NeuronRows | None
     up: NeuronRows
-    down_t: NeuronRows
+    down_t: NeuronRows | None
     choice: NeuronChoice
+    blocks: jax.Array | None = None
 
 
 def field_places(layout: Layout, cols: int) -> dict[str, slice]:

@@ -23,14 +23,14 @@ from gguf.constants import GGMLQuantizationType
 from specsparse.engine.llama import dense_ffn, make_forward
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
-from specsparse.errors import UserError
+from specsparse.errors import UserError, refuse
 from specsparse.kernels import QTensor, SkipWeights
 from specsparse.kernels.packing.dequant import dequantize, pack_float
 from specsparse.kernels.packing.pack import pack_qtensor
 from specsparse.kernels.qtensor import BLOCK, take_rows
 from specsparse.powerinfer import zero_skip
 from specsparse.powerinfer.modes import PREDICTED
-from specsparse.powerinfer.sparse_ffn import SparseWeights, by_gate, make_ffn, sparse_params
+from specsparse.powerinfer.sparse_ffn import SparseWeights, by_gate, make_ffn, maskable, sparse_params
 from specsparse.predictors.base import FFN, Predictor, gate_matrix
 from specsparse.predictors.collect import collect, self_generated, watched, windows
 from specsparse.predictors.evaluate import fit_layers, matrices
@@ -43,12 +43,14 @@ SetRule = TypeVar("SetRule", bound=Hot | OfPrompt)
 _WINDOW = 128  # tokens of a window of the text that neurons are chosen by
 
 
-def gated(model: Model, predictor: Predictor, weights: Sequence[Pytree], *, down_type: str | None = None) -> Model:
+def gated(
+    model: Model, predictor: Predictor, weights: Sequence[Pytree], *, down_type: str | None = None, masked: bool = False
+) -> Model:
     """The model that computes the neurons which `predictor` keeps.
 
     It shares all matrices with `model` and has the FFN's once more, as rows of neurons; the oracle of a ReLU model
     whose matrices allow it skips the zeros of a dense pass instead (`powerinfer.zero_skip`). UserError: a model on a
-    mesh, or whose matrices are kept in another form.
+    mesh, or whose matrices are kept in another form; `masked` of a model or a predictor that it does not serve.
 
     Args:
         model: with dense matrices.
@@ -57,19 +59,27 @@ def gated(model: Model, predictor: Predictor, weights: Sequence[Pytree], *, down
         down_type: of the transposed down projection, see `sparse_ffn.sparse_params`. By default floats stay as
             they are and codes become Q8_0: their blocks do not survive the transposition, eight bits lose next to
             nothing, and floats are twice as long.
+        masked: whether the FFN is the dense one with 0 for the neurons that a row does not keep, nothing rounded again.
+            Several rows are faster, one row of few neurons is slower.
     """
     model.check_whole(f"predictor={predictor.name}")
     model.check_packed(f"predictor={predictor.name}")
     config, kernels, ffn = model.config, model.kernels, None
+    refuse({
+        f"ffn.masked=true with predictor={predictor.name}: masks are those of mlp, svd or signbit on gated Q4_0 "
+        "models and native kernels; leave it out":
+            masked and not maskable(model.params, config, kernels, predictor),
+    })  # fmt: skip
     if down_type is None and isinstance(predictor, Oracle) and zero_skip.in_params(model.params, config, kernels):
         params = zero_skip.skipping(model.params)
     else:
         if down_type is None and not model.params.layers[0].dense.down.layout.is_float:
             down_type = "Q8_0"
-        params = sparse_params(model.params, weights, down_type=down_type, keep_dense=True)
+        params = sparse_params(model.params, weights, down_type=down_type, keep_dense=True, masked=masked)
         ffn = make_ffn(config, kernels, predictor)
     own = {name: getattr(predictor, name) for name in options_of(type(predictor))}
     rule = f"{predictor.name}({', '.join(f'{key}={value}' for key, value in own.items() if value is not None)})"
+    rule += " on dense matrices" * masked
     return dataclasses.replace(
         model, params=params, forward=make_forward(config, kernels, ffn), ffn=PREDICTED, rule=rule
     )
@@ -93,7 +103,7 @@ def bytes_read(model: Model, predictor: Predictor) -> tuple[int, int]:
             continue
         w: SparseWeights = layer.sparse
         decides = w.up if w.gate is None else w.gate
-        whole = sum(m.nbytes for m in (w.gate, w.up, w.down_t) if m is not None)
+        whole = sum(m.nbytes for m in (w.gate, w.up, w.down_t, w.blocks) if m is not None)
         fixed = decides.nbytes if by_gate(predictor) else 0
         own += sum(leaf.nbytes for leaf in jax.tree.leaves(w.predictor)) + fixed
         own += gate_matrix(layer).nbytes if capped else 0

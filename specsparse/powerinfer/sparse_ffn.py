@@ -24,7 +24,16 @@ from specsparse.engine.llama import ChosenNeurons
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer, PackFFN, Params, pack_matrix, pack_rows
 from specsparse.errors import UserError
-from specsparse.kernels import ChosenFfn, Kernels, NeuronRows, SparseStats, pack_neurons, regroup_neurons
+from specsparse.kernels import (
+    ChosenFfn,
+    Kernels,
+    NeuronRows,
+    SparseStats,
+    neuron_blocks,
+    pack_neurons,
+    regroup_neurons,
+    skippable,
+)  # fmt: skip
 from specsparse.kernels.packing.dequant import dequantize, pack_float
 from specsparse.kernels.packing.pack import pack_qtensor
 from specsparse.kernels.qtensor import BLOCK
@@ -37,13 +46,15 @@ from specsparse.predictors.scored import Factors
 class SparseWeights(NamedTuple):
     """One layer's sparse FFN: rows [F, D] of neurons; row j of down_t is column j of the down projection.
 
-    `gate` is None for an FFN without one; `predictor` has the predictor's weights for this layer.
+    `gate` is None for an FFN without one; `predictor` has the predictor's weights for this layer. With `blocks` in
+    place of `down_t` the FFN is the masked one of the dense matrices, which stay beside these.
     """
 
     gate: NeuronRows | None
     up: NeuronRows
-    down_t: NeuronRows
+    down_t: NeuronRows | None
     predictor: Pytree = None
+    blocks: jax.Array | None = None
 
 
 def by_gate(predictor: Predictor) -> bool:
@@ -65,6 +76,14 @@ def make_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor) -> Cal
     return _OneByOne(config, kernels, predictor)
 
 
+def maskable(params: Params, config: ModelConfig, kernels: Kernels, predictor: Predictor) -> bool:
+    """Whether the predictor's mask can be laid on dense matrices of these parameters that are also kept by neuron."""
+    chooses = isinstance(predictor, InOneCall) and not by_gate(predictor)
+    simple = config.gated and config.activation in ("silu", "relu", "relu2") and config.head_dim % 16 == 0
+    matrices = (m for layer in params.layers for m in layer.dense)
+    return chooses and simple and kernels.layers is not None and all(m is not None and skippable(m) for m in matrices)
+
+
 class _OneByOne:
     """`make_ffn` of any predictor."""
 
@@ -72,9 +91,12 @@ class _OneByOne:
         act, up_act = parse_activation(config.activation)
         self.acts = act, up_act if config.gated else None
         self._config, self._kernels, self._predictor = config, kernels, predictor
+        self._masked = masked_ffn(config, kernels, predictor)
 
     def __call__(self, layer: Layer, x_RD, n_valid_B):
         w: SparseWeights = layer.sparse
+        if w.blocks is not None:
+            return self._masked(layer._replace(sparse=w.predictor), x_RD, n_valid_B)
         predictor = self._predictor
         if by_gate(predictor):
             keep_RF = jnp.ones((x_RD.shape[0], w.up.shape[0]), jnp.uint8)
@@ -101,7 +123,7 @@ class _InOneCall(_OneByOne, ChosenNeurons):
 
     def of_layer(self, layer: Layer) -> ChosenFfn:
         w: SparseWeights = layer.sparse
-        return ChosenFfn(w.gate, w.up, w.down_t, self._choice(w.predictor, layer))
+        return ChosenFfn(w.gate, w.up, w.down_t, self._choice(w.predictor, layer), w.blocks)
 
 
 def masked_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor | None) -> Callable:
@@ -112,6 +134,7 @@ def masked_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor | Non
     """
     act, up_act = parse_activation(config.activation)
     names = ("ffn_gate", "ffn_up") if config.gated else ("ffn_up",)
+    fused = config.gated and up_act is None and isinstance(act, str)  # as in `dense_ffn`, whose bits these are
 
     def ffn(layer: Layer, x_RD, n_valid_B):
         outs = kernels.linear(
@@ -121,9 +144,10 @@ def masked_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor | Non
             eps=config.norm_eps,
             biases=layer.bias(*names),
             n_valid=n_valid_B,
+            act=act if fused else None,
         )
-        a_RF = activate(outs[0], act)
-        a_RF = a_RF * activate(outs[1], up_act) if config.gated else a_RF
+        a_RF = outs[0] if fused else activate(outs[0], act)
+        a_RF = a_RF * activate(outs[1], up_act) if config.gated and not fused else a_RF
         if predictor is None:
             keep_RF = as_mask(a_RF != jnp.float32(0), n_valid_B)
         else:
@@ -206,8 +230,9 @@ def _mlp(own: dict[str, TensorInfo], threshold: float, floats: bool) -> Factors:
 
 
 def sparse_params(
-    params: Params, weights: Sequence[Pytree], *, down_type: str | None = None, keep_dense: bool = False
-) -> Params:
+    params: Params, weights: Sequence[Pytree], *, down_type: str | None = None, keep_dense: bool = False,
+    masked: bool = False,
+) -> Params:  # fmt: skip
     """A dense model's parameters for `make_ffn`. UserError: a width whose rows the type does not fit.
 
     Args:
@@ -216,14 +241,16 @@ def sparse_params(
         down_type: GGUF type to quantise the transposed down projection to, such as "Q8_0". Its blocks run along the
             other axis, so this is lossy; None keeps every value, in F16 if they were F16, else in float32.
         keep_dense: whether the dense matrices stay beside the rows, for predictors that are asked for their mask alone.
+        masked: whether the FFN is the dense one with a mask: down becomes `neuron_blocks`, without loss.
     """
     layers = []
     for layer, predictor in zip(params.layers, weights, strict=True):
         gate, up, down = layer.dense
         exact = "F16" if down.layout.codes == "f16" else "F32"
-        down_t = _down_rows(np.asarray(dequantize(down)), down_type or exact)
+        down_t = None if masked else _down_rows(np.asarray(dequantize(down)), down_type or exact)
         gate_rows = None if gate is None else regroup_neurons(gate)
-        layer = layer._replace(sparse=SparseWeights(gate_rows, regroup_neurons(up), down_t, predictor))
+        rows = SparseWeights(gate_rows, regroup_neurons(up), down_t, predictor, neuron_blocks(down) if masked else None)
+        layer = layer._replace(sparse=rows)
         layers.append(layer if keep_dense else layer._replace(ffn_gate=None, ffn_up=None, ffn_down=None))
     return params._replace(layers=tuple(layers))
 

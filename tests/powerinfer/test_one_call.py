@@ -25,6 +25,8 @@ MODELS = {
     "relu": {"quant": "Q4_0", "metadata": {ACTIVATION_KEY: "relu"}},
     "ungated": {"quant": "F16", "gated": False, "metadata": {ACTIVATION_KEY: "relu2"}},
     "ranged": {"quant": "Q4_0", "d_ff": 256, "metadata": {ACTIVATION_KEY: "relu"}},
+    "silu": {"quant": "Q4_0", "d_model": 160, "d_ff": 224, "n_heads": 5, "n_kv_heads": 5, "head_dim": 32},
+    "wide": {"quant": "Q4_0", "d_model": 2112, "n_heads": 33, "n_kv_heads": 3, "head_dim": 64, "n_layers": 1},
 }
 
 
@@ -51,10 +53,12 @@ def weights_of(predictor, layer, index):
     return predictor.fit(layer, jnp.asarray(rows), index=index)
 
 
-def passes(model, predictor, shapes):
+def passes(model, predictor, shapes, *, masked=False, threshold=None):
     """(in one call, layer by layer) of each shape (sequences, rows, tree or chain); the last sequence is shorter."""
     weights = [weights_of(predictor, layer, i) for i, layer in enumerate(model.params.layers)]
-    one = gated(model, predictor, weights, down_type="Q8_0")
+    if threshold is not None:
+        weights = [w._replace(threshold=jnp.float32(threshold)) for w in weights]
+    one = gated(model, predictor, weights, down_type=None if masked else "Q8_0", masked=masked)
     kernels = dataclasses.replace(model.kernels, layers=None)
     apart = make_forward(model.config, kernels, make_ffn(model.config, kernels, predictor))
     for batch, rows, tree in shapes:
@@ -119,6 +123,37 @@ def test_a_single_row_chooses_its_neurons_range_by_range(dense, name, options, t
     finally:
         cpu.set_threads(before[0])
         cpu.set_isa(before[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "threshold", "model", "isa", "threads"),
+    [("mlp", 1.9, "ranged", "portable", 1), ("mlp", 1.3, "silu", "avx2", 2), ("svd", -9.0, "silu", None, 3),
+     ("signbit", 28.0, "ranged", "avx2", 2), ("mlp", 1.4, "wide", None, 2)],
+)  # fmt: skip
+def test_a_mask_on_dense_matrices_has_their_bits(dense, name, threshold, model, isa, threads):
+    """Of rows that keep few neurons, which are read one by one, and of many, for which the dense kernels run."""
+    model, before = dense(model), (cpu.threads(), cpu.isa())
+    predictor = get_predictor(name, FFN.from_config(model.config, model.kernels))
+    cpu.set_threads(threads)
+    try:
+        set_isa_or_skip(isa)
+        shapes = [(1, 1, False), (2, 5, True), *[(1, 70, False)] * (name == "signbit")]
+        for (together, _), (apart, _) in passes(model, predictor, shapes, masked=True, threshold=threshold):
+            for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(apart), strict=True):
+                np.testing.assert_array_equal(a, b)
+            kept, width = np.asarray(together.stats.kept)[:, 0], model.config.d_ff
+            share = kept.mean() / width
+            assert 0 < share <= 0.1 if name == "mlp" else share > 0.5
+    finally:
+        cpu.set_threads(before[0])
+        cpu.set_isa(before[1])
+
+
+@pytest.mark.parametrize(("model", "name"), [("relu", "gate_threshold"), ("ungated", "signbit")])
+def test_models_and_predictors_without_a_mask(dense, model, name):
+    predictor = get_predictor(name, FFN.from_config(dense(model).config, dense(model).kernels))
+    with pytest.raises(UserError, match=r"ffn\.masked=true"):
+        gated(dense(model), predictor, [None] * 2, masked=True)
 
 
 @pytest.mark.parametrize(("quant", "codes"), [("Q4_0", "q4_0"), ("Q8_0", "q8_0"), ("F16", "f16")])

@@ -181,7 +181,7 @@ def sides_of(cfg: SparsitySettings, ctx: RunContext, dense: Model, prompt: np.nd
             model = None
         else:
             assert weights is not None
-            model = gated(dense, predictor, weights)
+            model = gated(dense, predictor, weights, masked=cfg.ffn.masked)
         yield PointModel(value, predictor, weights, model)
 
 

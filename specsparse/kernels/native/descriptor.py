@@ -5,7 +5,7 @@ A change of these records, or of a call's operands, raises the version in both f
 
 import numpy as np
 
-VERSION = 5
+VERSION = 6
 
 
 def _record(*fields: str, **more: int) -> np.dtype:
@@ -26,7 +26,8 @@ LAYER = _record(
     *FFN,  # matrices; rows of neurons if these are predicted
     "keys", "values",  # operands
     "window", "table",
-    "up_rows", "down_blocks",  # operands, if zeros are skipped
+    "up_rows", "down_blocks",  # operands, if zeros are skipped or neurons masked
+    "gate_rows",  # operand, if neurons are masked
     "first", "second",  # matrices of a predictor
     "signs", "threshold", "least", "predictor_norm",  # its operands
 )  # fmt: skip

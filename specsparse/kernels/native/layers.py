@@ -77,7 +77,9 @@ def layers(
         features: places in `weights` of layers whose incoming rows are kept; `len(weights)` for the rows that come out.
         kinds: (window, table) of each of the layers, as `attend` takes them; None: (0, 0).
         chosen: `ChosenFfn` of each of the layers, in place of its dense matrices: the bits of `sparse_ffn` for those
-            neurons, with `act` and `up_act` as it takes them; at most `MOST_CHOSEN_ROWS` rows.
+            neurons, with `act` and `up_act` as it takes them; at most `MOST_CHOSEN_ROWS` rows. With `blocks` the
+            dense matrices are read too, if rows keep many neurons; `act` is then "silu", "relu" or "relu2", and of the
+            choice `least` is None.
 
     Returns:
         Rows f32[R, D], the caches' keys, their values; with `chosen` also the four arrays of `SparseStats`, stacked
@@ -95,11 +97,12 @@ def layers(
         places.append((operands.place(w.data), operands.place(bias)))
         return len(matrices) - 1
 
+    masked = bool(chosen) and chosen[0].blocks is not None
     described = np.full(len(weights), -1, LAYER)
     for i, (d, layer) in enumerate(zip(described, weights, strict=True)):
         for name in NORMS:
             d[name] = operands.place(getattr(layer, name))
-        for name in PROJECTIONS if chosen else (*PROJECTIONS, *FFN):
+        for name in PROJECTIONS if chosen and not masked else (*PROJECTIONS, *FFN):
             d[name] = matrix(getattr(layer, name), layer.biases.get(name))
         d["keys"], d["values"] = operands.place(cache_k[i]), operands.place(cache_v[i])
         d["window"], d["table"] = kinds[i] if kinds else (0, 0)
@@ -107,7 +110,11 @@ def layers(
             d["up_rows"], d["down_blocks"] = operands.place(skip[i].up.data), operands.place(skip[i].down)
         if chosen:
             ffn, choice = chosen[i], chosen[i].choice
-            d["ffn_gate"], d["ffn_up"], d["ffn_down"] = matrix(ffn.gate), matrix(ffn.up), matrix(ffn.down_t)
+            if masked:
+                d["gate_rows"], d["up_rows"] = operands.place(ffn.gate.data), operands.place(ffn.up.data)
+                d["down_blocks"] = operands.place(ffn.blocks)
+            else:
+                d["ffn_gate"], d["ffn_up"], d["ffn_down"] = matrix(ffn.gate), matrix(ffn.up), matrix(ffn.down_t)
             if choice.rule == "scores":
                 d["first"], d["second"] = matrix(choice.first), matrix(choice.second)
             d["signs"] = operands.place(None if choice.signs is None else choice.signs.data)
@@ -147,7 +154,7 @@ def layers(
         matrices=cpu.describe(*matrices, places=places),
         layers=described.view(np.int64),
         features=np.array(features, np.int64),
-        ffns=np.int64(2 if chosen else skip is not None),
+        ffns=np.int64(3 if masked else 2 if chosen else skip is not None),
         act=kind,
         threshold=threshold,
         up_act=up_kind,

@@ -6,7 +6,7 @@
 
 namespace specsparse {
 
-constexpr int kDescriptorVersion = 5;
+constexpr int kDescriptorVersion = 6;
 
 // A packed matrix. `bytes` are those of a group of rows, or of one neuron. `data` and `bias` are places among a call's further
 // operands, -1 for no bias. A table of zeros: codes are their own values.
@@ -22,7 +22,8 @@ struct LayerDescriptor {
   int64_t ffn_gate, ffn_up, ffn_down;  // matrices; rows of neurons if these are predicted
   int64_t keys, values;                // operands
   int64_t window, table;
-  int64_t up_rows, down_blocks;                      // operands, if zeros are skipped
+  int64_t up_rows, down_blocks;                     // operands, if zeros are skipped or neurons masked
+  int64_t gate_rows;                                 // operand, if neurons are masked
   int64_t first, second;                             // matrices of a predictor
   int64_t signs, threshold, least, predictor_norm;  // its operands
 };

@@ -13,14 +13,14 @@ namespace {
 
 enum { kPrepareAttention, kProjectQkv, kAttend, kPrepareOutput = kAttend + kAttendSteps, kProjectOutput, kAddAttention, kFfn };
 enum { kPrepareFfn = kFfn, kGateUp, kCount, kPrepareDown, kProjectDown, kAddFfn, kStages };
-constexpr int kPredictedStages = kFfn + PredictedFfn::kSteps;
 
 class Forward final : public Phases {
  public:
   Forward(const std::vector<LayerWeights>& layers, Workspace& work, Act act, float eps,
           const std::vector<SkipCounts>& counts, const std::vector<SparseCounts>* predicted, const Features& features)
       : work_(work), features_(features), act_(act), eps_(eps), total_(work.plan.rows().size()), counted_(!counts.empty()),
-        skip_(counted_ && total_ == 1), stages_per_layer_(predicted ? kPredictedStages : int{kStages}) {
+        chosen_steps_(predicted ? PredictedFfn::kSteps : 0),
+        stages_per_layer_((predicted && !counted_ ? int{kFfn} : int{kStages}) + chosen_steps_) {
     const int64_t rows = std::max<int64_t>(total_, 1);
     int64_t q = 0, kv = 0, inner = 0, cols = 0, added = 0;
     for (const LayerWeights& l : layers) {
@@ -39,7 +39,7 @@ class Forward final : public Phases {
       if (predicted)
         stages_[i].predicted.emplace(layers[i].predicted, work.x.data(), total_, eps, work.activations, work.predicted,
                                      (*predicted)[i]);
-      else
+      if (!predicted || counted_)
         stages_[i].ffn.emplace(*this, layers[i], counted_ ? counts[i] : SkipCounts{});
     }
   }
@@ -60,12 +60,12 @@ class Forward final : public Phases {
       case kPrepareOutput: return l.prepare_output.items();
       case kAddAttention: return l.add_attention.norm ? l.add_attention.items() : 0;
     }
-    if (l.predicted) return l.predicted->items(stage - kFfn);
+    if (chooses(stage)) return l.predicted->items(stage - kFfn);
     const Ffn& f = *l.ffn;
-    switch (stage) {
+    switch (stage - chosen_steps_) {
       case kAddFfn: return f.add_ffn.norm ? f.add_ffn.items() : 0;
-      case kGateUp: return skip_ ? f.skip.hidden_items() : f.gate_up.items();
-      case kCount: return skip_ || !counted_ ? 0 : (f.width + kCounted - 1) / kCounted;
+      case kGateUp: return f.skips ? f.skip.hidden_items() : f.gate_up.items();
+      case kCount: return !counted_ || (f.skips && !l.predicted) ? 0 : (f.width + f.counted - 1) / f.counted;
       case kProjectDown: return by_neuron(f) ? f.skip.output_items() : f.down.items();
       default: return f.prepare_ffn.items();
     }
@@ -84,12 +84,17 @@ class Forward final : public Phases {
       case kProjectOutput: return l.output.run(item);
       case kAddAttention: return l.add_attention.run(item);
     }
-    if (l.predicted) return l.predicted->run(stage - kFfn, item);
+    if (chooses(stage)) {
+      l.predicted->run(stage - kFfn, item);
+      if (l.ffn && stage - kFfn == PredictedFfn::kCollect)
+        l.ffn->skips = l.ffn->skip.choose(work_.predicted.kept, l.predicted->counts().kept);
+      return;
+    }
     const Ffn& f = *l.ffn;
-    switch (stage) {
+    switch (stage - chosen_steps_) {
       case kPrepareFfn: return f.prepare_ffn.run(item);
-      case kGateUp: return skip_ ? f.skip.hidden(item) : f.gate_up.run(item);
-      case kCount: return f.count(work_.hidden.data(), total_, item);
+      case kGateUp: return f.skips ? f.skip.hidden(item) : f.gate_up.run(item);
+      case kCount: return f.count(work_.hidden.data(), l.predicted ? work_.predicted.keep.data() : nullptr, total_, item);
       case kPrepareDown: return f.prepare_down.run(item);
       case kProjectDown: return by_neuron(f) ? f.skip.output(item) : f.down.run(item);
       case kAddFfn: return f.add_ffn.run(item);
@@ -102,19 +107,21 @@ class Forward final : public Phases {
     const Layer& l = stages_[layer];
     const int stage = phase % stages_per_layer_;
     if (stage == kProjectQkv || (attends(stage) && stage > kAttend + kRotate)) return l.output.prefetch(kAhead, self, threads);
-    const int last = l.predicted ? int{kFfn} + l.predicted->last() : int{kProjectDown};
+    const int last = l.ffn ? kProjectDown + chosen_steps_ : int{kFfn} + l.predicted->last();
     if (stage == last && layer + 1 < stages_.size()) return stages_[layer + 1].qkv.prefetch(kAhead, self, threads);
-    if (l.predicted) return stage == kProjectOutput ? l.predicted->prefetch(kAhead, self, threads) : void();
+    if (stage == kProjectOutput && l.predicted) return l.predicted->prefetch(kAhead, self, threads);
+    if (!l.ffn || chooses(stage)) return;
     const Ffn& f = *l.ffn;
     if (stage == kProjectOutput)
-      return skip_ ? f.skip.prefetch(kAhead, share_begin(f.skip.hidden_items(), self, threads)) : f.gate_up.prefetch(kAhead, self, threads);
-    if (stage == kGateUp && !by_neuron(f)) f.down.prefetch(kAhead, self, threads);  // by the neurons counted so far
+      return f.skips ? f.skip.prefetch(kAhead, share_begin(f.skip.hidden_items(), self, threads)) : f.gate_up.prefetch(kAhead, self, threads);
+    if (stage - chosen_steps_ == kGateUp && !by_neuron(f)) f.down.prefetch(kAhead, self, threads);  // by the neurons counted so far
   }
 
  private:
   static constexpr int64_t kAhead = 16 << 10;
   static constexpr int64_t kCounted = 256;  // neurons of an item
 
+  bool chooses(int stage) const { return stage >= kFfn && stage < kFfn + chosen_steps_; }
   static bool attends(int stage) { return stage >= kAttend && stage < kPrepareOutput; }
 
   // The rows of an item of the first phase, before anything is added to them.
@@ -161,10 +168,15 @@ class Forward final : public Phases {
     NormedSum add_ffn;
     ZeroSkip skip;
     SkipCounts counts;
-    int64_t width;  // neurons
+    int64_t width, counted;  // neurons; of an item that counts them
+    bool skips;              // in this call, neuron by neuron
 
-    void count(const float* hidden, int64_t rows, int64_t item) const {
-      count_neurons(hidden, width, rows, item * kCounted, std::min(width, (item + 1) * kCounted), counts);
+    // Neurons that rows do not keep are zero from here on.
+    void count(float* hidden, const uint8_t* keep, int64_t rows, int64_t item) const {
+      const int64_t begin = item * counted, end = std::min(width, begin + counted);
+      for (int64_t t = 0; keep && !skips && t < rows; ++t)
+        for (int64_t j = t * width + begin; j < t * width + end; ++j) hidden[j] = keep[j] ? hidden[j] : 0.0f;
+      count_neurons(hidden, width, rows, begin, end, counts);
     }
 
     Ffn(Forward& f, const LayerWeights& l, const SkipCounts& counts)
@@ -174,12 +186,13 @@ class Forward final : public Phases {
           down(f.block_end(l.matrices[kDown], prepare_down, l.post_ffn)),
           add_ffn(f.sum(l.post_ffn, l.matrices[kDown].matrix.rows)),
           skip(&l.matrices[kGate], &l.matrices[kUp], &l.skip, prepare_ffn.to, f.work_.hidden.data(), prepare_down.to,
-               f.work_.x.data(), f.work_.x.data(), f.act_, counts),
-          counts(counts), width(l.matrices[kGate].matrix.rows) {}
+               f.work_.x.data(), f.work_.x.data(), f.act_, counts, f.total_),
+          counts(counts), width(l.matrices[kGate].matrix.rows), counted(f.total_ == 1 ? width : kCounted),
+          skips(f.counted_ && f.total_ == 1 && !l.predicted.masked) {}
   };
 
   // Whether down reads single neurons.
-  bool by_neuron(const Ffn& f) const { return skip_ && f.skip.few(); }
+  static bool by_neuron(const Ffn& f) { return f.skips && f.skip.few(); }
 
   struct Layer {
     Preparation prepare_attention;
@@ -188,7 +201,7 @@ class Forward final : public Phases {
     Preparation prepare_output;
     Product output;
     NormedSum add_attention;
-    std::optional<Ffn> ffn;  // one of the two
+    std::optional<Ffn> ffn;  // one of the two, or both: its neurons are chosen
     std::optional<PredictedFfn> predicted;
 
     Layer(Forward& f, const LayerWeights& l)
@@ -208,7 +221,8 @@ class Forward final : public Phases {
   Act act_;
   float eps_;
   int64_t total_;
-  bool counted_, skip_;  // neurons; zeros, in this call
+  bool counted_;  // neurons
+  const int chosen_steps_;  // between attention and FFN
   const int stages_per_layer_;
   std::deque<Layer> stages_;  // stay where they are: a predicted FFN has an atomic
 };

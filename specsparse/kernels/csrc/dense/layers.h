@@ -10,9 +10,8 @@
 
 namespace specsparse {
 
-// Matrices of a layer, in the order in which a call describes them. Where a predictor chooses the neurons, its own two take
-// the place of gate and up.
-enum LayerMatrix { kQ, kK, kV, kO, kGate, kUp, kDown, kMatrices, kFirst = kGate, kSecond = kUp };
+// Matrices of a layer, in the order in which a call describes them; the last two are a predictor's.
+enum LayerMatrix { kQ, kK, kV, kO, kGate, kUp, kDown, kFirst, kSecond, kMatrices };
 
 struct LayerWeights {
   Description matrices[kMatrices];
@@ -21,7 +20,7 @@ struct LayerWeights {
   AttendKind kind;
   void *keys, *values;  // the layer's cache
   float* mass = nullptr;  // as `Attention` has it, or null
-  SkipWeights skip;     // of a ReLU model whose zeros are skipped
+  SkipWeights skip;     // of a ReLU model whose zeros are skipped, or of predicted neurons that mask the dense FFN
   PredictedWeights predicted;
 };
 
@@ -46,7 +45,8 @@ struct Features {
 };
 
 // Runs the layers on the rows in `work.x`, in place. Where there are `counts`, one of each layer, the layers have what
-// zero skipping reads; where there are `predicted`, what predictors and sparse FFNs read, and at most kSparseRows rows.
+// zero skipping reads; where there are `predicted`, what predictors and sparse FFNs read, and at most kSparseRows rows. With both
+// the neurons that a predictor does not choose are zero in the dense FFN.
 void run_layers(const std::vector<LayerWeights>& layers, Workspace& work, Act act, float eps,
                 const std::vector<SkipCounts>& counts, std::vector<SparseCounts>* predicted, const Features& features);
 

@@ -208,30 +208,33 @@ ffi::Error attend(ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<
 }
 
 // How the FFNs of a call of `layers` are computed.
-enum class Ffns : int64_t { kDense, kSkipping, kPredicted };
+enum class Ffns : int64_t { kDense, kSkipping, kPredicted, kMasked };
 
-// What a predictor and a sparse FFN read of a layer, beside what all layers share; false if the data do not hold it. `rows` are
-// of the layer's neurons.
-bool read_predicted(const LayerWeights& l, const LayerDescriptor& d, const Operands& operands, NeuronDescription* rows,
-                    PredictedWeights* out) {
+// The neurons' rows of a sparse FFN; false if the data do not hold them or they do not fit each other.
+bool read_rows(const LayerDescriptor& d, const Operands& operands, NeuronDescription* rows, SparseFfn* out) {
   const bool gated = d.ffn_gate >= 0;
   if (!operands.read(d.ffn_up, &rows[0]) || !operands.read(d.ffn_down, &rows[1]) ||
       (gated && !operands.read(d.ffn_gate, &rows[2])))
     return false;
   const NeuronRows &up = rows[0].rows, &down = rows[1].rows;
+  out->gate = gated ? &rows[2].rows : nullptr, out->up = up, out->down = down;
+  return down.rows == up.rows && down.cols == up.cols && (!gated || (rows[2].rows.rows == up.rows && rows[2].rows.cols == up.cols));
+}
+
+// What a predictor reads of a layer, whose neurons `out` has already; false if the data do not hold it.
+bool read_predicted(const LayerWeights& l, const LayerDescriptor& d, const Operands& operands, PredictedWeights* out) {
+  const NeuronRows& up = out->ffn.up;
   const auto signs = operands.at(d.signs);
   const auto number = [&](int64_t place) { return place < 0 ? 0.0f : *operands.floats_at(place); };
   if (out->choice == Choice::kScores) out->first = &l.matrices[kFirst], out->second = &l.matrices[kSecond];
   if (out->choice == Choice::kSigns) out->signs = static_cast<const uint64_t*>(signs ? signs->untyped_data() : nullptr);
   out->norm = operands.floats_at(d.predictor_norm), out->threshold = number(d.threshold);
-  out->ffn.gate = gated ? &rows[2].rows : nullptr, out->ffn.up = up, out->ffn.down = down;
   out->ffn.norm = l.ffn_norm, out->ffn.least = number(d.least);
   const int64_t words = (up.cols + 63) / 64;
   const bool signs_fit = out->choice != Choice::kSigns || (signs && static_cast<int64_t>(signs->size_bytes()) == up.rows * words * 8);
   const bool scores_fit = !out->first || (out->first->matrix.cols == up.cols && out->second->matrix.cols == out->first->matrix.rows &&
                                           out->second->matrix.rows == up.rows);
-  const bool gate_fits = !gated || (rows[2].rows.rows == up.rows && rows[2].rows.cols == up.cols);
-  return down.rows == up.rows && down.cols == up.cols && l.matrices[kO].matrix.rows == up.cols && signs_fit && scores_fit && gate_fits;
+  return l.matrices[kO].matrix.rows == up.cols && signs_fit && scores_fit;
 }
 
 // What zero skipping reads of `count` FFNs whose matrices are Q4_0, the first one's are given; false if the data do not hold it.
@@ -287,7 +290,8 @@ ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffe
                   ffi::Buffer<ffi::S32> shift, ffi::RemainingArgs args, ffi::ResultBuffer<ffi::F32> out,
                   ffi::RemainingRets rets, Ints matrices, Ints descriptors, Ints features_of, int64_t ffns, int64_t act, int64_t up_act, float threshold,
                   float up_threshold, int64_t choice, int64_t relu, int64_t masses, float eps, int64_t neox) {
-  const bool skip = Ffns(ffns) == Ffns::kSkipping, predicted = Ffns(ffns) == Ffns::kPredicted;
+  const bool skip = Ffns(ffns) == Ffns::kSkipping, masked = Ffns(ffns) == Ffns::kMasked;
+  const bool by_rows = Ffns(ffns) == Ffns::kPredicted, predicted = by_rows || masked;
   const Operands operands{args, matrices};
   const auto described = records<LayerDescriptor>(descriptors);
   const size_t count = described.size(), kept = features_of.size();
@@ -297,24 +301,33 @@ ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffe
   if (!count || rets.size() != mass_at + (masses ? 1 : 0) + (kept ? 1 : 0))
     return ffi::Error::InvalidArgument("specsparse layers: results do not make up whole layers");
   std::vector<LayerWeights> all(count);
-  std::vector<NeuronDescription> rows_of(predicted ? 3 * count : 0);
+  std::vector<NeuronDescription> rows_of(by_rows ? 3 * count : 0);
   for (size_t i = 0; i < count; ++i) {
     const LayerDescriptor& d = described[i];
     LayerWeights& l = all[i];
     l.attn_norm = operands.floats_at(d.attn_norm), l.ffn_norm = operands.floats_at(d.ffn_norm);
     l.post_attention = operands.floats_at(d.post_attention_norm), l.post_ffn = operands.floats_at(d.post_ffw_norm);
-    const int64_t own[kMatrices] = {d.attn_q, d.attn_k, d.attn_v, d.attn_output, predicted ? d.first : d.ffn_gate,
-                                    predicted ? d.second : d.ffn_up, predicted ? -1 : d.ffn_down};
+    const int64_t own[kMatrices] = {d.attn_q, d.attn_k, d.attn_v, d.attn_output, by_rows ? -1 : d.ffn_gate,
+                                    by_rows ? -1 : d.ffn_up, by_rows ? -1 : d.ffn_down, d.first, d.second};
     for (int64_t m = 0; m < kMatrices; ++m)
-      if (own[m] >= 0 ? !operands.read_biased(own[m], &l.matrices[m]) : m <= kO || !predicted)
+      if (own[m] >= 0 ? !operands.read_biased(own[m], &l.matrices[m]) : m <= kO || (m <= kDown && !by_rows))
         return ffi::Error::InvalidArgument("specsparse layers: a matrix of layer " + std::to_string(i) + " does not fit");
     auto keys = *rets.get<ffi::AnyBuffer>(2 * i), values = *rets.get<ffi::AnyBuffer>(2 * i + 1);
     l.keys = updated(*operands.at(d.keys), keys), l.values = updated(*operands.at(d.values), values);
     l.predicted.choice = Choice(choice), l.predicted.relu = relu != 0, l.predicted.ffn.eps = eps;
     l.predicted.ffn.act = {Activation::Kind(act), threshold}, l.predicted.ffn.up_act = {Activation::Kind(up_act), up_threshold};
-    if ((skip && (l.post_ffn || !read_skip(l.matrices[kGate], l.matrices[kUp], l.matrices[kDown], 1, operands.at(d.up_rows),
-                                            operands.at(d.down_blocks), &l.skip))) ||
-        (predicted && (l.post_ffn || !read_predicted(l, d, operands, &rows_of[3 * i], &l.predicted))))
+    l.predicted.masked = masked;
+    bool fits = !l.post_ffn || Ffns(ffns) == Ffns::kDense;
+    if (skip || masked)
+      fits = fits && read_skip(l.matrices[kGate], l.matrices[kUp], l.matrices[kDown], 1, operands.at(d.up_rows),
+                               operands.at(d.down_blocks), &l.skip);
+    if (masked && fits) {
+      const auto gate = operands.at(d.gate_rows);
+      l.skip.gate = l.predicted.ffn.up = l.skip.up, fits = gate && gate->size_bytes() == operands.at(d.up_rows)->size_bytes();
+      if (fits) l.skip.gate.data = static_cast<const uint8_t*>(gate->untyped_data());
+    }
+    if (by_rows) fits = fits && read_rows(d, operands, &rows_of[3 * i], &l.predicted.ffn);
+    if (!fits || (predicted && !read_predicted(l, d, operands, &l.predicted)))
       return ffi::Error::InvalidArgument("specsparse layers: the neurons of layer " + std::to_string(i) + " do not fit");
   }
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
@@ -338,6 +351,7 @@ ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffe
   thread_local std::vector<int32_t> found;
   std::vector<SkipCounts> counts;
   std::vector<SparseCounts> kept_counts;
+  std::vector<int32_t> any_active(masked ? count : 0);
   if (predicted) {
     if (static_cast<int64_t>(valid.size()) > kSparseRows)
       return ffi::Error::InvalidArgument("specsparse layers: predicted FFNs take 64 rows at most");
@@ -345,6 +359,7 @@ ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffe
     for (size_t i = 0; i < count; ++i) {
       int32_t* own_counts = found.data() + 2 * i * valid.size();
       kept_counts.push_back({own_counts, own_counts + valid.size()});
+      if (masked) counts.push_back({own_counts + valid.size(), &any_active[i]});
     }
   }
   if (skip) {
@@ -361,7 +376,7 @@ ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffe
     features = {to->typed_data(), valid.data(), width, {features_of.begin(), features_of.end()}};
     if (static_cast<int64_t>(valid.size()) < rows) std::fill_n(features.data, to->element_count(), 0.0f);
   }
-  run_layers(all, work, predicted ? Act::kNone : Act(act), eps, counts, predicted ? &kept_counts : nullptr, features);
+  run_layers(all, work, by_rows ? Act::kNone : Act(act), eps, counts, predicted ? &kept_counts : nullptr, features);
   // int32[count, rows] of result `which` after the caches: `of(layer)` of the rows that count, 0 of the others.
   auto spread = [&](size_t which, auto of) {
     int32_t* to = (*rets.get<ffi::BufferR2<ffi::S32>>(2 * count + which))->typed_data();
@@ -374,7 +389,8 @@ ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffe
     spread(0, [&](size_t i) { return kept_counts[i].kept; });
     spread(2, [&](size_t i) { return kept_counts[i].nonzero; });
     auto any = [&](size_t which) { return (*rets.get<ffi::BufferR1<ffi::S32>>(2 * count + which))->typed_data(); };
-    for (size_t i = 0; i < count; ++i) any(1)[i] = kept_counts[i].read, any(3)[i] = kept_counts[i].active;
+    for (size_t i = 0; i < count; ++i)
+      any(1)[i] = kept_counts[i].read, any(3)[i] = masked ? any_active[i] : kept_counts[i].active;
   }
   if (static_cast<int64_t>(valid.size()) < rows) std::fill_n(out->typed_data(), rows * width, 0.0f);
   for (size_t r = 0; r < valid.size(); ++r) std::copy_n(&work.x[r * width], width, out->typed_data() + valid[r] * width);

@@ -61,13 +61,13 @@ int64_t PredictedFfn::items(int step) const {
     case kPrepareFirst: return scores() ? prepare_first_.items() : 0;
     case kFirst: return (scores() ? product_items(0) : 0) + ranged_;
     case kPrepareSecond: return scores() ? prepare_second_.items() : 0;
-    case kSecond: return ranged_ ? 0 : total_ + (scores() ? product_items(1) : match_items());
+    case kSecond: return ranged_ ? 0 : prepared() + (scores() ? product_items(1) : match_items());
     case kKeep: return ranged_ || match_items() || (scores() && total_ == 1) ? 0 : total_;
     case kCollect: return total_ && !ranged_ ? 1 : 0;
     case kHidden: return hidden_items_;
     case kProject: return project_items_;
     case kSum: return sum_items_;
-    default: return total_;
+    default: return prepared();
   }
 }
 
@@ -87,9 +87,9 @@ void PredictedFfn::run(int step, int64_t item) {
       return prepare_second_.run(item);
     }
     case kSecond:  // the rows that the neurons will read are prepared beside it
-      if (item < total_) return steps.prepare(x_, item);
-      if (scores()) return multiply(1, item - total_);
-      return match_signs((item - total_) * kSignNeurons, std::min(neurons_, (item - total_ + 1) * kSignNeurons));
+      if (item < prepared()) return steps.prepare(x_, item);
+      item -= prepared();
+      return scores() ? multiply(1, item) : match_signs(item * kSignNeurons, std::min(neurons_, (item + 1) * kSignNeurons));
     case kKeep: return keep(item);
     case kCollect: return collect();
     case kHidden: return ranged_ ? run_range(item) : steps.hidden(item);
@@ -190,14 +190,14 @@ void PredictedFfn::keep_some(const float* scores, int64_t count, uint8_t* to) co
 
 // Where the neurons are chosen by few bytes, and their segments are of whole groups.
 bool PredictedFfn::by_ranges() const {
-  if (total_ != 1 || neurons_ % (SparseSteps::kSegments * kRows) || !SparseSteps::takes_ranges()) return false;
+  if (total_ != 1 || weights_->masked || neurons_ % (SparseSteps::kSegments * kRows) || !SparseSteps::takes_ranges()) return false;
   if (scores()) return weights_->second->matrix.groups() * weights_->second->matrix.group_bytes <= kRangedBytes;
   return weights_->choice == Choice::kAll || neurons_ * width_ / 8 <= kRangedBytes;
 }
 
 void PredictedFfn::begin() {
   SparseSteps& steps = *work_->steps;
-  steps.begin(weights_->ffn, work_->rows.data(), total_, &counts_);
+  if (!weights_->masked) steps.begin(weights_->ffn, work_->rows.data(), total_, &counts_);
   if (weights_->choice == Choice::kSigns) pack_signs();
   if (ranged_) hidden_items_ = steps.begin_ranges(), project_items_ = 0, sum_items_ = steps.sum_items();
 }
@@ -215,6 +215,11 @@ void PredictedFfn::run_range(int64_t range) {
 }
 
 void PredictedFfn::collect() {
+  if (weights_->masked) {
+    work_->kept.collect(work_->keep.data(), neurons_, work_->rows.data(), total_, counts_.kept);
+    counts_.read = static_cast<int32_t>(work_->kept.count);
+    return;
+  }
   const SparseSteps& steps = *work_->steps;
   work_->steps->collect(work_->keep.data());
   hidden_items_ = steps.hidden_items(), project_items_ = steps.project_items(), sum_items_ = steps.sum_items();

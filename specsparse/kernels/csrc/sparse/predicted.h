@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "dense/linear.h"
-#include "sparse/sparse_ffn.h"
+#include "sparse/sparse_call.h"
 
 namespace specsparse {
 
@@ -22,6 +22,7 @@ struct PredictedWeights {
   const float* norm = nullptr;                            // z is x normalised by it, or x itself
   const uint64_t* signs = nullptr;                        // of kSigns, [neurons][columns / 64, rounded up]
   float threshold = 0;                                    // equality keeps
+  bool masked = false;  // the layer computes the neurons; of `ffn` the rows of up are there
   SparseFfn ffn{};
 };
 
@@ -31,13 +32,14 @@ struct PredictedWork {
   std::vector<uint8_t> keep;
   std::vector<uint64_t> bits;
   std::vector<int32_t> rows;
+  Union kept;  // of a layer that is masked
   std::unique_ptr<SparseSteps> steps = sparse_steps();
 
   // Room for up to kSparseRows rows of a layer.
   void reserve(const PredictedWeights& w, int64_t total);
 };
 
-// The FFN of one layer on rows 0 .. total - 1 of x, to which it is added.
+// The FFN of one layer on rows 0 .. total - 1 of x, to which it is added; of one that is masked the choice alone.
 class PredictedFfn {
  public:
   enum Step { kBegin, kPrepareFirst, kFirst, kPrepareSecond, kSecond, kKeep, kCollect, kHidden, kJoin, kProject, kSum, kSteps };
@@ -56,6 +58,7 @@ class PredictedFfn {
 
  private:
   bool scores() const { return weights_->choice == Choice::kScores; }
+  int64_t prepared() const { return weights_->masked ? 0 : total_; }  // rows of `steps`
   // Groups of a matrix that a single row is multiplied with at a time: sums that do not wait for each other.
   static int64_t at_once(const Description& w) { return w.matrix.is_float() ? kRowGroup : kGroupsAtOnce; }
   int64_t item_groups(const Description& w) const;

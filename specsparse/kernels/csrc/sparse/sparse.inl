@@ -490,15 +490,24 @@ int64_t differing(const uint64_t* a, const uint64_t* b, int64_t words) {
 // nothing to the whole number, and a block of zeros adds 0 to acc.
 
 // out[i] = row js[i] of Q4_0 times x, i < count <= 16; out has room for sixteen.
-void dot_neurons(const NeuronRows& w, const int32_t* js, int count, const QBlock* x, float* out, float* scratch) {
+void dot_neurons(const NeuronRows& w, const int32_t* js, int count, const QBlock* x, int64_t step, const uint8_t* const* next,
+                 float* out, float* scratch) {
   static const QBlock kZeros{};
   const int64_t blocks = w.cols / kBlock, scales = w.chunks() * w.code_bytes();
   const uint8_t* rows[16];
   for (int i = 0; i < 16; ++i) rows[i] = w.row(js[std::min(i, count - 1)]);
   for (int64_t b = 0; b < blocks; b += 16) turn_halves(rows, scales + 2 * b, scratch + 16 * b);
+  // One row after the other, at an even rate: memory serves few streams faster than many.
+  const int64_t rate = (count * w.row_bytes / 64 + w.chunks() - 1) / w.chunks();
+  int64_t fetched = 0, at = 0, ahead = 0;
   F acc = zero();
   for (int64_t b = 0; b < blocks; b += 2) {
-    const QBlock &even = x[b], &odd = b + 1 < blocks ? x[b + 1] : kZeros;
+    const QBlock &even = x[b * step], &odd = b + 1 < blocks ? x[(b + 1) * step] : kZeros;
+    for (; next && fetched < rate * (b / 2 + 1); ++fetched) {
+      if (at == w.row_bytes) at = 0, ++ahead;
+      if (ahead < count) __builtin_prefetch(next[ahead] + at);
+      at += 64;
+    }
     I one, two;
     chunk_sums(rows, b / 2 * w.code_bytes(), even.q, odd.q, (count + 3) / 4, &one, &two);
     acc = fma(mul(load(scratch + 16 * b), set1(even.scale)), to_float(add(one, set1_i(-kNibbleZero * even.sum))), acc);
@@ -516,16 +525,16 @@ struct LiveNeurons {
   int count;                  // even: the last one may stand for two, with a code of 0
   int32_t sum;                // of the codes
 
-  void find(const NeuronBlocks& w, int64_t b, const QBlock* x) {
+  // Of block b, whose codes are x.
+  void find(const NeuronBlocks& w, int64_t b, const QBlock& x) {
     count = 0, sum = 0;
-    if (b >= w.count) return;
     scales = w.data + b * w.block_bytes();
-    for (uint32_t left = nonzero_bytes(x[b].q); left; left &= left - 1, ++count) {
+    for (uint32_t left = nonzero_bytes(x.q); left; left &= left - 1, ++count) {
       const int j = __builtin_ctz(left);
-      const uint32_t code = static_cast<uint8_t>(x[b].q[j]) * 0x10001u;
+      const uint32_t code = static_cast<uint8_t>(x.q[j]) * 0x10001u;
       rows[count] = scales + 2 * w.outputs + j * w.row_bytes();
       codes[count / 2] = static_cast<int32_t>(count % 2 ? codes[count / 2] | code << 8 : code);
-      sum += x[b].q[j];
+      sum += x.q[j];
     }
     if (count % 2) rows[count] = rows[count - 1], ++count;
   }
@@ -557,20 +566,22 @@ SPECSPARSE_INLINE void project_chunks(const LiveNeurons& live, int64_t c, float 
 }
 
 // y += down's outputs of chunks [begin, end), y's first. A block's rows are fetched while the block before is multiplied.
-void project(const NeuronBlocks& w, int64_t begin, int64_t end, const QBlock* x, float* y) {
+void project(const NeuronBlocks& w, int64_t begin, int64_t end, const QBlock* x, int64_t step, float* y) {
   LiveNeurons live[2];
-  live[0].find(w, 0, x);
+  live[0].find(w, 0, x[0]);
   for (int64_t c = begin; c < end; c += 2) live[0].fetch(c);
   for (int64_t b = 0; b < w.count; ++b) {
     LiveNeurons &now = live[b % 2], &next = live[(b + 1) % 2];
-    next.find(w, b + 1, x);
+    next.count = 0;
+    if (b + 1 < w.count) next.find(w, b + 1, x[(b + 1) * step]);
+    const float scale = x[b * step].scale;
     for (int64_t c = begin; c < end; c += 2) {
       next.fetch(c);
       if (!now.count) continue;
       if (c + 1 < end)
-        project_chunks<2>(now, c, x[b].scale, y + (c - begin) * kChunk);
+        project_chunks<2>(now, c, scale, y + (c - begin) * kChunk);
       else
-        project_chunks<1>(now, c, x[b].scale, y + (c - begin) * kChunk);
+        project_chunks<1>(now, c, scale, y + (c - begin) * kChunk);
     }
   }
 }

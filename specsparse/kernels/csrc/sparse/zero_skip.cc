@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "pool/pool.h"
@@ -9,12 +10,27 @@
 namespace specsparse {
 namespace {
 
-constexpr int64_t kMostGroups = 32;  // of an item
-constexpr int64_t kMostChunks = 32;  // of an item's outputs: their sums stay in the first cache, and codes come in long pieces
-constexpr int64_t kShortRow = 512;   // bytes
+constexpr int64_t kMostGroups = 32;   // of an item
+constexpr int64_t kMostChunks = 32;   // of an item's outputs: their sums stay in the first cache, and codes come in long pieces
+constexpr int64_t kShortRow = 512;    // bytes
+constexpr int64_t kSharedBlocks = 8;  // of neurons that rows of activations read in turn
+constexpr int64_t kSeveralOf = 10;    // of so many neurons several rows keep one each, or the dense kernels are faster
+constexpr int64_t kMostNeurons = 64;  // of an item of a mask: rows of activations that share them find them in the cache
 
 // Whether `count` of `all` neurons are read by themselves sooner than all in order: short pieces come at a lower rate.
 bool few_of(int64_t count, int64_t all, int64_t row_bytes) { return count * (row_bytes < kShortRow ? 5 : 3) <= all; }
+
+// Up to sixteen neurons times row `row` of x. Meanwhile as many of `left` neurons `then` of `next` are fetched.
+void dot_some(const NeuronRows& w, const int32_t* js, int64_t count, const Activations& x, int64_t row, const NeuronRows& next,
+              const int32_t* then, int64_t left, float* out) {
+  thread_local std::vector<float> scratch;
+  const int64_t wanted = (w.cols / kBlock + 15) / 16 * 16 * kRows;
+  if (static_cast<int64_t>(scratch.size()) < wanted) scratch.resize(wanted);
+  const uint8_t* ahead[kRows];
+  for (int64_t i = 0; left > 0 && i < count; ++i) ahead[i] = next.row(then[std::min(i, left - 1)]);
+  sparse_ops().dot_neurons(w, js, static_cast<int>(count), x.at(row, 0), x.tile, left > 0 ? ahead : nullptr, out,
+                           scratch.data());
+}
 
 }  // namespace
 
@@ -40,16 +56,70 @@ void count_neurons(const float* hidden, int64_t width, int64_t rows, int64_t beg
 }
 
 ZeroSkip::ZeroSkip(const Description* gate, const Description* up, const SkipWeights* weights, const Activations& z,
-                   float* hidden, const Activations& h, const float* residual, float* out, Act act, const SkipCounts& counts)
+                   float* hidden, const Activations& h, const float* residual, float* out, Act act, const SkipCounts& counts,
+                   int64_t rows)
     : gate_(gate), up_(up), weights_(weights), z_(z), h_(h), residual_(residual), hidden_(hidden), out_(out),
-      groups_(gate->matrix.groups()), act_(act), counts_(counts) {
+      groups_(gate->matrix.groups()), rows_(rows), act_(act), counts_(counts) {
   // Long items: what is fetched comes in time, and few of a kernel's sixteen lanes are idle.
   step_ = std::clamp<int64_t>(groups_ / (4 * threads()), 1, kMostGroups);
   const int64_t chunks = weights->down.outputs / kChunk;
   output_items_ = std::min(chunks, std::max<int64_t>(threads(), (chunks + kMostChunks - 1) / kMostChunks));
 }
 
-void ZeroSkip::hidden(int64_t item) const {
+bool ZeroSkip::choose(const Union& kept, const int32_t* counts) {
+  const int64_t pairs = std::accumulate(counts, counts + rows_, int64_t{0}), all = rows_ * gate_->matrix.rows;
+  if (rows_ == 1 ? !few_of(pairs, all, weights_->up.row_bytes) : pairs * kSeveralOf > all) return false;
+  kept_ = &kept;
+  step_ = std::clamp<int64_t>(kept.count / (8 * threads() * kRows) * kRows, kRows, kMostNeurons);
+  items_ = std::max<int64_t>(1, (kept.count + step_ - 1) / step_);
+  return true;
+}
+
+// What neurons js with these gates give a row of hidden values; how many are not zero. Meanwhile rows of up and then gates of
+// `left` neurons `then` are fetched, unless it is null.
+int32_t ZeroSkip::multiply(const int32_t* js, const float* gates, int64_t count, int64_t row, const int32_t* then,
+                           int64_t left) const {
+  const NeuronRows& up = weights_->up;
+  float* to = hidden_ + row * up.rows;
+  int32_t nonzero = 0;
+  for (int64_t i = 0; i < count; i += kRows) {
+    alignas(64) float ups[kRows], own[kRows] = {};
+    const int64_t some = std::min<int64_t>(kRows, count - i), more = count - i - some;
+    dot_some(up, js + i, some, z_, row, more ? up : weights_->gate, more ? js + i + some : then, more && then ? more : left, ups);
+    std::copy_n(gates + i, some, own);
+    ops().glu(own, ups, kRows, act_);
+    for (int64_t k = 0; k < some; ++k) to[js[i + k]] = own[k], nonzero += own[k] != 0;
+  }
+  return nonzero;
+}
+
+void ZeroSkip::hidden_of_kept(int64_t item) const {
+  const NeuronRows &gate = weights_->gate, &up = weights_->up;
+  const bool closes = act_ == Act::kRelu || act_ == Act::kRelu2;
+  const int32_t* all = kept_->neurons.data();
+  const int64_t first = item * step_, last = std::min(kept_->count, first + step_);
+  const int64_t from = item ? all[first] : 0, to = item + 1 < items_ ? all[last] : up.rows;  // what this item fills
+  for (int64_t t = 0; t < rows_; ++t) {
+    std::fill(hidden_ + t * up.rows + from, hidden_ + t * up.rows + to, 0.0f);
+    int32_t js[kMostNeurons + 1];  // one past the end is written too
+    float gates[kMostNeurons + 1];
+    int64_t count = 0, live = 0;
+    for (int64_t i = first; i < last; ++i) js[count] = all[i], count += kept_->rows[i] >> t & 1;
+    for (int64_t i = 0; i < count; i += kRows) {
+      const int64_t some = std::min<int64_t>(kRows, count - i), more = count - i - some;
+      alignas(64) float found[kRows];
+      dot_some(gate, js + i, some, z_, t, more ? gate : up, more ? js + i + some : js, more ? more : count, found);
+      std::copy_n(found, some, gates + i);
+    }
+    for (int64_t i = 0; i < count; ++i) {  // a closed gate's up is not read
+      js[live] = js[i], gates[live] = gates[i];
+      live += !closes || gates[i] > 0;
+    }
+    multiply(js, gates, live, t, all + last, t + 1 < rows_ ? 0 : kept_->count - last);
+  }
+}
+
+void ZeroSkip::hidden_of_open(int64_t item) const {
   const Matrix& gate = gate_->matrix;
   const NeuronRows& up = weights_->up;
   const int64_t first = item * step_, last = std::min(groups_, first + step_);
@@ -82,32 +152,39 @@ void ZeroSkip::hidden(int64_t item) const {
     for (int64_t i = before; i < count; ++i)
       for (int64_t at = 0; at < up.row_bytes; at += 64) __builtin_prefetch(up.row(live[i]) + at, 0, 2);
   }
-  thread_local std::vector<float> scratch;
-  const int64_t wanted = (up.cols / kBlock + 15) / 16 * 16 * kRows;
-  if (static_cast<int64_t>(scratch.size()) < wanted) scratch.resize(wanted);
-  for (int64_t i = 0; i < count; i += kRows) {
-    const int some = static_cast<int>(std::min<int64_t>(kRows, count - i));
-    sparse_ops().dot_neurons(up, live + i, some, z_.q, ups, scratch.data());
-    ops().glu(gates + i, ups, kRows, act_);
-    for (int k = 0; k < some; ++k) hidden_[live[i + k]] = gates[i + k], nonzero += gates[i + k] != 0;
-  }
+  nonzero += multiply(live, gates, count, 0, nullptr, 0);  // rows of up are on their way
   __atomic_fetch_add(counts_.nonzero, nonzero, __ATOMIC_RELAXED);
   __atomic_fetch_add(counts_.active, nonzero, __ATOMIC_RELAXED);
 }
 
 bool ZeroSkip::few() const {
-  return few_of(__atomic_load_n(counts_.active, __ATOMIC_RELAXED), gate_->matrix.rows, weights_->down.row_bytes());
+  int64_t pairs = 0;
+  for (int64_t t = 0; t < rows_; ++t) pairs += __atomic_load_n(counts_.nonzero + t, __ATOMIC_RELAXED);
+  return few_of(pairs, rows_ * gate_->matrix.rows, weights_->down.row_bytes());
 }
 
 void ZeroSkip::output(int64_t item) const {
   const NeuronBlocks& down = weights_->down;
   const auto bound = [&](int64_t i) { return share_begin(down.outputs / kChunk, static_cast<int>(i), static_cast<int>(output_items_)); };
-  const int64_t begin = bound(item), end = bound(item + 1);
-  for (int64_t b = 0; b < h_.blocks; ++b) __builtin_prefetch(h_.q + b);  // another core may hold them
-  alignas(64) float y[(kMostChunks + 1) * kChunk];
-  std::fill_n(y, (end - begin) * kChunk, 0.0f);
-  sparse_ops().project(down, begin, end, h_.q, y);
-  for (int64_t c = begin * kChunk, i = 0; c < std::min(z_.cols, end * kChunk); ++c, ++i) out_[c] = residual_ ? residual_[c] + y[i] : y[i];
+  const int64_t begin = bound(item), end = bound(item + 1), first = begin * kChunk, count = std::min(z_.cols, end * kChunk) - first;
+  // Rows of activations take turns every few blocks, so that the second finds them in the cache.
+  const int64_t some = rows_ == 1 ? down.count : kSharedBlocks;
+  const int64_t width = (kMostChunks + 1) * kChunk;
+  thread_local std::vector<float> sums;
+  sums.assign(rows_ * width, 0.0f);
+  for (int64_t b = 0; b < down.count; b += some) {
+    const NeuronBlocks part{down.data + b * down.block_bytes(), std::min(some, down.count - b), down.outputs};
+    for (int64_t t = 0; t < rows_; ++t) {
+      const QBlock* h = h_.at(t, b);
+      for (int64_t i = 0; i < part.count; ++i) __builtin_prefetch(h + i * h_.tile);  // another core may hold them
+      sparse_ops().project(part, begin, end, h, h_.tile, sums.data() + t * width);
+    }
+  }
+  for (int64_t t = 0; t < rows_; ++t) {
+    const float *y = sums.data() + t * width, *from = residual_ ? residual_ + t * z_.cols + first : nullptr;
+    float* to = out_ + t * z_.cols + first;
+    for (int64_t c = 0; c < count; ++c) to[c] = from ? from[c] + y[c] : y[c];
+  }
 }
 
 void ZeroSkip::prefetch(int64_t bytes, int64_t item) const {

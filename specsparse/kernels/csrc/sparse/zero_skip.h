@@ -1,17 +1,18 @@
-// The FFN of a ReLU model without its zeros: the dense one's bits from fewer bytes, for one row of activations. Rows that share
-// a pass keep more neurons together and read them one by one; for them the dense kernels are faster.
+// An FFN without the neurons that are zero: the dense one's bits from fewer bytes. Zeros are those of a ReLU, which the gate
+// closes, for one row of activations; or of a mask that a predictor made, for rows that keep few neurons. Otherwise the dense
+// kernels are faster.
 #pragma once
 
 #include <cstdint>
 
 #include "dense/linear.h"
-#include "sparse/sparse.h"
+#include "sparse/sparse_call.h"
 
 namespace specsparse {
 
-// Up and down by neuron, both Q4_0; no data: the layer has none.
+// Up and down by neuron, both Q4_0; no data: the layer has none. The gate by neuron too where there is a mask.
 struct SkipWeights {
-  NeuronRows up{};
+  NeuronRows up{}, gate{};
   NeuronBlocks down;
 };
 
@@ -27,13 +28,16 @@ void count_neurons(const float* hidden, int64_t width, int64_t rows, int64_t beg
 // Hidden neurons from the gate, then the output from the hidden neurons. In between the caller quantises them.
 class ZeroSkip {
  public:
-  // gate, up: of Q4_0, [F, D]. z: the input, normalised and quantised; hidden: f32[F], h: the same quantised; out: f32[D],
-  // residual (or null) + the output. All must outlive this.
+  // gate, up: of Q4_0, [F, D]. z: the input, normalised and quantised; hidden: f32[rows, F], h: the same quantised;
+  // out: f32[rows, D], residual (or null) + the output. All must outlive this.
   ZeroSkip(const Description* gate, const Description* up, const SkipWeights* weights, const Activations& z, float* hidden,
-           const Activations& h, const float* residual, float* out, Act act, const SkipCounts& counts);
+           const Activations& h, const float* residual, float* out, Act act, const SkipCounts& counts, int64_t rows = 1);
 
-  int64_t hidden_items() const { return (groups_ + step_ - 1) / step_; }
-  void hidden(int64_t item) const;
+  // With a mask, before anything else: the neurons of the rows, `counts` of each. False if they are so many that the dense
+  // kernels are faster.
+  bool choose(const Union& kept, const int32_t* counts);
+  int64_t hidden_items() const { return kept_ ? items_ : (groups_ + step_ - 1) / step_; }
+  void hidden(int64_t item) const { kept_ ? hidden_of_kept(item) : hidden_of_open(item); }
   // From here on: whether so few neurons are active that `output` is faster than the dense product.
   bool few() const;
   int64_t output_items() const { return output_items_; }
@@ -42,12 +46,17 @@ class ZeroSkip {
   void prefetch(int64_t bytes, int64_t item) const;
 
  private:
+  void hidden_of_open(int64_t item) const;
+  void hidden_of_kept(int64_t item) const;
+  int32_t multiply(const int32_t* js, const float* gates, int64_t count, int64_t row, const int32_t* then, int64_t left) const;
+
   const Description *gate_, *up_;
   const SkipWeights* weights_;
+  const Union* kept_ = nullptr;
   Activations z_, h_;
   const float* residual_;
   float *hidden_, *out_;
-  int64_t groups_, step_, output_items_;
+  int64_t groups_, step_, output_items_, rows_, items_ = 0;
   Act act_;
   SkipCounts counts_;
 };
