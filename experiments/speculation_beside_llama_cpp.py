@@ -8,7 +8,7 @@ own: its n-grams outlive a request, and would hold the text that the same prompt
 
 Expected: tokens a second by side and task, tokens a pass of the target, on how many prompts a side's text is its own
 plain one; in the last line our best over the best of llama-server's methods, and over the best that it does at all.
-Exit code 1 where the first is under 3.5, or one of our texts is not the plain one.
+Exit code 1 if the first is under 3.5, or one of our texts is not the plain one.
 Run time: five minutes for SmolLM2-135M on two cores.
 Command: python experiments/speculation_beside_llama_cpp.py --server /path/to/llama-server
 """
@@ -188,6 +188,8 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=1)
     args = parser.parse_args(given)
     try:
+        if min(args.limit, args.tokens, args.repeats) < 1:
+            raise UserError("--limit, --tokens and --repeats are 1 at least")
         binary = shutil.which(args.server)
         if binary is None:
             raise UserError(f"--server {args.server}: no such program: build llama.cpp's target llama-server")

@@ -41,17 +41,22 @@ def check(cfg: ModelSettings, *, union_cap: bool = False, judged: bool = False) 
         "ffn=predicted needs a predictor: give predictor=gate_threshold (SiLU) or predictor=signbit (ReLU)":
             predicted and not named,
         "ffn.masked belongs to ffn=predicted": ffn.masked and not predicted,
+        "ffn.union_cap caps a sparse FFN, and ffn.masked makes a dense one: leave one of them out":
+            ffn.masked and ffn.union_cap is not None,
         "ffn.faithful_f16 and ffn.threshold belong to ffn=powerinfer":
             predicted and (ffn.faithful_f16 or ffn.threshold is not None),
     })  # fmt: skip
     if not predicted:
         return
+    from specsparse.powerinfer.sparse_ffn import masks
     from specsparse.predictors import FFN, Needs, get_predictor
 
     predictor = get_predictor(given, FFN(kernels.get(), 1e-5), **cfg.predictor.options)
     trained, why = predictor.needs is Needs.TRAINING, not_decoding(predictor)
     refuse({
         f"predictor={given} {why}: judge it with +experiment=sweep_sparsity": why and not judged,
+        f"ffn.masked=true with predictor={given}: masks are those of mlp, svd and signbit; leave it out":
+            ffn.masked and not masks(predictor),
         f"predictor={given} is trained: run +experiment=train_predictors model={cfg.model.path}, then give "
         "ffn.weights=predictors/<model>/predictors.safetensors":
             trained and weights_file(cfg) is None and not header_of(cfg.model)[1].predictor_ranks,

@@ -76,12 +76,21 @@ def make_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor) -> Cal
     return _OneByOne(config, kernels, predictor)
 
 
+MASK_FEW = 0.1
+"""Share of the neurons that several rows keep in the mean, above which they run densely: kSeveralOf, zero_skip.cc."""
+
+
+def masks(predictor: Predictor) -> bool:
+    """Whether the predictor's mask can lie on dense matrices."""
+    return isinstance(predictor, InOneCall) and not by_gate(predictor)
+
+
 def maskable(params: Params, config: ModelConfig, kernels: Kernels, predictor: Predictor) -> bool:
     """Whether the predictor's mask can be laid on dense matrices of these parameters that are also kept by neuron."""
-    chooses = isinstance(predictor, InOneCall) and not by_gate(predictor)
     simple = config.gated and config.activation in ("silu", "relu", "relu2") and config.head_dim % 16 == 0
     matrices = (m for layer in params.layers for m in layer.dense)
-    return chooses and simple and kernels.layers is not None and all(m is not None and skippable(m) for m in matrices)
+    simple = simple and masks(predictor) and kernels.layers is not None
+    return simple and all(m is not None and skippable(m) for m in matrices)
 
 
 class _OneByOne:

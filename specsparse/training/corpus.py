@@ -379,7 +379,7 @@ class Features:
             args = self.model.everywhere((tokens, count, cache))
             found = np.asarray(jax.block_until_ready(self._rows(self.model.params_for(capacity), *args)))
             for b, key in enumerate(group):
-                read[key] = rows = found[b, : count[b]]
+                read[key] = rows = found[b, : count[b]].copy()  # a view would hold the whole batch
                 if rows.nbytes <= self.room:
                     self._kept[key], self.room = rows, self.room - rows.nbytes
         read |= self._kept

@@ -86,6 +86,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
     assert "agreement" in shown and whole.path.name == f"out-{file}.gguf"
     curve = record["summary"]["curve"]
     assert [p["step"] for p in curve] == [0, 2, 4, 6] and curve[-1]["rows"] > curve[1]["rows"] > curve[0]["rows"] == 0
+    assert curve[0]["seconds"] < curve[1]["seconds"]
     assert len(curve[1]["loss"]) == options["streams"] and curve[1]["rate"] > 0 and curve[0]["live"] >= 1
     assert record["summary"]["text"]["tokens"] >= 250 and record["summary"]["text"]["tokens_per_s"] > 0
     assert len((tmp_path / "a" / "curve.csv").read_text().splitlines()) == 5

@@ -307,6 +307,14 @@ def test_cost_learns_by_rare_probes_when_drafts_pay_again():
     assert min(simulate(one, policy.cost, [0.0] * 30)[1]) == 1
 
 
+def test_probes_are_the_more_frequent_the_nearer_a_draft_is_to_paying():
+    policy = CostOptimal(1, cost=CostModel(of_experts(0.26), c0=0.03))
+    near, tested = policy.cost.time(1) - 1.05, jnp.full((2,), 1e6, jnp.float32)  # a draft of 0.05 more would pay
+    counts = {"accepted": tested * jnp.array([0, near], jnp.float32), "tested": tested}
+    state = policy.init(2)._replace(**counts, idle=jnp.full((2,), 20, jnp.int32))
+    assert policy.length(state).tolist() == [0, 1]
+
+
 def test_auto_off_costs_next_to_nothing_when_drafts_are_bad():
     cost = CostModel(V_TABLE)
     policy = AutoOff(7, inner=Fixed(7), cost=cost)

@@ -141,6 +141,7 @@ class Place(Kind[PlacementSettings]):
             "reset_gpu_index": cfg.reset_gpu_index,
             "disable_gpu_index": cfg.disable_gpu_index,
             f"predictor={cfg.predictor.name}": cfg.predictor.name != "none",
+            f"ffn={cfg.ffn.name}": cfg.ffn.name not in (None, "dense"),
         }
         if config.n_experts:
             beyond = "is for neurons, and a placement of experts is not run: leave it out"

@@ -26,6 +26,7 @@ from specsparse.measure.conditions import UNKNOWN, Conditions
 from specsparse.measure.speedups import Repeats, Speedup
 from specsparse.powerinfer import zero_skip
 from specsparse.powerinfer.fewer import UnionPoint, UnionWatch, bytes_read, gated, kept_masks, union_of_text
+from specsparse.powerinfer.sparse_ffn import MASK_FEW
 from specsparse.predictors.evaluate import ModelQuality, matrices, quality_in_chunks
 from specsparse.predictors.rules import UnionCap
 from specsparse.report import display, plots
@@ -125,11 +126,12 @@ class FfnReading(NamedTuple):
     size: float
 
     @classmethod
-    def from_points(cls, points: Sequence[UnionPoint], own: tuple[int, int], dense: int, *, wide: bool) -> "FfnReading":
-        """`own` as by `fewer.bytes_read`; if `wide`, passes of several rows run densely and read `dense` bytes."""
+    def from_points(cls, points: Sequence[UnionPoint], own: tuple[int, int], dense: int, *, few: float) -> "FfnReading":
+        """`own` as by `fewer.bytes_read`; passes of several rows that keep more than `few` of the neurons each run
+        densely and read `dense` bytes."""
         passes, share, size = sum(p.passes for p in points), 0.0, 0.0
         for p in points:
-            whole = wide and p.rows > 1
+            whole = p.rows > 1 and p.kept > few
             share += p.passes * (1.0 if whole else p.union)
             size += p.passes * (dense if whole else own[0] + p.union * own[1])
         return cls(share / passes, size / passes) if passes else cls(0.0, 0.0)
@@ -185,7 +187,8 @@ class SpecSparse(Kind[SpecSparseSettings]):
             read[name] = FfnReading(1.0, ffn_bytes)
             if name in points:
                 own = bytes_read(model, predictors[name])
-                read[name] = FfnReading.from_points(points[name], own, ffn_bytes, wide=name in exact)
+                few = 0.0 if name in exact else MASK_FEW if cfg.ffn.masked else 1.0
+                read[name] = FfnReading.from_points(points[name], own, ffn_bytes, few=few)
         found = Joined(
             cells=_cells(passes, read, dense.footprint.packed, as_dense=exact | {PLAIN_DENSE, SPEC_DENSE}),
             text=text,

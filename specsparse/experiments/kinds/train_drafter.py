@@ -120,9 +120,9 @@ class TrainDrafter(Training):
         resumed = log.resume(trainer.start(None))
         state = resumed or trainer.start(found)
         frozen = trainer.frozen(np.asarray(state.ids))
-        if resumed is None:
-            log.add(0, state)
         with log.shown(ctx.console, "training", state) as on_step:
+            if resumed is None:
+                log.add(0, state)
             state = trainer.run(state, found, on_step=on_step)
         ids, form = np.asarray(state.ids), trainer.form
         stem = folder.name.removesuffix(f"-{form.name}")  # the form behind it, once

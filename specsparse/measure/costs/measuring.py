@@ -244,8 +244,8 @@ LENGTHS = (2, 7)
 TEMPLATES = (TreeTemplate.kary((3,)), TreeTemplate.kary((3, 1, 1)))
 """Chains of two lengths and trees of one level and of three, to tell a token's or level's cost from a round's."""
 STRETCHES = 12
-"""Timings of one method; together they are as many rounds as are asked for, if the context holds so many. From four
-the cost of a drafted token was known to 0.02 plain steps."""
+"""Timings of one method; together they are as many rounds as are asked for, if the context holds so many. Fewer than
+six that draft show no cost: `above_noise` is 0 then."""
 
 
 def table_for(
@@ -311,7 +311,7 @@ def measure_draft(model: Model, table: CostTable, methods: Sequence[Method]) -> 
     left = (model.config.context_length - len(ids)) // (widest + 1)
     most = 96 if table.plain_s < 0.03 else 32  # rounds of all stretches together, fewer if the context is short
     rounds = max(1, min(most, left - 1 - STRETCHES) // STRETCHES)
-    truth = (*ids.tolist(), *once, *once)  # beyond its end drafts would be of one token
+    truth = (*ids.tolist(), *once, *once)  # beyond its end all drafted ids would be the same
     wrong = Scripted.chain(widest, (0,), vocab_size=model.config.vocab_size, truth=truth)
     free = Loop(model, Method(wrong, get_verifier("match"), Fixed(widest)), ids, room=rounds + widest + 2)
     free.run(1)  # compiles

@@ -113,7 +113,8 @@ class Forward final : public Phases {
     if (!l.ffn || chooses(stage)) return;
     const Ffn& f = *l.ffn;
     if (stage == kProjectOutput)
-      return f.skips ? f.skip.prefetch(kAhead, share_begin(f.skip.hidden_items(), self, threads)) : f.gate_up.prefetch(kAhead, self, threads);
+      return f.skips ? f.skip.prefetch(kAhead, share_begin(f.skip.hidden_items(), self, threads))
+                     : f.gate_up.prefetch(kAhead, self, threads);
     if (stage - chosen_steps_ == kGateUp && !by_neuron(f)) f.down.prefetch(kAhead, self, threads);  // by the neurons counted so far
   }
 

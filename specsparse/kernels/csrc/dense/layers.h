@@ -44,9 +44,9 @@ struct Features {
   void keep(int64_t layer, const float* x, int64_t first, int64_t last) const;
 };
 
-// Runs the layers on the rows in `work.x`, in place. Where there are `counts`, one of each layer, the layers have what
-// zero skipping reads; where there are `predicted`, what predictors and sparse FFNs read, and at most kSparseRows rows. With both
-// the neurons that a predictor does not choose are zero in the dense FFN.
+// Runs the layers on the rows in `work.x`, in place. If there are `counts`, one of each layer, the layers have what zero skipping
+// reads; if there are `predicted`, what predictors and sparse FFNs read, and at most kSparseRows rows. With both, neurons that a
+// predictor does not choose are zero in the dense FFN.
 void run_layers(const std::vector<LayerWeights>& layers, Workspace& work, Act act, float eps,
                 const std::vector<SkipCounts>& counts, std::vector<SparseCounts>* predicted, const Features& features);
 

@@ -297,6 +297,8 @@ ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffe
   const size_t count = described.size(), kept = features_of.size();
   if (skip && Act(act) != Act::kRelu && Act(act) != Act::kRelu2)
     return ffi::Error::InvalidArgument("specsparse layers: only ReLU and its square have zeros to skip");
+  if (masked && (act < int64_t(Act::kSilu) || act > int64_t(Act::kRelu2) || up_act || Choice(choice) == Choice::kAll))
+    return ffi::Error::InvalidArgument("specsparse layers: masks are a predictor's, for SiLU, ReLU and its square");
   const size_t mass_at = 2 * count + (skip ? 2 : predicted ? 4 : 0);
   if (!count || rets.size() != mass_at + (masses ? 1 : 0) + (kept ? 1 : 0))
     return ffi::Error::InvalidArgument("specsparse layers: results do not make up whole layers");
