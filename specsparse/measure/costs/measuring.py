@@ -309,7 +309,8 @@ def measure_draft(model: Model, table: CostTable, methods: Sequence[Method]) -> 
     ids = np.asarray([*once, *once, *once, *once[:8]], np.int32)[: model.config.context_length // 2]
     widest = max(method.max_nodes for method in methods)
     left = (model.config.context_length - len(ids)) // (widest + 1)
-    most = 96 if table.plain_s < 0.03 else 32  # rounds of all stretches together, fewer if the context is short
+    # Rounds of all stretches together: as many as plain steps in a second, fewer if the context is short.
+    most = min(96, max(2 * STRETCHES, round(1 / table.plain_s)))
     rounds = max(1, min(most, left - 1 - STRETCHES) // STRETCHES)
     truth = (*ids.tolist(), *once, *once)  # beyond its end all drafted ids would be the same
     wrong = Scripted.chain(widest, (0,), vocab_size=model.config.vocab_size, truth=truth)
