@@ -89,8 +89,8 @@ def bytes_read(model: Model, predictor: Predictor) -> tuple[int, int]:
     """Bytes that the FFNs of a gated model read in a pass, all layers: (fixed, in proportion to the neurons kept).
 
     A predictor that decides by the gate reads all of it; one that caps such a predictor reads the dense gate first. A
-    model of one set reads all of its matrices. One that skips zeros or lays a mask
-    reads more, if a layer's dense matrices are faster.
+    model of one set reads all of its matrices. One that skips zeros or lays a mask reads
+    more, if a layer's dense matrices are faster.
     """
     capped = isinstance(predictor, UnionCap) and by_gate(predictor.inner)
     own = rest = 0

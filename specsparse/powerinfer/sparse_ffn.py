@@ -87,10 +87,11 @@ def masks(predictor: Predictor) -> bool:
 
 def maskable(params: Params, config: ModelConfig, kernels: Kernels, predictor: Predictor) -> bool:
     """Whether the predictor's mask can be laid on dense matrices of these parameters that are also kept by neuron."""
-    simple = config.gated and config.activation in ("silu", "relu", "relu2") and config.head_dim % 16 == 0
-    matrices = (m for layer in params.layers for m in layer.dense)
-    simple = simple and masks(predictor) and kernels.layers is not None
-    return simple and all(m is not None and skippable(m) for m in matrices)
+    if not (masks(predictor) and config.gated and config.activation in ("silu", "relu", "relu2")):
+        return False
+    if kernels.layers is None or config.head_dim % 16:
+        return False
+    return all(m is not None and skippable(m) for layer in params.layers for m in layer.dense)
 
 
 class _OneByOne:
