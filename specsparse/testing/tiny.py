@@ -21,6 +21,7 @@ from specsparse.engine.rope import RopeConfig, Scaling
 from specsparse.engine.text.bpe import byte_characters
 from specsparse.engine.weights import Params
 from specsparse.kernels.packing.random_blocks import random_quantised
+from specsparse.models.convert.write import keys_of
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -210,20 +211,7 @@ def metadata_of(
 ) -> dict[str, Any]:
     """The metadata of a model file with a made-up vocabulary of that family; keywords as in `write_tiny_gguf`."""
     rope, a = cfg.rope, cfg.architecture
-    keys: dict[str, Any] = {
-        "general.architecture": a,
-        "general.name": "tiny",
-        f"{a}.block_count": cfg.n_layers,
-        f"{a}.context_length": cfg.context_length,
-        f"{a}.embedding_length": cfg.d_model,
-        f"{a}.feed_forward_length": cfg.d_ff,
-        f"{a}.attention.head_count": cfg.n_heads,
-        f"{a}.attention.head_count_kv": cfg.n_kv_heads,
-        f"{a}.attention.layer_norm_rms_epsilon": cfg.norm_eps,
-        f"{a}.vocab_size": cfg.vocab_size,
-        f"{a}.rope.dimension_count": rope.dim,
-        f"{a}.rope.freq_base": rope.base,
-    }
+    keys = keys_of(cfg, "tiny")
     if cfg.head_dim * cfg.n_heads != cfg.d_model:
         keys |= {f"{a}.attention.key_length": cfg.head_dim, f"{a}.attention.value_length": cfg.head_dim}
     if rope.scaling != "none":

@@ -23,7 +23,7 @@ from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.kernels.qtensor import take_rows
 from specsparse.kernels.reference.dense import rms_norm
-from specsparse.models.convert.write import out_type, size_keys, write_model
+from specsparse.models.convert.write import keys_of, out_type, write_model
 from specsparse.speculative.drafters.heads.eagle3 import default_layers
 from specsparse.speculative.drafters.heads.published import matrix_type
 from specsparse.support.options import Count
@@ -316,21 +316,7 @@ class SmallForm(Form):
 
     def write(self, path: Path, weights: SmallWeights, ids: np.ndarray, *, quant: str) -> Path:
         """A GGUF file of the Llama architecture with the target's tokenizer; it scores all ids."""
-        kind, c = out_type(quant), self.config
-        keys = size_keys(
-            "llama",
-            path.stem,
-            vocab=c.vocab_size,
-            context=c.context_length,
-            width=c.d_model,
-            layers=c.n_layers,
-            ffn=c.d_ff,
-            heads=c.n_heads,
-            kv_heads=c.n_kv_heads,
-            eps=c.norm_eps,
-            base=c.rope.base,
-            dim=c.rope.dim,
-        ) | tokenizer_keys(self.model, "tokenizer.")
+        kind, keys = out_type(quant), keys_of(self.config, path.stem) | tokenizer_keys(self.model, "tokenizer.")
         arrays = {"token_embd": weights.embedding, "output_norm": weights.output_norm}
         for i, layer in enumerate(weights.layers):
             arrays |= {f"blk.{i}.{name}": array for name, array in layer._asdict().items()}

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from specsparse.engine.rope import RopeConfig, rope_tables
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.engine.text.vocabulary import TokenType
 from specsparse.errors import UserError, refuse
-from specsparse.models.convert.write import out_type, size_keys, write_model
+from specsparse.models.convert.write import keys_of, out_type, write_model
 from specsparse.support.files import Json
 from specsparse.support.options import Count, Internal, Positive, Range
 from specsparse.training.corpus import Document
@@ -256,10 +256,7 @@ class MixtureTrainer:
 def write_mixture(options: MixtureOptions, weights: MixtureWeights, keys: Json, path: Path, quant: str) -> Path:
     """A GGUF file of SmallThinker's architecture; `keys` are of its vocabulary, `quant` is the type of its matrices."""
     c, kind = options.config, out_type(quant)
-    sizes: dict[str, Any] = size_keys(
-        c.architecture, path.stem, vocab=c.vocab_size, context=c.context_length, width=c.d_model, layers=c.n_layers,
-        ffn=c.d_ff, heads=c.n_heads, kv_heads=c.n_kv_heads, eps=c.norm_eps, base=c.rope.base, dim=c.rope.dim,
-    )  # fmt: skip
+    sizes = keys_of(c, path.stem)
     of_experts = {
         "expert_count": c.n_experts, "expert_used_count": c.n_chosen, "expert_feed_forward_length": c.d_ff,
         "expert_gating_func": GATINGS.index(c.gating),

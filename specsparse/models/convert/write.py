@@ -55,6 +55,15 @@ def size_keys(
     return about | {f"{architecture}.{key}": value for key, value in own.items()}
 
 
+def keys_of(config: ModelConfig, name: str) -> Json:
+    """`size_keys` of a model's config."""
+    c = config
+    return size_keys(
+        c.architecture, name, vocab=c.vocab_size, context=c.context_length, width=c.d_model, layers=c.n_layers,
+        ffn=c.d_ff, heads=c.n_heads, kv_heads=c.n_kv_heads, eps=c.norm_eps, base=c.rope.base, dim=c.rope.dim,
+    )  # fmt: skip
+
+
 def write_model(
     path: str | os.PathLike[str],
     metadata: Json,
