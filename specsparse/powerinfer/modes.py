@@ -65,30 +65,27 @@ def plan(
     pair = isinstance(devices, Sequence) and not isinstance(devices, str) and len(devices) == 2
     named = pair and all(isinstance(device, str) for device in devices)
     rounding = "faithful_f16" if faithful_f16 else f"ffn={ffn!r}"
-    wrong = {
-        "a placement is for dense models: experts have expected times only (+experiment=placement)": placed
-        and config.n_experts > 0,
-        **{
-            f"{option}={value!r} does not exist; choose one of {', '.join(choices)}": value not in choices
-            for option, value, choices in (("hot", hot, HOT), ("ffn", mode, MODES))
-        },
-        f"devices={devices!r}: must be 1 or 2, or two names such as [cuda:0, cpu]": not named
-        and not (type(devices) is int and devices in (1, 2)),
+    experts = config.n_experts > 0
+    refuse({
+        "a placement is for dense models: experts have expected times only (+experiment=placement)":
+            placed and experts,
+        f"hot={hot!r} does not exist; choose one of {', '.join(HOT)}": hot not in HOT,
+        f"ffn={mode!r} does not exist; choose one of {', '.join(MODES)}": mode not in MODES,
+        f"devices={devices!r}: must be 1 or 2, or two names such as [cuda:0, cpu]":
+            not named and not (type(devices) is int and devices in (1, 2)),
         f"{f.path}: has no predictors, so ffn='powerinfer' cannot run; use 'dense' or 'oracle', or join it with some "
         "by `python -m specsparse convert powerinfer`": mode == "powerinfer" and not sparse,
-        f"ffn={mode!r} is for dense models; the FFN of this {config.architecture} is experts": config.n_experts > 0
-        and mode not in ("dense", "oracle"),
-        "ffn='oracle' of experts is for ReLU, matrices in Q4_0 and native kernels": config.n_experts > 0
-        and mode == "oracle"
-        and not zero_skip.in_file(f, config, kernels),
-        "faithful_f16 is for PowerInfer's models; this one has experts": faithful_f16 and config.n_experts > 0,
-        f"threshold={threshold} does nothing with ffn={mode!r}; it belongs to ffn='powerinfer'": threshold is not None
-        and mode != "powerinfer",
-        f"{rounding} does not go with a placement, which runs ffn='powerinfer'": placed
-        and (mode != "powerinfer" or faithful_f16),
+        f"ffn={mode!r} is for dense models; the FFN of this {config.architecture} is experts":
+            experts and mode not in ("dense", "oracle"),
+        "ffn='oracle' of experts is for ReLU, matrices in Q4_0 and native kernels":
+            experts and mode == "oracle" and not zero_skip.in_file(f, config, kernels),
+        "faithful_f16 is for PowerInfer's models; this one has experts": faithful_f16 and experts,
+        f"threshold={threshold} does nothing with ffn={mode!r}; it belongs to ffn='powerinfer'":
+            threshold is not None and mode != "powerinfer",
+        f"{rounding} does not go with a placement, which runs ffn='powerinfer'":
+            placed and (mode != "powerinfer" or faithful_f16),
         f"hot={hot} on {devices} device(s) needs a placement: give placement=FILE.gpuidx": placed and placement is None,
-    }
-    refuse(wrong)
+    })  # fmt: skip
     limit = threshold_of(f, threshold) if sparse else 0.0
     floats = kernels.name != "native"
     if placed:

@@ -163,7 +163,7 @@ class SamplingParams:
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
         most, count = self.max_tokens, "n" if self.best_of is None else "best_of"
-        wrong = {
+        refuse({
             "guided_decoding is not supported; use allowed_token_ids or logits_processors":
                 self.guided_decoding is not None,
             "use_beam_search is not supported; use best_of to keep the most likely of several samples":
@@ -174,8 +174,7 @@ class SamplingParams:
             f"{count}={self.num_sequences} must be 1 if temperature=0: greedy completions are all equal":
                 self.greedy and self.num_sequences > 1,
             "detokenize=False must be true if stop strings are given": self.stop and not self.detokenize,
-        }  # fmt: skip
-        refuse(wrong)
+        })  # fmt: skip
 
     @property
     def greedy(self) -> bool:

@@ -57,14 +57,13 @@ def set_metadata(
     layout = f.layout
     assert layout is not None, "a file that was opened by itself has one"
     there = f.metadata.get(key)
-    wrong = {
+    refuse({
         "says how the file is laid out, and cannot be set": key in _FIXED,
         "is an array; only single values can be set": isinstance(there, list | np.ndarray),
         "a key is needed, such as tokenizer.ggml.eos_token_id": not key,
         "key and value must be UTF-8 text": not (is_unicode(key) and is_unicode(value)),
         f"there is no such key; to add it give --type, one of {', '.join(TYPES)}": there is None and kind not in TYPES,
-    }
-    refuse(wrong, f"{f.path}: {show(key)}")
+    }, f"{f.path}: {show(key)}")  # fmt: skip
     if there is not None:
         with f.path.open("rb") as file:
             file.seek(layout.keys[key][0])

@@ -366,16 +366,15 @@ def convert_head(
     if target is not None:
         file = _for_target(file, target)
     form, gguf = form or (None if verifier is None else "speculators"), out.suffix == ".gguf"
-    wrong = {
-        "--verifier names the target in a folder of --form speculators, and in no other form": verifier is not None
-        and (gguf or form != "speculators"),
+    refuse({
+        "--verifier names the target in a folder of --form speculators, and in no other form":
+            verifier is not None and (gguf or form != "speculators"),
         "is a GGUF file, --form is for folders": gguf and form is not None,
-        f"is a folder, whose weights are F32; --outtype {quant} is for a GGUF file": not gguf
-        and quant.upper() != "F32",
-        "llama.cpp reads the target's tokenizer from the head's file: give --target MODEL.gguf": gguf
-        and target is None,
-    }
-    refuse(wrong, out)
+        f"is a folder, whose weights are F32; --outtype {quant} is for a GGUF file":
+            not gguf and quant.upper() != "F32",
+        "llama.cpp reads the target's tokenizer from the head's file: give --target MODEL.gguf":
+            gguf and target is None,
+    }, out)  # fmt: skip
     if gguf and target is not None:
         keys = {key: value for key, value in target.metadata.items() if key.startswith("tokenizer.ggml.")}
         file.write_gguf(out, tokenizer=keys, quant=quant)
@@ -403,16 +402,13 @@ def _for_target(file: HeadFile, target: GGUFFile) -> HeadFile:
         file = file if file.layers else replace(file, layers=eagle3.default_layers(n_layers))
     else:
         width, highest = file.shape.feature_width, max(file.shape.features)
-    tokens, last = (
-        len(target.get("tokenizer.ggml.tokens", "strings", None) or ()),
-        0 if file.ids is None else file.ids.max(),
-    )
-    wrong = {
+    tokens = len(target.get("tokenizer.ggml.tokens", "strings", None) or ())
+    last = 0 if file.ids is None else file.ids.max()
+    refuse({
         f"is for a target of width {width}, {name} has {found}": found != width,
         f"drafts id {last}, {name} has {tokens} ids": 0 < tokens <= last,
         f"reads the target's features at layer {highest}, {name} has {n_layers} layers": highest > n_layers,
-    }
-    refuse(wrong, file.path)
+    }, file.path)  # fmt: skip
     return file
 
 

@@ -433,15 +433,14 @@ def _window_keys(config: HfConfig) -> Json:
         told = kinds == ["full_attention" if sees_all else "sliding_attention" for sees_all in full]
     base, own = family.local_rope_base, config.ropes.get("sliding_attention", {})
     table = own if isinstance(own, dict) else {"rope_type": own}
-    wrong = {
-        f"sliding_window={window} is not supported for {config.architecture}": family.window == "never"
-        or not hf_class.windowed,
-        "layer_types are not supported: every n-th layer may see all tokens": not told
-        or (every != family.full_every and 0 in (every, family.full_every)),
-        f"RoPE of the layers with a window is {own!r:.60}: only a base is supported": base is not None
-        and table.get("rope_type", "default") != "default",
-    }
-    refuse(wrong, config.where)
+    refuse({
+        f"sliding_window={window} is not supported for {config.architecture}":
+            family.window == "never" or not hf_class.windowed,
+        "layer_types are not supported: every n-th layer may see all tokens":
+            not told or (every != family.full_every and 0 in (every, family.full_every)),
+        f"RoPE of the layers with a window is {own!r:.60}: only a base is supported":
+            base is not None and table.get("rope_type", "default") != "default",
+    }, config.where)  # fmt: skip
     keys: Json = {"attention.sliding_window": window}
     if every != family.full_every:
         keys["attention.sliding_window_pattern"] = every

@@ -45,11 +45,10 @@ def convert_llama2c(
     wrong = {
         f"has {len(head)} bytes, and a llama2.c model begins with {_HEADER.size}": len(head) < _HEADER.size,
         "is of a later version of the format; export it with --version 0": numbers[0] == _NEW_MAGIC,
-        f"is no model of llama2.c: its header reads {', '.join(map(str, numbers))}": min(*numbers[:5], vocab) < 1
-        or not 1 <= numbers[6] <= max(map(abs, numbers)) <= 1 << 24
-        or d % max(heads, 1)
-        or heads % max(kv_heads, 1),
-    }
+        f"is no model of llama2.c: its header reads {', '.join(map(str, numbers))}":
+            min(*numbers[:5], vocab) < 1 or not 1 <= numbers[6] <= max(map(abs, numbers)) <= 1 << 24
+            or d % max(heads, 1) or heads % max(kv_heads, 1),
+    }  # fmt: skip
     kv = d // max(heads, 1) * kv_heads
     parts = (
         ("token_embd", 0, (vocab, d)), ("attn_norm", layers, (d,)), ("attn_q", layers, (d, d)),

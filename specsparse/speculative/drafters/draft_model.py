@@ -139,15 +139,13 @@ class DraftModel(DrafterSpec):
 
     def __post_init__(self):
         slem, drafting = self.vocabulary == "slem", self.drafting
-        wrong = {
+        refuse({
             "drafter.special_tokens is for vocabularies that are otherwise the same: leave it out, since "
-            f"vocabulary={self.vocabulary} brings special ids together by itself": (
-                self.special_tokens is not None and self.vocabulary in ("tli", "slem")
-            ),
+            f"vocabulary={self.vocabulary} brings special ids together by itself":
+                self.special_tokens is not None and self.vocabulary in ("tli", "slem"),
             "drafter.vocabulary=slem drafts chains of all that the draft writes: leave tree and draft_vocab out, or "
             "choose vocabulary=tli": slem and (drafting.tree is not None or drafting.draft_vocab is not None),
-        }
-        refuse(wrong)
+        })  # fmt: skip
 
     def build(self, target: Model, load: Load) -> LoadedDrafter:
         if self.model is None:

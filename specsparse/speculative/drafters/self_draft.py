@@ -95,13 +95,12 @@ class SparseSelf(DrafterSpec):
 
     def __post_init__(self):
         own = self.rule == "own"
-        wrong = {
+        refuse({
             "drafter.threshold goes with rule=own, which needs it": own != (self.threshold is not None),
             "drafter.share goes with rule=hot and rule=gate": own and self.share is not None,
             "drafter.text goes with rule=hot and rule=gate": own and self.text is not None,
             "drafter.text holds no ids": self.text == (),
-        }
-        refuse(wrong)
+        })  # fmt: skip
 
     def build(self, target: Model, load: Load) -> LoadedDrafter:
         own = {"rule": self.rule, "share": self.share, "threshold": self.threshold, "text": self.text}

@@ -80,17 +80,14 @@ class Drafting:
         shape, greedy = self.shape, self.sampling.greedy
         check_policy(self.length_policy, self.kind)
         outcome = {DraftKind.IID: "are all equal", DraftKind.WOR: "after the first have no mass"}.get(self.kind)
-        wrong = {
-            "drafter.p_min and drafter.n_min are for drafts of a fixed length: choose policy=fixed too": (
-                self.policy is not None and (self.p_min > 0 or self.n_min > 0)
-            ),
-            "p_min, confidence and entropy end chains; a tree has options of its own": (
-                shape is not None and self.length_policy.needs
-            ),
+        refuse({
+            "drafter.p_min and drafter.n_min are for drafts of a fixed length: choose policy=fixed too":
+                self.policy is not None and (self.p_min > 0 or self.n_min > 0),
+            "p_min, confidence and entropy end chains; a tree has options of its own":
+                shape is not None and self.length_policy.needs,
             f"siblings drawn as by tree=sampled_{self.kind.value} {outcome} at drafter.temperature=0: set it above 0, "
             "or choose tree=static": outcome and shape is not None and shape.branches and greedy,
-        }
-        refuse(wrong)
+        })  # fmt: skip
 
     @functools.cached_property
     def shape(self) -> TreeShape | None:

@@ -66,11 +66,10 @@ class SyntheticRates(Rule):
         one = sum(given is not None for given in (self.rate, self.length, self.rates)) <= 1
         reach = (1.0, *(self.rates or ()))
         falling = all(0 <= rate <= before for before, rate in itertools.pairwise(reach))
-        wrong = {
+        refuse({
             "synthetic acceptance takes one of rate, length and rates": not one,
             f"synthetic rates {self.rates} must lie in [0, 1] and not increase": not falling,
-        }
-        refuse(wrong)
+        })  # fmt: skip
 
     def conditional(self, gamma: int) -> tuple[float, ...]:
         """r_i of a draft of `gamma` tokens; UserError if `length` is beyond it."""
@@ -207,11 +206,10 @@ class Scripted(Drafter):
         object.__setattr__(self, "max_nodes", self.shape.size)
         ends, K, width = self.lasts, self.max_nodes, self.shape.width
         inside = ends and all(ROOT <= end < K for end in ends)
-        wrong = {
+        refuse({
             f"scripted ends {ends} must be nodes of a tree of {K}, or -1": not inside,
             f"scripted vocab_size={self.vocab_size} must be above the tree's width {width}": self.vocab_size <= width,
-        }
-        refuse(wrong)
+        })  # fmt: skip
 
     @classmethod
     def chain(cls, gamma: int, accept: tuple[int, ...], *, vocab_size: int, truth: tuple[int, ...] = ()) -> "Scripted":

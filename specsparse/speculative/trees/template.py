@@ -36,11 +36,10 @@ class TreeTemplate:
         level = [ROOT]
         for width in widths:
             start, nodes = len(parents), len(level) * width
-            wrong = {
+            refuse({
                 f"tree width {width} must be at least 1": width < 1,
                 f"tree widths {list(widths)} are more than {MOST_ROOM} nodes on a level": nodes > MOST_ROOM,
-            }
-            refuse(wrong)
+            })  # fmt: skip
             parents += [node for node in level for _ in range(width)]
             level = list(range(start, len(parents)))
         return cls(tuple(parents))

@@ -241,12 +241,11 @@ class DFlashFile(PublishedHead):
 
     def __post_init__(self):
         least, other = 1 if self.from_anchor else 2, [kind for name, kind in _OTHERS.items() if name in self.tensors]
-        wrong = {
+        refuse({
             f"block_size={self.block_size} must lie in {least}..{MAX_BLOCK}": not least <= self.block_size <= MAX_BLOCK,
             f"mask_token_id={self.mask_token} is no token id": not 0 <= self.mask_token < MAX_SIZE,
             f"is {' and '.join(other)}, which is not supported: DFlash and DSpark are": other,
-        }
-        refuse(wrong, self.path)
+        }, self.path)  # fmt: skip
         self.check_tensors(self.wanted(), most_ids=MAX_SIZE)
 
     def wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -550,19 +549,16 @@ class DFlash(PublishedSpec):
         rows = file.block_size if self.block_size is None else self.block_size
         file.check_target(target, layers=file.shape.features, width=file.shape.feature_width)
         known = file.tensors[EMBEDDING][0] if EMBEDDING in file.tensors else target.params.embedding.shape[0]
-        wrong = {
+        refuse({
             f"drafter.block_size={rows} must lie in {1 + skipped}..{file.block_size}, the rows that {file.path} was "
             "trained for": not 1 + skipped <= rows <= file.block_size,
             f"a tree of depth {tree and tree.max_depth} is deeper than the {rows - skipped} tokens of a block of "
             f"{file.path}": tree is not None and tree.max_depth > rows - skipped,
-            f"{file.path}: its mask token is {file.mask_token}, the embedding has ids 0 to {known - 1}": (
-                file.mask_token >= known
-            ),
-            f"drafter.draft_vocab: {file.path} has a vocabulary of its own": (
-                file.ids is not None and self.drafting.draft_vocab is not None
-            ),
-        }
-        refuse(wrong)
+            f"{file.path}: its mask token is {file.mask_token}, the embedding has ids 0 to {known - 1}":
+                file.mask_token >= known,
+            f"drafter.draft_vocab: {file.path} has a vocabulary of its own":
+                file.ids is not None and self.drafting.draft_vocab is not None,
+        })  # fmt: skip
         make = functools.partial(
             self.source,
             shape=file.shape,

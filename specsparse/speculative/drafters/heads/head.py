@@ -196,13 +196,11 @@ def read_head(path: Path, config: ModelConfig, *, floats: bool) -> HeadFile:
     below = tuple(int(i) for i in found)
     wrong = {
         f"is a head for {size} ids, the target has {config.vocab_size}": size != config.vocab_size,
-        f"{BELOW}={list(below)}: the target has layers 0 to {config.n_layers}": any(
-            not 0 <= i <= config.n_layers for i in below
-        ),
-        f"{DRAFT_IDS} must hold ascending ids below {size}": (
-            not len(ids) or bool((np.diff(ids) <= 0).any()) or ids[0] < 0 or ids[-1] >= size
-        ),
-    }
+        f"{BELOW}={list(below)}: the target has layers 0 to {config.n_layers}":
+            any(not 0 <= i <= config.n_layers for i in below),
+        f"{DRAFT_IDS} must hold ascending ids below {size}":
+            not len(ids) or bool((np.diff(ids) <= 0).any()) or ids[0] < 0 or ids[-1] >= size,
+    }  # fmt: skip
     for name, shape in tensor_shapes(config, len(below)).items():
         own = tuple(f.tensors[name].shape) if name in f.tensors else "missing"
         wrong[f"tensor {name} is {own}, the target needs {shape}"] = own != shape

@@ -152,19 +152,16 @@ class PublishedHead(abc.ABC):
         rows = {tensor: self.tensors[tensor][0] for tensor in own}
         last = -1 if self.ids is None else self.ids.max()
         outside = [layer for layer in layers if not 0 <= layer <= c.n_layers]
-        wrong = {
-            f"is for a target of width {width} (its own is {self.shape.width}), {name} has {c.d_model}": (
-                width != c.d_model or (self.shape.width != c.d_model and len(own) < 2)
-            ),
+        refuse({
+            f"is for a target of width {width} (its own is {self.shape.width}), {name} has {c.d_model}":
+                width != c.d_model or (self.shape.width != c.d_model and len(own) < 2),
             f"reads the target's features at layer {', '.join(map(str, outside))}; {name} has layers 0 to "
             f"{c.n_layers - 1}, and {c.n_layers} for what comes out": bool(outside),
             f"embeds {rows.get(EMBEDDING)} ids, {name} has {c.vocab_size}": rows.get(EMBEDDING, np.inf) < c.vocab_size,
             f"drafts id {last}, {name} has {c.vocab_size} ids": last >= c.vocab_size,
-            f"scores {rows.get(OUTPUT)} ids without saying which (no d2t); {name} has {c.vocab_size}": (
-                self.ids is None and rows.get(OUTPUT, np.inf) < c.vocab_size
-            ),
-        }
-        refuse(wrong, self.path)
+            f"scores {rows.get(OUTPUT)} ids without saying which (no d2t); {name} has {c.vocab_size}":
+                self.ids is None and rows.get(OUTPUT, np.inf) < c.vocab_size,
+        }, self.path)  # fmt: skip
 
     @abc.abstractmethod
     def gguf_keys(self) -> Json:
@@ -287,13 +284,12 @@ class HeadKeys:
         scaling = f.get(f"{self.architecture}.rope.scaling.type", "str", "linear" if factor != 1.0 else "none")
         wrong = {
             f"values of another size than keys ({head_dim})": self.size("attention.value_length", head_dim) != head_dim,
-            f"rope scaling {show(scaling)} by {factor:g}": scaling not in SCALINGS
-            or (scaling == "yarn" and factor < 1),
+            f"rope scaling {show(scaling)} by {factor:g}":
+                scaling not in SCALINGS or (scaling == "yarn" and factor < 1),
             "a rotation of a part of a head": self.size("rope.dimension_count", head_dim) != head_dim,
-            f"tensor {DRAFT_IDS} that is no row of I64": (
-                ids is not None and (ids.type is not GGMLQuantizationType.I64 or len(ids.shape) != 1)
-            ),
-        }
+            f"tensor {DRAFT_IDS} that is no row of I64":
+                ids is not None and (ids.type is not GGMLQuantizationType.I64 or len(ids.shape) != 1),
+        }  # fmt: skip
         refuse({f"{text} is not supported": holds for text, holds in wrong.items()}, f.path)
         rope = RopeConfig(
             base=self.number("rope.freq_base", 10000.0, low=1.0),
