@@ -162,15 +162,8 @@ def also(add: Callable[..., argparse.Action], here: str, *known: str, **form: An
 def add_model_options(add: Callable[..., argparse.Action]) -> None:
     add("-m", "--model", dest="model", metavar="MODEL", help="the same as MODEL")
     add("-hf", "--hf-repo", dest="model", type=_on_hub, metavar="REPO", help="a model of the Hub: owner/repo:Q4_K_M")
-    add(
-        "-c",
-        "--ctx-size",
-        "--context",
-        dest="context",
-        type=positive,
-        metavar="N",
-        help="tokens that the context holds (as the file says)",
-    )
+    about = "tokens that the context holds (as the file says)"
+    add("-c", "--ctx-size", "--context", dest="context", type=positive, metavar="N", help=about)
     add("-t", "--threads", type=positive, metavar="N", help="threads of the native kernels (all cores)")
     add("--kv-dtype", metavar="TYPE", help="f16 (default), bf16, f32 or q8_0 cache")
     add("--mesh", type=positive, metavar="N", help="divide the model among N devices")

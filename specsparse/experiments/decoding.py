@@ -23,12 +23,12 @@ from specsparse.measure.recording import LAWS_FILE, TRACE_FILE, Recorder, Trace
 from specsparse.measure.speedups import Repeats, Width
 from specsparse.models import catalogue
 from specsparse.report import display, record
-from specsparse.report.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
+from specsparse.report.record import PLAIN, Pass
 from specsparse.runtime.loops import RoundView
 from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.runtime.results import Generation
 from specsparse.speculative.base import Verifier
-from specsparse.speculative.verifiers import SYNTHETIC
+from specsparse.speculative.verifiers import SYNTHETIC, same_text
 from specsparse.support import terminal
 from specsparse.support.interleaved import alternating, schedule
 
@@ -80,7 +80,7 @@ def calibration(cfg: DecodingSettings, model: Model) -> list[list[int]]:
 
 def label(verifier: Verifier | str) -> str:
     name = verifier if isinstance(verifier, str) else verifier.name
-    if name in SAME_TEXT_VERIFIERS:
+    if same_text(name):
         return "lossless: plain decoding's tokens"
     if name == SYNTHETIC:
         return "synthetic acceptance: lossy, not text"

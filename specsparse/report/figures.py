@@ -4,7 +4,6 @@ Of methods: speed-up, acceptance, prediction, stages. Of costs and quality: v(n)
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -82,8 +81,7 @@ def by_task(runs: Sequence[Run], methods: Sequence[ReportedMethod], *, measure: 
     """Draws bars for each task, in one colour for each method."""
     rows = []
     for method in fastest(methods, MOST):
-        by_task = {task: tuple(s for s in method.samples if s.task == task) for task in method.tasks}
-        parts = {task: replace(method, samples=own) for task, own in by_task.items()}
+        parts = {task: method.of_task(task) for task in method.tasks}
         if measure.whole:
             parts = {"all": method, **(parts if len(parts) > 1 else {})}
         for task, part in parts.items():
@@ -200,9 +198,8 @@ def predicted_and_measured(runs: Sequence[Run], methods: Sequence[ReportedMethod
             axes.errorbar(x, y, spread, fmt="o", capsize=2.5, elinewidth=1, color=colour, label=group)
         most = 1.08 * max(max(r["predicted"], r.get("high") or r["value"]) for r in rows)
         axes.plot([0, most], [0, most], color=INK, linewidth=1, linestyle=(0, (4, 3)))
-        axes.set(
-            xlabel="predicted speed-up", ylabel="measured speed-up", xlim=(0, most), ylim=(0, most), aspect="equal"
-        )
+        limits = {"xlim": (0, most), "ylim": (0, most), "aspect": "equal"}
+        axes.set(xlabel="predicted speed-up", ylabel="measured speed-up", **limits)
         plots.legend_below(axes)
 
     return Drawing(caption, rows, draw, (6.4, 5.2))
@@ -319,8 +316,7 @@ def by_context(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Drawin
     for measure in ("speed-up", "tokens per target pass"):
         for method in kept:
             for task in method.tasks:
-                own = replace(method, samples=tuple(s for s in method.samples if s.task == task))
-                if (found := own.measured(measure)) is not None:
+                if (found := method.of_task(task).measured(measure)) is not None:
                     rows.append({"measure": measure, "line": method.label, "tokens": int(task), **found._asdict()})
     if not rows:
         return "no run asked the same questions behind more and more text: +experiment=context does"

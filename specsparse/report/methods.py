@@ -75,6 +75,9 @@ class ReportedMethod:
     def tasks(self) -> list[str]:
         return list(dict.fromkeys(s.task for s in self.samples))
 
+    def of_task(self, task: str) -> "ReportedMethod":
+        return replace(self, samples=tuple(s for s in self.samples if s.task == task))
+
     def share(self, part: Term, whole: Term) -> Interval | None:
         """The ratio of two sums over the prompts, between 0 and 1, with its interval."""
         return intervals.share([part(s) for s in self.samples], [whole(s) for s in self.samples])

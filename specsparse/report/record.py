@@ -10,7 +10,7 @@ from specsparse.measure.conditions import UNKNOWN, Conditions
 from specsparse.measure.speedups import Repeats, Speedup
 from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Counters
-from specsparse.speculative.verifiers import BUILTIN, same_text
+from specsparse.speculative.verifiers import same_text
 from specsparse.support import notebook
 from specsparse.support.files import Json
 from specsparse.support.tables import cell
@@ -20,8 +20,6 @@ PLAIN, SPECULATIVE, HOST = "plain", "speculative", "host loop"
 ROWS_FILE, POINTS_FILE, RECORD_FILE = "prompts.jsonl", "metrics.jsonl", "record.json"
 STOPPED = "stopped"
 """The "state" of a record whose run was ended by a signal; other records have none."""
-SAME_TEXT_VERIFIERS = frozenset(filter(same_text, BUILTIN))
-"""Verifiers that promise plain decoding's tokens, bit for bit; others are lossless in distribution only, or lossy."""
 
 DEFINITIONS = {**metrics.DEFINITIONS, **conditions.DEFINITIONS}
 """Of the numbers of runs that time passes."""
@@ -74,20 +72,11 @@ class Pass:
         stats, ids = generation.stats, tuple(int(i) for i in generation.token_ids)
         times = dataclasses.replace(stats.counters.times, prefill=stats.prefill_s, total=stats.decode_s)
         return cls(
-            prompt_id,
-            task,
-            side,
-            repeat,
-            ids,
-            generation.text,
-            str(generation.finish_reason),
-            counters=dataclasses.replace(stats.counters, times=times),
-            prefill_s=float(stats.prefill_s),
-            prefill_tokens=int(stats.prefill_tokens),
-            decode_s=float(stats.decode_s),
-            compile_s=float(stats.compile_s),
-            seed=int(generation.seed),
-        )
+            prompt_id, task, side, repeat, ids, generation.text, str(generation.finish_reason),
+            counters=dataclasses.replace(stats.counters, times=times), prefill_s=float(stats.prefill_s),
+            prefill_tokens=int(stats.prefill_tokens), decode_s=float(stats.decode_s),
+            compile_s=float(stats.compile_s), seed=int(generation.seed),
+        )  # fmt: skip
 
     @classmethod
     def from_row(cls, row: Json) -> "Pass":
@@ -326,4 +315,4 @@ def identity_of(passes: Sequence[Pass], *, verifier: str) -> Identity:
         compared += 1
         if wrong and done.prompt_id not in where:
             where.append(done.prompt_id)
-    return Identity(verifier in SAME_TEXT_VERIFIERS, total, differing, tuple(where), compared)
+    return Identity(same_text(verifier), total, differing, tuple(where), compared)

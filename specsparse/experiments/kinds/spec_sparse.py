@@ -31,9 +31,10 @@ from specsparse.predictors.evaluate import ModelQuality, matrices, quality_in_ch
 from specsparse.predictors.rules import UnionCap
 from specsparse.report import display, plots
 from specsparse.report.plots import FAINT, Figure, Row
-from specsparse.report.record import SAME_TEXT_VERIFIERS, Pass, differing_tokens, draws_z
+from specsparse.report.record import Pass, differing_tokens, draws_z
 from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Counters
+from specsparse.speculative.verifiers import same_text
 from specsparse.support import tables, terminal
 
 BATCHES = (2, 4)
@@ -194,7 +195,7 @@ class SpecSparse(Kind[SpecSparseSettings]):
             text=text,
             seen=tuple(seen[SPEC_SPARSE]),
             quality={name: quality_in_chunks(dense, models[name], windows, rows=rows) for name in lossy},
-            promised=method["verifier"].name in SAME_TEXT_VERIFIERS,
+            promised=same_text(method["verifier"].name),
             exact=PLAIN_SPARSE in exact,
             labels={name: sparse_model.label(models[name]).get("ffn_label", "") for name in lossy},
             conditions=loop.conditions(),

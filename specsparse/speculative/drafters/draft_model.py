@@ -152,7 +152,7 @@ class DraftModel(DrafterSpec):
             raise UserError("drafter.model: a value is needed, the draft model's GGUF file")
         model = load("model", str(self.model)) if isinstance(self.model, str | Path) else self.model
         size, slem = model.config.vocab_size, self.vocabulary == "slem"
-        if self._by_id(target, model):
+        if self._same_ids(target, model):
             weights, columns = self.style.trim(target, model.params.output, min(size, target.config.vocab_size))
             return self._by_ids(target, model, weights, columns)
         common = common_tokens(target, model, text=slem)
@@ -187,7 +187,7 @@ class DraftModel(DrafterSpec):
         source = _source(model, target.config.vocab_size, columns, expansion)
         return _loaded(self.style.drafter(source, target), source.capacity, model, weights)
 
-    def _by_id(self, target: Model, model: Model) -> bool:
+    def _same_ids(self, target: Model, model: Model) -> bool:
         """Whether an id is the same token in both vocabularies; UserError if it must be and is not."""
         try:
             check_compatible(

@@ -141,15 +141,8 @@ def certify(
     if museum is not None:
         warnings.warn("certify(museum=) is known_bugs= now", DeprecationWarning, stacklevel=2)
         known_bugs = museum
-    given = {
-        "vocab": vocab,
-        "gamma": gamma,
-        "seed": seed,
-        "mutants": mutants,
-        "driver": driver,
-        "known_bugs": known_bugs,
-    }
-    read(_Options, given, group="", null=True)
+    given = {"vocab": vocab, "gamma": gamma, "seed": seed, "mutants": mutants, "driver": driver}
+    read(_Options, {**given, "known_bugs": known_bugs}, group="", null=True)
     alone = verifiers is not None and (isinstance(verifiers, str) or not isinstance(verifiers, Sequence))
     several = [verifiers] if alone else list(VERIFIERS.values() if verifiers is None else verifiers)
     if not several and not known_bugs:
