@@ -44,20 +44,11 @@ def generate(
     watch: Watch | None = ..., common_noise: bool = ..., **fields: Any,
 ) -> list[Generation]: ...  # fmt: skip
 def generate(
-    model: Model,
-    prompt: PromptLike | Seq[PromptLike],
-    *,
-    max_tokens: int | None = None,
-    sampling: SamplingParams | Seq[SamplingParams] | None = None,
-    drafter: str | AnyDrafter | None = None,
-    verifier: str | Verifier | None = None,
-    policy: str | Policy | None = None,
-    seed: int | None = None,
-    loop: str = "jit",
-    watch: Watch | None = None,
-    common_noise: bool = False,
-    **fields: Any,
-) -> Generation | list[Generation]:
+    model: Model, prompt: PromptLike | Seq[PromptLike], *, max_tokens: int | None = None,
+    sampling: SamplingParams | Seq[SamplingParams] | None = None, drafter: str | AnyDrafter | None = None,
+    verifier: str | Verifier | None = None, policy: str | Policy | None = None, seed: int | None = None,
+    loop: str = "jit", watch: Watch | None = None, common_noise: bool = False, **fields: Any,
+) -> Generation | list[Generation]:  # fmt: skip
     """Generates a continuation of one prompt, or of each prompt of a list in one batch.
 
     Args:
@@ -116,18 +107,10 @@ def generate(
 
 
 def stream(
-    model: Model,
-    prompt: PromptLike,
-    *,
-    max_tokens: int | None = None,
-    sampling: SamplingParams | None = None,
-    drafter: str | AnyDrafter | None = None,
-    verifier: str | Verifier | None = None,
-    policy: str | Policy | None = None,
-    seed: int | None = None,
-    rounds: int = 4,
-    **fields: Any,
-) -> Stream:
+    model: Model, prompt: PromptLike, *, max_tokens: int | None = None, sampling: SamplingParams | None = None,
+    drafter: str | AnyDrafter | None = None, verifier: str | Verifier | None = None,
+    policy: str | Policy | None = None, seed: int | None = None, rounds: int = 4, **fields: Any,
+) -> Stream:  # fmt: skip
     """`generate` for one prompt, as an iterator over text pieces (never half a character). See `Stream`.
 
     A piece is the text of `rounds` rounds: 1 gives text as soon as it is there, more cost less. `.tokens()` of the

@@ -29,28 +29,11 @@ if TYPE_CHECKING:
     from specsparse.testing.verifiers import check_verifier
 
 __all__ = [
-    "CHATML",
-    "DummyTokenizer",
-    "Runner",
-    "Scripted",
-    "assert_lossless",
-    "bpe_vocabulary",
-    "byte_characters",
-    "check_drafter",
-    "check_policy",
-    "check_predictor",
-    "check_tracker",
-    "check_tree",
-    "check_verifier",
-    "draft_context",
-    "drafted_ids",
-    "load_everything",
-    "mutate",
-    "random_quantised",
-    "spm_vocabulary",
-    "tiny_config",
+    "CHATML", "DummyTokenizer", "Runner", "Scripted", "assert_lossless", "bpe_vocabulary", "byte_characters",
+    "check_drafter", "check_policy", "check_predictor", "check_tracker", "check_tree", "check_verifier",
+    "draft_context", "drafted_ids", "load_everything", "mutate", "random_quantised", "spm_vocabulary", "tiny_config",
     "write_tiny_gguf",
-]
+]  # fmt: skip
 
 _HOMES = dict.fromkeys(__all__, "specsparse.testing.tiny") | {
     "Runner": "specsparse.testing.damaged",
