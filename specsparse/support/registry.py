@@ -46,7 +46,7 @@ class Registry(Generic[T]):
         builtin: Mapping[str, str] = types.MappingProxyType({}),
         aliases: Mapping[str, str] = types.MappingProxyType({}),
     ):
-        self.group, self._bases, self._package = group, (base,) if isinstance(base, str) else base, package
+        self.group, self._bases = group, (base,) if isinstance(base, str) else base
         self._homes: dict[str, str | type] = {
             name: home if home.startswith("specsparse.") else f"{package}.{home}" for name, home in builtin.items()
         }
@@ -78,14 +78,12 @@ class Registry(Generic[T]):
     def holds(self, name: str) -> bool:
         """Whether the name is known, or is a `module:Class` that may be."""
         name = str(name)
-        known = self.is_builtin(name) or ":" in name or name in entry_points(self.group)
-        return known or self._registered_by_its_file(name) is not None
+        return self.is_builtin(name) or ":" in name or name in entry_points(self.group)
 
     def look(self, name: str) -> Any:
         """The class, or whatever else, behind a name, an alias or `module:Class`; UserError names the nearest."""
         key = self.canonical(str(name))
         home = self._homes.get(key) or (key if ":" in key else entry_points(self.group).get(key))
-        home = home or self._registered_by_its_file(key)
         if home is None:
             raise UserError(f"{self.group}={name} is unknown{nearest(key, [*self.names(), *self.aliases])}")
         return home if isinstance(home, type) else load(home, f"{self.group}={name}")
@@ -109,13 +107,6 @@ class Registry(Generic[T]):
     def make(self, name: str, options: Mapping[str, object]) -> Any:
         self.options(name)  # it is a frozen dataclass
         return read(self.find(name), options, group=self.group, name=str(name))
-
-    def _registered_by_its_file(self, name: str) -> str | type | None:
-        """Imports the package's file of that name, which registers its class: such a part is in no table."""
-        module = f"{self._package}.{name}"
-        if self._package and name.isidentifier() and importlib.util.find_spec(module):
-            importlib.import_module(module)
-        return self._homes.get(name)
 
     def _check_kind(self, name: str, found: object) -> None:
         """Refuses what is not derived from one of the bases."""

@@ -255,26 +255,6 @@ def test_one_file_of_python_and_one_of_yaml(here, model, capsys):
         assert yaml.safe_load(capsys.readouterr().out)["drafter"] == {"name": "echo_part:Echo", "back": back}
 
 
-def test_a_file_of_the_package_needs_no_line_elsewhere(here, model, capsys, monkeypatch):
-    """A new built-in drafter is its file, whose name it has, and its choice in `conf/`."""
-    from specsparse.speculative import drafters
-
-    (here / "inside").mkdir()
-    registered = ECHO.replace("import lookup\n", "import lookup, register\n") + '\n\nregister("echo_last", Echo)\n'
-    (here / "inside" / "echo_last.py").write_text(registered)
-    monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(here / "inside")])
-    monkeypatch.setattr(drafters.DRAFTERS, "_homes", dict(drafters.DRAFTERS._homes))
-    (here / "conf" / "drafter").mkdir(parents=True)
-    (here / "conf" / "drafter" / "echo_last.yaml").write_text("# The last tokens once more.\nname: echo_last\n")
-    argv = [f"model={model.path}", "drafter=echo_last", "drafter.back=2", "--config-dir=conf", "--cfg", "job"]
-    assert run.main(argv) == 0, capsys.readouterr().err
-    assert yaml.safe_load(capsys.readouterr().out)["drafter"] == {"name": "echo_last", "back": 2}
-    assert get_drafter("echo_last").back == 3
-    for helper in ("sources", "slem", "spec"):  # files of the room that register nothing
-        with pytest.raises(UserError, match=f"drafter={helper} is unknown"):
-            get_drafter(helper)
-
-
 @pytest.mark.slow  # its cells are runs like those above
 def test_a_sweep_over_one_s_own_and_a_built_in_one(here, model, capsys):
     assert (
