@@ -42,14 +42,9 @@ class Prompt(NamedTuple):
 
 
 def load(
-    source: str = BUILTIN,
-    *,
-    path: str | None = None,
-    tasks: Sequence[str] | None = None,
-    limit_per_task: int | None = None,
-    turns: str = "first",
-    split: str = "blank",
-) -> list[Prompt]:
+    source: str = BUILTIN, *, path: str | None = None, tasks: Sequence[str] | None = None,
+    limit_per_task: int | None = None, turns: str = "first", split: str = "blank",
+) -> list[Prompt]:  # fmt: skip
     """Prompts of a source, in its order. UserError: no such file, a malformed line, an unknown task, or nothing left.
 
     Args:

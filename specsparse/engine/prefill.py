@@ -38,12 +38,9 @@ def chunk_rows(length: int) -> list[int]:
 
 
 def prefill(
-    program: Callable[[Chunk, KVCache], tuple[Out, KVCache]],
-    texts: Sequence[np.ndarray],
-    cache: KVCache,
-    *,
+    program: Callable[[Chunk, KVCache], tuple[Out, KVCache]], texts: Sequence[np.ndarray], cache: KVCache, *,
     rows: int | None = None,
-) -> Iterator[tuple[Chunk, Out, KVCache]]:
+) -> Iterator[tuple[Chunk, Out, KVCache]]:  # fmt: skip
     """Feeds texts side by side: each chunk, what the program returned for it, and the cache after it.
 
     Args:

@@ -149,15 +149,9 @@ def unfused(f: GGUFFile, config: ModelConfig) -> dict[str, TensorInfo]:
 
 
 def load_params(
-    f: GGUFFile,
-    config: ModelConfig,
-    *,
-    floats: bool = False,
-    float_types: tuple[str, ...] = (),
-    progress=None,
-    pack_ffn: PackFFN | None = None,
-    place: Callable[[str, Pytree], Pytree] | None = None,
-) -> Params:
+    f: GGUFFile, config: ModelConfig, *, floats: bool = False, float_types: tuple[str, ...] = (), progress=None,
+    pack_ffn: PackFFN | None = None, place: Callable[[str, Pytree], Pytree] | None = None,
+) -> Params:  # fmt: skip
     """Packs every tensor of `f`. UserError: a tensor holds values that are not finite.
 
     Args:

@@ -113,13 +113,9 @@ def bytes_read(model: Model, predictor: Predictor) -> tuple[int, int]:
 
 
 def with_fewer_neurons(
-    model: Model,
-    *,
-    rule: str = "hot",
-    share: float = 0.5,
-    threshold: float | None = None,
+    model: Model, *, rule: str = "hot", share: float = 0.5, threshold: float | None = None,
     text: Sequence[int] | None = None,
-) -> Model:
+) -> Model:  # fmt: skip
     """A draft that shares `model`'s attention and embeddings and computes fewer neurons. UserError: a rule that the
     model has no matrices or predictors for, or a text without ids or with ids that are none of its vocabulary.
 

@@ -293,14 +293,9 @@ class TwoDevices(Devices):
     one_program = False
 
     def __init__(
-        self,
-        config: ModelConfig,
-        kernels: Kernels,
-        devices: DevicePair,
-        *,
-        host_layers: frozenset[int] = frozenset(),
+        self, config: ModelConfig, kernels: Kernels, devices: DevicePair, *, host_layers: frozenset[int] = frozenset(),
         output_on_host: bool = False,
-    ):
+    ):  # fmt: skip
         self.config, self.devices, self.overlap = config, devices, True
         self.watch: Callable[..., None] | None = None
         self.crossed, self._lock = {"hot": 0, "cold": 0}, threading.Lock()  # two threads count

@@ -95,13 +95,9 @@ def unreadable(config: ModelConfig) -> dict[str, object]:
 
 
 def to_powerinfer(
-    source: str | os.PathLike[str],
-    predictors: str | os.PathLike[str],
-    path: str | os.PathLike[str],
-    *,
-    out_type: str = "f16",
-    threshold: float | None = None,
-) -> list[str]:
+    source: str | os.PathLike[str], predictors: str | os.PathLike[str], path: str | os.PathLike[str], *,
+    out_type: str = "f16", threshold: float | None = None,
+) -> list[str]:  # fmt: skip
     """Joins a dense GGUF with a directory of predictors. UserError: anything PowerInfer could not load, or that does
     not fit.
 

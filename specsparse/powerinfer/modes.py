@@ -45,17 +45,10 @@ class LoadPlan:
 
 
 def plan(
-    f: GGUFFile,
-    config: ModelConfig,
-    kernels: Kernels,
-    *,
-    ffn: str | None = None,
-    threshold: float | None = None,
-    faithful_f16: bool = False,
-    placement: "GivenPlacement | None" = None,
-    hot: str = "masked",
+    f: GGUFFile, config: ModelConfig, kernels: Kernels, *, ffn: str | None = None, threshold: float | None = None,
+    faithful_f16: bool = False, placement: "GivenPlacement | None" = None, hot: str = "masked",
     devices: GivenDevices = 1,
-) -> LoadPlan:
+) -> LoadPlan:  # fmt: skip
     """The plan for an open file; by default PowerInfer's for its files and dense for others. UserError: options that do
     not exist or do not go together, a mode that the file has no predictors for, a threshold that nothing would read or
     that is no number, a type of weights that `faithful_f16` does not know, or a placement of another model."""

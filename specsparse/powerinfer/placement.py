@@ -170,16 +170,9 @@ class ModelParts:
         }
 
     def problem(
-        self,
-        config: ModelConfig,
-        read: Sequence[np.ndarray],
-        *,
-        budget: int,
-        hardware: Hardware,
-        granularity: int = GRANULARITY,
-        dense_hot: bool = False,
-        rows: int = 1,
-    ) -> Problem:
+        self, config: ModelConfig, read: Sequence[np.ndarray], *, budget: int, hardware: Hardware,
+        granularity: int = GRANULARITY, dense_hot: bool = False, rows: int = 1,
+    ) -> Problem:  # fmt: skip
         """The problem for a budget in bytes and passes of `rows` tokens; `read` is of `profiler.probabilities`."""
         width, mask = config.d_model, len(read[0])
         return Problem(
@@ -463,15 +456,9 @@ class RunPlacement(NamedTuple):
 
 
 def kept_or_solved(
-    f: GGUFFile,
-    problem: Problem,
-    solve: Callable[[Problem], Placement],
-    *,
-    rule: str,
-    path: str | os.PathLike[str] | None = None,
-    reset: bool = False,
-    disable: bool = False,
-) -> RunPlacement:
+    f: GGUFFile, problem: Problem, solve: Callable[[Problem], Placement], *, rule: str,
+    path: str | os.PathLike[str] | None = None, reset: bool = False, disable: bool = False,
+) -> RunPlacement:  # fmt: skip
     """The placement to run with: the one of `MODEL.generated.gpuidx` if it fits, else a fresh one.
 
     PowerInfer ends a run with "failed to apply previously generated gpu split" if its file does not fit. Here such a

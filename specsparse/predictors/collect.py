@@ -24,14 +24,9 @@ def windows(texts: Iterable[list[int]], length: int) -> np.ndarray:
 
 
 def watched(
-    model: Model,
-    windows_Wn: np.ndarray,
-    watch: Callable,
-    *,
-    ffn: Callable | None = None,
-    params: Params | None = None,
+    model: Model, windows_Wn: np.ndarray, watch: Callable, *, ffn: Callable | None = None, params: Params | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Iterator[np.ndarray]:
+) -> Iterator[np.ndarray]:  # fmt: skip
     """The results of `watch` on every FFN's input, stacked over the layers: window by window, each on its own.
 
     Args:
@@ -58,12 +53,9 @@ def watched(
 
 
 def collect(
-    model: Model,
-    windows_Wn: np.ndarray,
-    *,
-    out: np.ndarray | None = None,
+    model: Model, windows_Wn: np.ndarray, *, out: np.ndarray | None = None,
     progress: Callable[[int], None] | None = None,
-) -> np.ndarray:
+) -> np.ndarray:  # fmt: skip
     """Residuals of every token of every window, f32[L, W * n, D], in `out` if that is given, such as a memory map; see
     `watched`."""
     model.check_whole("collecting residuals")

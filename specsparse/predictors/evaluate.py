@@ -219,12 +219,9 @@ class Evaluator:
         self._dense = _program(watched)
 
     def __call__(
-        self,
-        predictor: Predictor,
-        weights: Sequence[Pytree] | None = None,
-        *,
+        self, predictor: Predictor, weights: Sequence[Pytree] | None = None, *,
         progress: Callable[[int], None] | None = None,
-    ) -> Evaluation:
+    ) -> Evaluation:  # fmt: skip
         """Judges a predictor of this model's `ffn`; `weights` of each layer are None if it fits itself to each prompt.
         `progress` is called with the windows done."""
 

@@ -48,24 +48,12 @@ class _LoadOptions:
 
 
 def load(
-    spec: str | os.PathLike,
-    *,
-    kv_dtype: str | None = None,
-    threads: int | None = None,
-    backend: str | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    ffn: str | None = None,
-    threshold: float | None = None,
-    faithful_f16: bool = False,
-    placement: "GivenPlacement | None" = None,
-    hot: str = "masked",
-    devices: "GivenDevices" = 1,
-    mesh: int | Mesh | None = None,
-    float_weights: bool = False,
-    width: int | Literal["auto"] | None = None,
-    download: catalogue.Download = "ask",
-    **overrides,
-) -> Model:
+    spec: str | os.PathLike, *, kv_dtype: str | None = None, threads: int | None = None, backend: str | None = None,
+    progress: Callable[[int, int], None] | None = None, ffn: str | None = None, threshold: float | None = None,
+    faithful_f16: bool = False, placement: "GivenPlacement | None" = None, hot: str = "masked",
+    devices: "GivenDevices" = 1, mesh: int | Mesh | None = None, float_weights: bool = False,
+    width: int | Literal["auto"] | None = None, download: catalogue.Download = "ask", **overrides,
+) -> Model:  # fmt: skip
     """Loads a model.
 
     Args:

@@ -60,13 +60,10 @@ class MethodSpec:
     sampling: SamplingParams
 
     def __init__(
-        self,
-        drafter: str | Choice | AnyDrafter | None = None,
-        verifier: str | Choice | Verifier | None = None,
-        policy: str | Choice | Policy | None = None,
-        tree: str | Choice | TreeShape | None = None,
+        self, drafter: str | Choice | AnyDrafter | None = None, verifier: str | Choice | Verifier | None = None,
+        policy: str | Choice | Policy | None = None, tree: str | Choice | TreeShape | None = None,
         sampling: SamplingParams = GREEDY,
-    ):
+    ):  # fmt: skip
         parts = {"drafter": drafter, "verifier": verifier, "policy": policy, "tree": tree, "sampling": sampling}
         for name, part in parts.items():
             object.__setattr__(self, name, Choice(part) if isinstance(part, str) else part)

@@ -91,13 +91,9 @@ def _standard_error(values: np.ndarray) -> float:
 
 
 def score(
-    model: Model,
-    text: Windows,
-    *,
-    base: np.ndarray | None = None,
-    keep: np.ndarray | None = None,
+    model: Model, text: Windows, *, base: np.ndarray | None = None, keep: np.ndarray | None = None,
     progress: Callable[[int, "Scores"], None] = lambda done, so_far: None,
-) -> Scores:
+) -> Scores:  # fmt: skip
     """Scores a text, window by window. UserError: a window longer than the model's context.
 
     Args:

@@ -89,13 +89,9 @@ def seed_of(seed: object) -> int:
 
 
 def requests(
-    model: Model,
-    prompts: Seq[PromptLike],
-    sampling: SamplingParams | Seq[SamplingParams],
-    seed: object = None,
-    *,
+    model: Model, prompts: Seq[PromptLike], sampling: SamplingParams | Seq[SamplingParams], seed: object = None, *,
     common_noise: bool = False,
-) -> list[list[Request]]:
+) -> list[list[Request]]:  # fmt: skip
     """The completions to draw for each prompt of a batch, each with noise of its own.
 
     Log probabilities are kept if the best of several completions are to be chosen. UserError: as `prompt_ids` and
@@ -140,15 +136,9 @@ class Session:
     """
 
     def __init__(
-        self,
-        model: Model,
-        sequences: list[Request],
-        method: Method,
-        *,
-        noting: bool = False,
-        loop: str = "jit",
+        self, model: Model, sequences: list[Request], method: Method, *, noting: bool = False, loop: str = "jit",
         watch: Watch | None = None,
-    ):
+    ):  # fmt: skip
         self.loop = loop_for(model, method, loop=loop, watch=watch)
         seeds = hosts.agreed([s.seed for s in sequences])  # each process has drawn its own
         sequences = [replace(s, seed=seed) for s, seed in zip(sequences, seeds, strict=True)]
@@ -199,13 +189,9 @@ class Session:
         return self.program(key, function, *args, **how)(*args)
 
     def program(
-        self,
-        key: Hashable,
-        function: Callable,
-        *args: Pytree,
-        donate: tuple[int, ...] = (),
+        self, key: Hashable, function: Callable, *args: Pytree, donate: tuple[int, ...] = (),
         compiled: Callable[..., Program] = compiled,
-    ) -> Program:
+    ) -> Program:  # fmt: skip
         """A pure `function` compiled for arguments of these shapes, once; compiling is timed apart.
 
         Args:

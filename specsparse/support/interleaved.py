@@ -24,13 +24,9 @@ def alternating(names: Sequence[Name], repeat: int) -> Iterator[Name]:
 
 
 def schedule(
-    names: Sequence[Name],
-    *,
-    repeats: int | Callable[[int], bool],
-    warm_up: int = 0,
-    order: Order = alternating,
+    names: Sequence[Name], *, repeats: int | Callable[[int], bool], warm_up: int = 0, order: Order = alternating,
     before: Callable[[], object] = lambda: None,
-) -> Iterator[tuple[int, Name]]:
+) -> Iterator[tuple[int, Name]]:  # fmt: skip
     """The order of timings: (repeat, name), every name once in each repeat.
 
     Args:
@@ -51,14 +47,9 @@ def schedule(
 
 
 def interleaved(
-    calls: Mapping[Name, Callable[[], Result]],
-    *,
-    repeats: int,
-    warm_up: int = 1,
-    order: Order = alternating,
-    before: Callable[[], object] = lambda: None,
-    done: Callable[[], object] = lambda: None,
-) -> dict[Name, list[Result]]:
+    calls: Mapping[Name, Callable[[], Result]], *, repeats: int, warm_up: int = 1, order: Order = alternating,
+    before: Callable[[], object] = lambda: None, done: Callable[[], object] = lambda: None,
+) -> dict[Name, list[Result]]:  # fmt: skip
     """Calls each once in every repeat of a `schedule` and returns the results by name, one a repeat.
 
     A call returns its seconds, or whatever else it measured. Results of the warm-up, which compiles and touches memory,

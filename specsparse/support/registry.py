@@ -39,13 +39,10 @@ class Registry(Generic[T]):
     """
 
     def __init__(
-        self,
-        group: str,
-        base: str | tuple[str, ...],
-        package: str = "",
+        self, group: str, base: str | tuple[str, ...], package: str = "",
         builtin: Mapping[str, str] = types.MappingProxyType({}),
         aliases: Mapping[str, str] = types.MappingProxyType({}),
-    ):
+    ):  # fmt: skip
         self.group, self._bases = group, (base,) if isinstance(base, str) else base
         self._homes: dict[str, str | type] = {
             name: home if home.startswith("specsparse.") else f"{package}.{home}" for name, home in builtin.items()

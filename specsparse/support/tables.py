@@ -13,13 +13,9 @@ _READABLE = 20  # characters that a column of long texts has at least, or its lo
 
 
 def new(
-    *columns: str | Text,
-    rows: Iterable[Sequence[str | Text]] = (),
-    left: Collection[int] = (0,),
-    wrap: Collection[int] = (),
-    close: bool = False,
-    note: str | None = None,
-) -> Table:
+    *columns: str | Text, rows: Iterable[Sequence[str | Text]] = (), left: Collection[int] = (0,),
+    wrap: Collection[int] = (), close: bool = False, note: str | None = None,
+) -> Table:  # fmt: skip
     """A table in the style of the package: numbers to the right, only long texts on several lines.
 
     Args:

@@ -29,14 +29,9 @@ Case = tuple[Drafter, Any, Callable[[DraftContext], DraftContext]]
 
 
 def draft_context(
-    texts: Sequence[Sequence[int]],
-    *,
-    capacity: int,
-    budget: int | Sequence[int],
-    round: int = 0,
-    poison: int = -7,
+    texts: Sequence[Sequence[int]], *, capacity: int, budget: int | Sequence[int], round: int = 0, poison: int = -7,
     vocab: int | None = None,
-) -> DraftContext:
+) -> DraftContext:  # fmt: skip
     """A context of B texts of at most `capacity` ids; the slots beyond each text hold `poison`."""
     tokens = np.full((len(texts), capacity), poison, np.int32)
     for row, ids in zip(tokens, texts, strict=True):

@@ -33,32 +33,13 @@ _Quant = GGMLQuantizationType | str
 
 
 def tiny_config(
-    *,
-    architecture: str = "llama",
-    n_layers: int = 2,
-    d_model: int = 64,
-    n_heads: int = 4,
-    n_kv_heads: int = 2,
-    head_dim: int | None = None,
-    d_ff: int = 96,
-    vocab_size: int = 300,
-    context_length: int = 256,
-    norm_eps: float = 1e-5,
-    tied: bool = False,
-    bias: bool | Sequence[str] = False,
-    gated: bool = True,
-    rope_base: float = 10000.0,
-    rope_scaling: Scaling = "none",
-    rope_factor: float = 1.0,
-    original_context: int | None = None,
-    attn_factor: float = 1.0,
-    freq_factors: bool = False,
-    window: int = 0,
-    full_every: int | None = None,
-    n_experts: int = 8,
-    n_chosen: int = 2,
-    gating: Gating = "softmax",
-) -> ModelConfig:
+    *, architecture: str = "llama", n_layers: int = 2, d_model: int = 64, n_heads: int = 4, n_kv_heads: int = 2,
+    head_dim: int | None = None, d_ff: int = 96, vocab_size: int = 300, context_length: int = 256,
+    norm_eps: float = 1e-5, tied: bool = False, bias: bool | Sequence[str] = False, gated: bool = True,
+    rope_base: float = 10000.0, rope_scaling: Scaling = "none", rope_factor: float = 1.0,
+    original_context: int | None = None, attn_factor: float = 1.0, freq_factors: bool = False, window: int = 0,
+    full_every: int | None = None, n_experts: int = 8, n_chosen: int = 2, gating: Gating = "softmax",
+) -> ModelConfig:  # fmt: skip
     """The config of a tiny model, as `ModelConfig.from_gguf` reads it from `write_tiny_gguf` of the same keywords.
 
     Args:
@@ -120,17 +101,10 @@ def tiny_config(
 
 
 def write_tiny_gguf(
-    path: str | os.PathLike[str],
-    *,
-    quant: _Quant = "F32",
-    embedding_quant: _Quant | None = None,
-    tokenizer: Literal["bpe", "spm", "none"] = "bpe",
-    pre: str = "gpt-2",
-    chat_template: str | None = CHATML,
-    metadata: dict[str, Any] | None = None,
-    seed: int = 0,
-    **config: Any,
-) -> Path:
+    path: str | os.PathLike[str], *, quant: _Quant = "F32", embedding_quant: _Quant | None = None,
+    tokenizer: Literal["bpe", "spm", "none"] = "bpe", pre: str = "gpt-2", chat_template: str | None = CHATML,
+    metadata: dict[str, Any] | None = None, seed: int = 0, **config: Any,
+) -> Path:  # fmt: skip
     """Writes a tiny random valid model and returns its path.
 
     Weights are of deviation 1/sqrt(inputs), so that activations and logits stay near one.

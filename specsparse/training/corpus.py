@@ -263,13 +263,9 @@ class TextWritten:
 
 
 def generate(
-    model: Model,
-    options: DataOptions,
-    folder: Path,
-    *,
-    tokens: int,
+    model: Model, options: DataOptions, folder: Path, *, tokens: int,
     progress: Callable[[TextWritten], None] | None = None,
-) -> list[Path]:
+) -> list[Path]:  # fmt: skip
     """Shards in `folder`, in order, whose answers hold at least `tokens` tokens; those that are there are not made
     again. `progress` is called after each."""
     paths, done, made, spent = [], 0, 0, 0.0

@@ -110,12 +110,9 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _tojson(
-    value: object,
-    indent: int | None = None,
-    ensure_ascii: bool = False,
-    separators: tuple[str, str] | None = None,
+    value: object, indent: int | None = None, ensure_ascii: bool = False, separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
-) -> str:
+) -> str:  # fmt: skip
     # Jinja's own filter escapes for HTML, which no prompt wants.
     return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys)
 

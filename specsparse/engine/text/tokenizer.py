@@ -150,12 +150,9 @@ class Tokenizer:
         chat_template_kwargs: Mapping[str, object] | None = ...,
     ) -> list[int]: ...
     def apply_chat_template(
-        self,
-        messages: "Messages",
-        add_generation_prompt: bool = True,
-        tokenize: bool = False,
+        self, messages: "Messages", add_generation_prompt: bool = True, tokenize: bool = False,
         chat_template_kwargs: Mapping[str, object] | None = None,
-    ) -> str | list[int]:
+    ) -> str | list[int]:  # fmt: skip
         """Renders a chat with the file's template. UserError: no template, a template that fails, or messages of
         another form.
 

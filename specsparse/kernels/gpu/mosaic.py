@@ -42,15 +42,9 @@ _ROW_SCALES = arrangement(((4, 4), (1, 4)), (Replicated(4),), (Replicated(8), -4
 
 @partial(jax.jit, static_argnames=("plan", "act", "interpret"))  # one kernel for all layers
 def product(
-    weights: Sequence[Fragments],
-    rows: PackedRows,
-    plan: Plan,
-    *,
-    act: str | None = None,
-    residual=None,
-    keep=None,
+    weights: Sequence[Fragments], rows: PackedRows, plan: Plan, *, act: str | None = None, residual=None, keep=None,
     interpret: bool = False,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """A matrix times 8 n rows, or act(gate product) * up product of two.
 
     Args:

@@ -15,14 +15,9 @@ Layout = mgpu.TiledLayout
 
 
 def mosaic_kernel(
-    body: Callable[..., None],
-    *,
-    out: jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...],
-    scratch: list,
-    num_threads: int,
-    interpret: bool,
-    **grid: Any,
-) -> Callable[..., Any]:
+    body: Callable[..., None], *, out: jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...], scratch: list,
+    num_threads: int, interpret: bool, **grid: Any,
+) -> Callable[..., Any]:  # fmt: skip
     """`plgpu.kernel`: `out_shape` and `scratch_shapes` became `out_type` and `scratch_types`.
 
     Kernels are lowered thread by thread: 0.12 lowers whole warpgroups by default. `interpret` runs the kernel on a CPU,

@@ -34,14 +34,9 @@ _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
 def set_metadata(
-    source: str | os.PathLike[str],
-    key: str,
-    value: str,
-    path: str | os.PathLike[str] | None = None,
-    *,
-    type_name: str | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> tuple[str, str]:
+    source: str | os.PathLike[str], key: str, value: str, path: str | os.PathLike[str] | None = None, *,
+    type_name: str | None = None, progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[str, str]:  # fmt: skip
     """Writes `source` with `key` set to `value`, to `path` or in its place.
 
     Args:

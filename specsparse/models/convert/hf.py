@@ -199,14 +199,9 @@ def refuse_draft_head(folder: Path) -> None:
 
 
 def convert_hf(
-    source: str | os.PathLike[str],
-    path: str | os.PathLike[str],
-    *,
-    type_name: str = "f16",
-    pre: str | None = None,
-    progress: Progress = lambda done, total: None,
-    note: Callable[[str], None] = lambda line: None,
-) -> ModelConfig:
+    source: str | os.PathLike[str], path: str | os.PathLike[str], *, type_name: str = "f16", pre: str | None = None,
+    progress: Progress = lambda done, total: None, note: Callable[[str], None] = lambda line: None,
+) -> ModelConfig:  # fmt: skip
     """Converts a folder, or a repository of the Hub; of a model that sees images too (`TEXT_PARTS`), its text part.
     UserError: a part of it is missing, damaged or not supported.
 

@@ -23,13 +23,9 @@ _NEW_MAGIC = 0x616B3432
 
 
 def convert_llama2c(
-    model: str | os.PathLike[str],
-    tokenizer: str | os.PathLike[str],
-    path: str | os.PathLike[str],
-    *,
-    type_name: str = "f32",
-    progress: Progress = lambda done, total: None,
-) -> ModelConfig:
+    model: str | os.PathLike[str], tokenizer: str | os.PathLike[str], path: str | os.PathLike[str], *,
+    type_name: str = "f32", progress: Progress = lambda done, total: None,
+) -> ModelConfig:  # fmt: skip
     """Converts model.bin (the first version of the format, float32) and tokenizer.bin. UserError: a file is missing, of
     another format, or of another size than its header asks for.
 

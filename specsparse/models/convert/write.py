@@ -32,20 +32,9 @@ def out_type(name: str) -> GGML:
 
 
 def size_keys(
-    architecture: str,
-    name: str,
-    *,
-    vocab: int,
-    context: int,
-    width: int,
-    layers: int,
-    ffn: int,
-    heads: int,
-    kv_heads: int,
-    eps: float,
-    base: float,
-    dim: int,
-) -> Json:
+    architecture: str, name: str, *, vocab: int, context: int, width: int, layers: int, ffn: int, heads: int,
+    kv_heads: int, eps: float, base: float, dim: int,
+) -> Json:  # fmt: skip
     own = {
         "vocab_size": vocab, "context_length": context, "embedding_length": width, "block_count": layers,
         "feed_forward_length": ffn, "attention.head_count": heads, "attention.head_count_kv": kv_heads,
@@ -65,14 +54,9 @@ def keys_of(config: ModelConfig, name: str) -> Json:
 
 
 def write_model(
-    path: str | os.PathLike[str],
-    metadata: Json,
-    sources: Iterable[Source],
-    kind: GGML,
-    *,
-    output: GGML | None = None,
+    path: str | os.PathLike[str], metadata: Json, sources: Iterable[Source], kind: GGML, *, output: GGML | None = None,
     progress: Progress = lambda done, total: None,
-) -> ModelConfig:
+) -> ModelConfig:  # fmt: skip
     """Writes a model and returns its config; one tensor at a time is in memory, and the file appears when it is whole.
     UserError: tensors and metadata do not make a model that runs here, or the file cannot be written.
 

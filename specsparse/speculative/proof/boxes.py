@@ -50,16 +50,9 @@ class Probed(NamedTuple):
 
 
 def settle(
-    judge: Judge,
-    *,
-    drafts: int,
-    uniforms: int,
-    steps: int,
-    seed: int,
-    inside: int = 1,
-    most: int = MOST_BOXES,
+    judge: Judge, *, drafts: int, uniforms: int, steps: int, seed: int, inside: int = 1, most: int = MOST_BOXES,
     spots: int = 0,
-) -> Probed:
+) -> Probed:  # fmt: skip
     """The cube of uniforms of each draft, cut into boxes of one verdict.
 
     A box is settled when its lowest corner, its highest and points drawn inside have one verdict. Otherwise the way

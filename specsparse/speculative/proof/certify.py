@@ -109,17 +109,10 @@ class _Options:
 
 
 def certify(
-    verifiers: "Sequence[Certifiable] | Certifiable | None" = None,
-    *,
-    vocab: int | None = None,
-    gamma: int | None = None,
-    seed: int = 0,
-    mutants: bool | None = None,
-    driver: bool = True,
-    known_bugs: bool = False,
-    museum: bool | None = None,
-    progress: Callable[[str], None] | None = None,
-) -> CertificateReport:
+    verifiers: "Sequence[Certifiable] | Certifiable | None" = None, *, vocab: int | None = None,
+    gamma: int | None = None, seed: int = 0, mutants: bool | None = None, driver: bool = True, known_bugs: bool = False,
+    museum: bool | None = None, progress: Callable[[str], None] | None = None,
+) -> CertificateReport:  # fmt: skip
     """Measures verifiers (all of `VERIFIERS` if None) and the mutants; most of a minute for all.
 
     Args:

@@ -57,13 +57,9 @@ Progress = Callable[[str], None]
 
 
 def measure_external(
-    how: ExternalVerifier,
-    *,
-    vocab: int | None = None,
-    gamma: int | None = None,
-    seed: int,
+    how: ExternalVerifier, *, vocab: int | None = None, gamma: int | None = None, seed: int,
     progress: Progress | None = None,
-) -> list[Result]:
+) -> list[Result]:  # fmt: skip
     """Every case of a callable: one round on each corner, and several rounds; or samples of several rounds. UserError:
     it raised, returned no verdict, or is no function of thresholds of its uniforms.
 

@@ -74,15 +74,9 @@ class MutantRound(NamedTuple):
 
 
 def mutant_round(
-    p: Tables,
-    draw: RowProbs,
-    *,
-    rule: Any = None,
-    template: TreeTemplate = CHAIN,
-    seen: Tables | None = None,
-    record: RowProbs | None = None,
-    edit: Callable | None = None,
-) -> MutantRound:
+    p: Tables, draw: RowProbs, *, rule: Any = None, template: TreeTemplate = CHAIN, seen: Tables | None = None,
+    record: RowProbs | None = None, edit: Callable | None = None,
+) -> MutantRound:  # fmt: skip
     """A round whose verifier sees `seen` for p; `edit` changes the draft after it was drawn."""
     found = outcomes(template, seen or p, draw=draw, record=record)
     edited = (o._replace(draft=edit(o.draft)) for o in found) if edit else found

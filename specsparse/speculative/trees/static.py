@@ -252,13 +252,9 @@ GUESSED_ACCEPTANCE = (0.6, 0.15, 0.07, 0.03)
 
 
 def sequoia(
-    acceptance_by_rank: Sequence[float],
-    cost_of_n: Sequence[float],
-    max_nodes: int,
-    max_depth: int,
-    *,
+    acceptance_by_rank: Sequence[float], cost_of_n: Sequence[float], max_nodes: int, max_depth: int, *,
     level_cost: float = 0.0,
-) -> TreeTemplate:
+) -> TreeTemplate:  # fmt: skip
     """The tree of the highest predicted speed (Chen et al., Sequoia, arXiv:2402.12374, section 3.1 and 3.3).
 
     A tree T is expected to yield 1 + sum over its nodes of the product of acceptances on the node's path; it takes

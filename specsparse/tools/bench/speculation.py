@@ -126,14 +126,9 @@ def ours(model: Model, method: Method, ids: Sequence[int], tokens: int, sampling
 
 
 def writers_of(
-    model: Model,
-    peer: Peer | None,
-    drafter: str,
-    *,
-    drafted: Sequence[int] = (2, 4),
-    tg: int = 128,
+    model: Model, peer: Peer | None, drafter: str, *, drafted: Sequence[int] = (2, 4), tg: int = 128,
     sampling: SamplingParams = GREEDY,
-) -> dict[str, Callable[[list[int]], TimedText]]:
+) -> dict[str, Callable[[list[int]], TimedText]]:  # fmt: skip
     """Our sides and the peer's by name; each writes `tg` tokens after a prompt's ids and a first token."""
     methods = {PLAIN: Method()} | {f"ours {k}": method_of(model, drafter, k, sampling=sampling) for k in drafted}
     writers: dict[str, Callable[[list[int]], TimedText]] = {}

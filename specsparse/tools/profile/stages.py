@@ -33,14 +33,8 @@ _LONG_ENOUGH = 0.03  # seconds that a timing should take
 
 
 def profile(
-    model: Model,
-    *,
-    prompt: PromptLike,
-    method: Mapping[str, object],
-    rows: int,
-    depth: int,
-    sampling: SamplingParams,
-) -> tuple[Json, list[dict[str, float]]]:
+    model: Model, *, prompt: PromptLike, method: Mapping[str, object], rows: int, depth: int, sampling: SamplingParams,
+) -> tuple[Json, list[dict[str, float]]]:  # fmt: skip
     """Measures a dense model: the stages of decoding the prompt by `method` ({} leaves them out), and the kernels of a
     forward pass of `rows` rows after `depth` tokens. UserError: the FFN is sparse, or the context does not hold the
     rows.
