@@ -38,8 +38,12 @@ MAX_BUILT = 1 << 29
 Messages = Sequence[Mapping[str, object]]
 """`{"role": ..., "content": ...}`, in order; both are texts."""
 
-_WIDE_FORMAT = re.compile(r"\d{7,}|%[^%a-zA-Z]*\*")
+_WIDE_FORMAT, _NUMBER = re.compile(r"\d{7,}|%[^%a-zA-Z]*\*"), re.compile(r"\d+")
+_WIDTH_BY_ARGUMENT = re.compile(r"\{[^{}]*:[^{}]*\{[^{]")
+_LONGEST_DATE = 256  # characters of a form: each may ask for many
 
+_LEFT_OUT = {*("pprint", "striptags", "urlize", "wordwrap", "xmlattr")}
+"""Filters that no prompt needs, and that make much out of little or take long."""
 _NOT_TEXT = {
     *("attr", "batch", "count", "d", "default", "dictsort", "first", "groupby", "items", "last", "length", "list"),
     *("map", "max", "min", "reject", "rejectattr", "reverse", "select", "selectattr", "slice", "sort", "sum", "unique"),
@@ -117,7 +121,13 @@ def _tojson(
     return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys)
 
 
-_GLOBALS = {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+def _now(form: str) -> str:
+    if len(form) > _LONGEST_DATE:
+        raise SecurityError(f"a date in more than {_LONGEST_DATE} characters")
+    return datetime.now().strftime(form)
+
+
+_GLOBALS = {"raise_exception": _refuse, "strftime_now": _now}
 
 
 class _ChatEnvironment(ImmutableSandboxedEnvironment):
@@ -133,8 +143,9 @@ class _ChatEnvironment(ImmutableSandboxedEnvironment):
         )
         self._steps = self._built = 0
         self.globals.pop("lipsum")
-        self.filters = {name: self._guarded(name, function) for name, function in self.filters.items()}
-        self.filters |= {"_turns": self._turns, "_checked": self._checked, "_printable": _printable, "tojson": _tojson}
+        filters = {**self.filters, "tojson": _tojson}
+        self.filters = {name: self._guarded(name, f) for name, f in filters.items() if name not in _LEFT_OUT}
+        self.filters |= {"_turns": self._turns, "_checked": self._checked, "_printable": _printable}
 
     def restart(self) -> None:
         self._steps = self._built = 0
@@ -215,7 +226,7 @@ class _ChatEnvironment(ImmutableSandboxedEnvironment):
             if name not in _NOT_TEXT:
                 for value in values:
                     _printable(value)
-            if values and name in ("replace", "format", "join", "indent"):
+            if values and name in ("replace", "format", "join", "indent", "tojson", "sum"):
                 _check_growth(name, values[0], (*values[1:], *kwargs.values()))
             return self._checked(function(*args, **kwargs))
 
@@ -268,13 +279,19 @@ def _printable(value: object) -> object:
     return value
 
 
+def _lines(value: object, depth: int = 1) -> int:
+    """Items of a value, each as often as it is deep: what an indentation costs. What is huge was refused before."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return sum(depth + _lines(item, depth + 1) for item in items)
+
+
 def _check_arguments(values: Iterable[object]) -> None:
     for value in values:
         if isinstance(value, int) and abs(value) > MAX_SIZE:
             raise SecurityError(f"it passes the number {value:.3g} to a function")
 
 
-def _check_growth(name: str, value: Any, args: tuple[object, ...]) -> None:
+def _check_growth(name: str, value: Any, args: tuple[Any, ...]) -> None:
     """Refuses the string operations that would make much out of little."""
     size = 0
     if name == "replace" and len(args) >= 2:
@@ -292,6 +309,16 @@ def _check_growth(name: str, value: Any, args: tuple[object, ...]) -> None:
         if _WIDE_FORMAT.search(str(value)):
             raise SecurityError("it formats to a very large width")
         fields = str(value).count("{") + str(value).count("%")
-        size = fields * max([1, *(len(str(arg)) for arg in args)])
+        widths = [arg for arg in args if isinstance(arg, int)] if _WIDTH_BY_ARGUMENT.search(str(value)) else []
+        size = fields * max([1, *widths, *(len(str(arg)) for arg in args)])
+        size += sum(map(int, _NUMBER.findall(str(value))))
+    elif name == "translate":
+        table = args[0].values() if isinstance(args[0], Mapping) else args[0]
+        size = len(value) * max([1, *(len(item) for item in table if isinstance(item, str))])
+    elif name == "tojson":
+        widest = max([1, *(arg if isinstance(arg, int) else len(str(arg)) for arg in args)])
+        size = widest * _lines(value)
+    elif name == "sum" and any(isinstance(arg, list | tuple) for arg in args):
+        raise SecurityError("it adds up lists, each of them copied again and again")
     if size > MAX_SIZE:
         raise SecurityError(f"it builds a text of more than {MAX_SIZE:,} characters")

@@ -205,22 +205,27 @@ class Tokenizer:
         return found
 
     def _split(self, text: str, parse_special: bool) -> list[str | int]:
-        """Cuts user-defined tokens, and control tokens if asked, out of a text; longer names go first."""
-        parts: list[str | int] = [text] if text else []
+        """Cuts user-defined tokens, and control tokens if asked, out of a text; longer names go first.
+
+        A name is looked for in the whole text, not part by part: a text of many such tokens has as many parts.
+        """
+        taken, found = bytearray(len(text)), []
         for name, index in self._vocab.fixed:
-            if name not in text or not (parse_special or self._vocab.types[index] == TokenType.USER_DEFINED):
+            if not (parse_special or self._vocab.types[index] == TokenType.USER_DEFINED):
                 continue
-            cut: list[str | int] = []
-            for part in parts:
-                if isinstance(part, int) or name not in part:
-                    cut.append(part)
-                    continue
-                first, *others = part.split(name)
-                cut += [first] if first else []
-                for other in others:
-                    cut += [index, other] if other else [index]
-            parts = cut
-        return parts
+            at = text.find(name)
+            while at >= 0:
+                end, last = at + len(name), taken.rfind(1, at, at + len(name))
+                if last < 0:
+                    taken[at:end] = bytes([1]) * len(name)
+                    found.append((at, index, end))
+                at = text.find(name, end if last < 0 else last + 1)
+        parts: list[str | int] = []
+        at = 0
+        for start, index, end in sorted(found):
+            parts += [text[at:start], index] if at < start else [index]
+            at = end
+        return [*parts, text[at:]] if at < len(text) else parts
 
 
 class StreamDecoder:

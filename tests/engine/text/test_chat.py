@@ -3,6 +3,7 @@
 import json
 import re
 import time
+import tracemalloc
 
 import pytest
 
@@ -45,6 +46,7 @@ def test_tojson_is_plain_json():
     assert json.loads(render("{{ messages | tojson }}")) == USER
     assert render("{{ messages[0].content | tojson }}") == '"hi <b> \\"q\\" é"'
     assert render("{{ {'b': 1, 'a': 2} | tojson(indent=1) }}") == '{\n "b": 1,\n "a": 2\n}'
+    assert len(json.loads(render("{{ ([{'a': [1]}] * 20000) | tojson(indent=4) }}"))) == 20000
 
 
 def test_strings_are_joined_and_formatted_as_ever():
@@ -114,6 +116,7 @@ RUNAWAYS = [
     "{{ '{:1000000000}'.format(1) }}",
     "{{ '{:{}}'.format(1, 1000000000) }}",
     "{{ '\t'.expandtabs(8000000) * 2 }}",
+    (GROW % "{% set ns.l = [ns.l, ns.l] %}").replace("ns.l }}", "ns.l | tojson }}"),
 ]
 
 
@@ -122,6 +125,29 @@ def test_runaway_templates_end(template):
     start = time.perf_counter()
     assert failure(template).startswith("m.gguf: the chat template ")
     assert time.perf_counter() - start < 15  # 1.3 s at most where nothing else runs
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "([1, 2] * 9) | tojson(indent=8000000)",
+        "('x' * 999).translate({120: 'y' * 99999})",
+        "('%99999d' * 999) % ((1,) * 999)",
+        "('{:99999}' * 999).format(*(1,) * 999)",
+        "('{0:{1}}' * 999).format(1, 99999)",
+        "([[1] * 999] * 9999) | sum(start=[])",
+        "('x' * 999) | wordwrap(1, true, 'y' * 99999)",
+        "('www.a.b ' * 999) | urlize(target='y' * 99999)",
+        "strftime_now('%99999d' * 9999)",
+    ],
+)
+def test_what_would_be_large_is_not_made(expression):
+    tracemalloc.start()
+    try:
+        assert failure("{{ " + expression + " }}").startswith("m.gguf: the chat template ")
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_template_renders_again_after_a_runaway():

@@ -127,6 +127,16 @@ def test_control_tokens_are_parsed_only_if_asked_and_user_defined_ones_always():
     assert tokenizer.decode([399, 2], skip_special=False) == "<tool><|im_end|>"
 
 
+def test_names_of_tokens_that_overlap():
+    tokens, types, merges = bpe_vocabulary(400)
+    tokens[397:], types[397:] = ["<x><", "<x>", "><"], [4, 4, 4]
+    tokenizer = bpe(tokens=tokens, token_type=types, merges=merges)
+    plain = tokenizer.encode
+    assert plain("<x><x>") == [397, *plain("x>")]  # what a longer name took is not there for another
+    assert plain("a<x>><<x>") == [*plain("a"), 398, 399, 398]
+    assert plain("<x") == plain("<") + plain("x")
+
+
 def test_end_tokens_are_found_by_name_and_by_key():
     tokens, types, _ = bpe_vocabulary(400)
     tokens[399], types[399] = "<|eot_id|>", 1
