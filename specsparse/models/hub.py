@@ -240,7 +240,8 @@ def _header(wanted: Reference, name: str) -> Path:
 
     url = hf_hub_url(wanted.repo, name, revision=wanted.revision, endpoint=endpoint())
     facts = _explained(wanted, lambda: get_hf_file_metadata(url, endpoint=endpoint()))
-    assert facts.size, f"the Hub does not say how large {name} is"
+    if not facts.size:
+        raise HubError(wanted, f"the Hub does not say how large {name} is: give the downloaded file")
 
     def get(start: int, end: int) -> bytes:
         headers = {**build_hf_headers(), "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
-from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
+from specsparse.engine.gguf.reader import GGUFFile, TensorInfo, show
 from specsparse.engine.gguf.writer import NewTensor, encode, write_gguf
 from specsparse.errors import UserError
 from specsparse.support.files import need_folder
@@ -72,14 +72,19 @@ def requantise(
     """Writes `f` with its matrices in `kind`, one of `targets`, to `path`, which appears only when it is whole.
 
     `progress` is called with (bytes of the source done, bytes in all) after each tensor. Raises UserError if the file
-    cannot be written (its folder must be there), or a tensor holds no weights.
+    cannot be written (its folder must be there), or a tensor holds no weights, or values that are not finite.
     """
     need_folder(path)
     total, done = sum(t.nbytes for t in f.tensors.values()), 0
 
     def data(tensor: TensorInfo, to: GGMLQuantizationType) -> np.ndarray:
         nonlocal done
-        raw = tensor.raw if to == tensor.type else encode(tensor.dequantize(), to)
+        raw = tensor.raw
+        if to != tensor.type:
+            values = tensor.dequantize()
+            if not np.isfinite(values).all():  # codes would hide them
+                raise UserError(f"{f.path}: tensor {show(tensor.name)} holds values that are not finite: it is damaged")
+            raw = encode(values, to)
         done += tensor.nbytes
         progress(done, total)
         return raw

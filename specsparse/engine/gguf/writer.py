@@ -78,7 +78,8 @@ def write_gguf(
         magic: b"GGUF" or b"PWRI".
 
     Raises:
-        UserError: the file cannot be written, or a type has no code in a file of this magic or does not fit the rows.
+        UserError: the file cannot be written, a text is not valid Unicode, or a type has no code in a file of this
+            magic or does not fit the rows.
         ValueError: a key or a tensor that no reader would take.
     """
     metadata = {
@@ -118,7 +119,11 @@ def _padded(n: int) -> int:
 
 
 def _string(text: str) -> bytes:
-    return struct.pack("<Q", len(text.encode())) + text.encode()
+    try:
+        data = text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{text!r:.60} cannot be written: it is not valid Unicode") from None
+    return struct.pack("<Q", len(data)) + data
 
 
 def _value(key: str, value: object) -> bytes:

@@ -14,7 +14,7 @@ from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.engine.text.vocabulary import TokenType
 from specsparse.errors import UserError
 from specsparse.models.convert.hf_config import read_json
-from specsparse.support.files import Json, to_json, write_atomically
+from specsparse.support.files import Json, read_text, to_json, write_atomically
 
 PROBE = (
     "Hello world, it's 1234567 o'clock; WE'LL see!\n\n\tdef f(x):\r\n        return {'a': x**2}  # \u00e9t\u00e9\n"
@@ -23,6 +23,8 @@ PROBE = (
 )
 """A text that tells tokenizers apart: contractions, digits, case, spaces, line ends, scripts, signs."""
 _LIKELY = ("llama-bpe", "smollm", "qwen2", "gpt-2", "dbrx", "tekken", "gpt-4o", "deepseek-llm", "falcon")
+_MOST_TOKENS = 1 << 22
+"""No vocabulary comes near; an id beyond would make a list as long."""
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 NAMES = ("tokenizer.json", "tokenizer_config.json")
 """The files that `write_tokenizer` writes."""
@@ -57,11 +59,16 @@ def tokenizer_keys(folder: Path, config: Json, *, vocab_size: int, pre: str | No
         keys.get("tokenizer.ggml.scores", []).extend([-10000.0] * len(missing))
 
     # Tokens that were added to the vocabulary, special ones as control tokens.
-    added = {int(i): (text, False) for text, i in read_json(folder / "added_tokens.json", optional=True).items()}
-    for i, token in settings.get("added_tokens_decoder", {}).items():
-        added[int(i)] = token["content"], bool(token.get("special"))
+    names, by_id = read_json(folder / "added_tokens.json", optional=True), settings.get("added_tokens_decoder") or {}
+    try:
+        added = {int(i): (text, False) for text, i in names.items()}
+        added |= {int(i): (token["content"], bool(token.get("special"))) for i, token in by_id.items()}
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+        raise UserError(f"{folder}: added_tokens.json or added_tokens_decoder is no table of tokens and ids") from None
     if fast is not None:
         added |= {i: (token.content, token.special) for i, token in fast.get_added_tokens_decoder().items()}
+    if wrong := [i for i, (text, _) in added.items() if not (0 <= i < _MOST_TOKENS and isinstance(text, str))]:
+        raise UserError(f"{folder}: the added token {wrong[0]} is no text, or its id is not from 0 to {_MOST_TOKENS}")
     for i, (text, special) in sorted(added.items()):
         extend(i + 1)
         tokens[i] = text
@@ -80,7 +87,8 @@ def tokenizer_keys(folder: Path, config: Json, *, vocab_size: int, pre: str | No
     for short, name in _SPECIAL.items():
         text, given = settings.get(f"{short}_token"), config.get(f"{short}_token_id")
         text = text.get("content") if isinstance(text, dict) else text
-        found = index.get(text, given[0] if isinstance(given, list) and given else given)
+        given = given[0] if isinstance(given, list) and given else given
+        found = index.get(text, given) if isinstance(text, str) else given
         if isinstance(found, int) and 0 <= found < len(tokens):
             ids[name] = found
     keys |= {f"tokenizer.ggml.{name}_token_id": token for name, token in ids.items()}
@@ -96,7 +104,7 @@ def tokenizer_keys(folder: Path, config: Json, *, vocab_size: int, pre: str | No
     # The chat template: a file of its own, or in the settings, which may have several by name.
     template = settings.get("chat_template")
     if (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        template = read_text(folder / "chat_template.jinja")
     elif isinstance(template, list):
         named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
         template = named.get("default")
@@ -145,7 +153,9 @@ def _from_json(folder: Path, fast: tokenizers.Tokenizer, pre: str | None) -> tup
     if model.get("type") != "BPE":
         raise UserError(f"{folder}: tokenizer.json is of type {model.get('type')}; only BPE is supported")
     by_id = {i: token for token, i in fast.get_vocab(with_added_tokens=True).items()}
-    tokens = [by_id.get(i, f"[PAD{i}]") for i in range(max(by_id) + 1)]
+    if max(by_id, default=0) >= _MOST_TOKENS:
+        raise UserError(f"{folder}: tokenizer.json has the id {max(by_id)}; ids from 0 to {_MOST_TOKENS} are supported")
+    tokens = [by_id.get(i, f"[PAD{i}]") for i in range(max(by_id, default=-1) + 1)]
     plain = set(model["vocab"].values())
     types = [int(TokenType.NORMAL if i in plain else TokenType.UNUSED) for i in range(len(tokens))]
     keys: Json = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}

@@ -166,6 +166,7 @@ WRONG = {
     "five dimensions": (build([], [entry("w", (1,) * 5)], DATA), "5 dimensions"),
     "2^31 dimensions": (build([], [entry("w", (8,), n_dims=2**31)], DATA), "2147483648 dimensions"),
     "an empty shape": (build([], [entry("w", (0, 4))], DATA), r"empty shape \(4, 0\)"),
+    "a huge empty shape": (build([], [entry("w", (0, 2**63))], DATA, magic=b"PWRI"), r"empty shape \(9223372036"),
     "a shape past the file": (build([], [entry("w", (HUGE, HUGE))], DATA), "past the end of the file"),
     "a product that wraps to 0": (build([], [entry("w", (2**32, 2**32))], DATA), "past the end of the file"),
     "a row that is no whole block": (

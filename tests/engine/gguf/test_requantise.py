@@ -84,3 +84,16 @@ def test_a_place_that_cannot_be_written(source, tmp_path):
     with pytest.raises(UserError, match=r"there is no folder .*missing to write it in"):
         requantise.requantise(source, tmp_path / "missing" / "made.gguf", GGMLQuantizationType.F16)
     assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_damaged_file_is_refused_and_leaves_nothing(tmp_path):
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", quant="F32", n_layers=1)
+    f = open_gguf(path)
+    data = bytearray(path.read_bytes())
+    tensor = next(t for t in f.tensors.values() if len(t.shape) > 1)
+    at = bytes(data).index(tensor.raw.tobytes())
+    data[at : at + 4] = np.float32(np.inf).tobytes()
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="not finite"):
+        requantise.requantise(open_gguf(path), tmp_path / "made.gguf", GGMLQuantizationType.Q8_0)
+    assert [p.name for p in tmp_path.iterdir()] == ["tiny.gguf"]

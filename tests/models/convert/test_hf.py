@@ -423,6 +423,24 @@ def test_folders_that_are_refused(tmp_path):
     assert "config.json: holds no JSON object" in refused(tmp_path, folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("added_tokens.json", {"<x>": "first"}, "is no table of tokens and ids"),
+        ("added_tokens.json", {"<x>": 10**12}, "added token 1000000000000 "),
+        ("added_tokens.json", {"<x>": -1}, "added token -1 "),
+        ("tokenizer_config.json", {"added_tokens_decoder": ["<x>"]}, "is no table of tokens and ids"),
+        ("tokenizer_config.json", {"chat_template": "\ud800"}, "not valid Unicode"),
+        ("chat_template.jinja", None, "not UTF-8"),
+    ],
+)
+def test_tokens_that_are_refused(tmp_path, name, content, says):
+    folder = checkpoints.save(tmp_path / "in", CONFIG, checkpoints.weights(CONFIG))
+    checkpoints.bpe_tokenizer(folder)
+    (folder / name).write_bytes(b"\xff" if content is None else json.dumps(content).encode())
+    assert says in refused(tmp_path, folder)
+
+
 SMALLTHINKER = {
     **CONFIG, "architectures": ["SmallThinkerForCausalLM"], "model_type": "smallthinker", "intermediate_size": None,
     "moe_num_primary_experts": 3, "moe_num_active_primary_experts": 2, "moe_ffn_hidden_size": 32,
