@@ -15,6 +15,9 @@ from specsparse.engine.llama import ForwardFn
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Params
 from specsparse.kernels import Kernels
+from specsparse.support.files import need_memory
+
+_LARGE = 1 << 29  # bytes
 
 
 class Devices(abc.ABC):
@@ -47,11 +50,15 @@ class Devices(abc.ABC):
         return tree
 
     def new_cache(self, **shape) -> KVCache:
-        """An empty cache; `shape` as for `engine.cache.init`."""
+        """An empty cache; `shape` as for `engine.cache.init`. UserError: there is no memory for it."""
         if jax.default_backend() != "cpu":
             return kv.init(**shape)
         # Zeros that numpy makes: to fill a cache on the device, XLA compiles two programs for each new shape.
         empty = jax.eval_shape(partial(kv.init, **shape))
+        size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(empty))
+        if size > _LARGE:  # to ask the system takes longer than to make a small one
+            what = f"the cache of {shape['batch']} times {shape['capacity']} tokens"
+            need_memory(what, size, "give max_tokens, fewer sequences, a smaller context_length or kv_dtype")
         return jax.device_put(jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), empty), may_alias=False)
 
     def jit(self, function: Callable, **options) -> Callable:

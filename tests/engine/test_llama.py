@@ -14,7 +14,9 @@ import pytest
 import specsparse
 from specsparse.engine import llama
 from specsparse.engine.config import PROJECTIONS
+from specsparse.engine.devices import OneDevice
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
+from specsparse.errors import UserError
 from specsparse.kernels.native import cpu
 from specsparse.testing import write_tiny_gguf
 from tests.cells import cells
@@ -176,3 +178,8 @@ def test_what_a_forward_pass_returns(tmp_path, ids):
     some, every = run(layers=(0,)), run(layers=(0, 1))
     np.testing.assert_array_equal(every.logits, whole.logits)
     assert not np.array_equal(some.logits, whole.logits)
+
+
+def test_a_cache_larger_than_the_memory_is_refused_before_it_is_made():
+    with pytest.raises(UserError, match="max_tokens"):
+        OneDevice().new_cache(layers=8, batch=64, kv_heads=8, capacity=1 << 20, head_dim=128)
