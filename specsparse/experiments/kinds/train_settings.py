@@ -26,7 +26,7 @@ TEXT = Series("text", "tokens")
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """Options of `kind: train_predictors`; the others are `predictors.fit_mlp.FitOptions`."""
+    """The group `train`: `window`, `active_share` and `compare` are of train_predictors; `options` those of a kind."""
 
     tokens: Count = 4096
     window: Annotated[int, Range(4)] = 128

@@ -45,7 +45,7 @@ def size_keys(
 
 
 def keys_of(config: ModelConfig, name: str) -> Json:
-    """`size_keys` of a model's config."""
+    """The keys of a model file that say the sizes of a config, and its name."""
     c = config
     return size_keys(
         c.architecture, name, vocab=c.vocab_size, context=c.context_length, width=c.d_model, layers=c.n_layers,
