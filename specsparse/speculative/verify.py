@@ -28,12 +28,12 @@ class Noise(NamedTuple):
 
 
 class LogitRows(NamedTuple):
-    """The target's rows for a native call that judges chains and writes no distribution down."""
+    """The target's rows for a native call that judges drafts and writes no distribution down."""
 
     values: jax.Array  # float32[B * (K + 1), V], logits; distributions if `probs` is None
     probs: Truncation | None  # the numbers of each sequence's distribution
     n_valid: jax.Array  # int32[B], 1 + count, or 0 for a sequence whose verdict is not asked for
-    judge: Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array]]  # `SamplingKernels.judge`
+    judge: Callable[..., tuple[jax.Array, ...]]  # `SamplingKernels.judge`
 
 
 class Target:
@@ -93,8 +93,8 @@ class Rule(abc.ABC):
         lossless: whether the output distribution is p exactly; `specsparse.certify` finds out.
         needs_p: False if it reads the target's tokens alone.
         paper: arXiv id of the paper.
-        judges_whole: how `SamplingKernels.judge` judges chains as this very class does: as a whole, or token by token;
-            None if it does not. Not inherited.
+        judges_whole: how `SamplingKernels.judge` judges as this very class does: chains as a whole, or drafts token by
+            token; None if it does not. Not inherited.
     """
 
     kinds: ClassVar[frozenset[DraftKind]] = frozenset()
@@ -130,18 +130,16 @@ class Rule(abc.ABC):
 
 
 def native_judge(verifier: Verifier, kernels: SamplingKernels) -> Callable | None:
-    """The one call by which these kernels judge the verifier's chains, or None."""
-    return None if verifier.rule.judges_whole is None or verifier.tree else kernels.judge
+    """The one call by which these kernels judge the verifier's drafts, or None."""
+    return None if verifier.rule.judges_whole is None else kernels.judge
 
 
 def judged_at_once(rule: Rule, draft: Draft, target: Target, noise: Noise) -> Verdict:
-    """The verdict on chains by `Target.rows`: the same bits as by distributions and draws."""
-    rows = target.rows
+    """The verdict by `Target.rows`: the same bits as by distributions and draws."""
+    rows, parents_BK = target.rows, draft.parents if target.tree else None
     assert rows is not None
-    accepted_B, last_B, failed_B, alpha_BK = rows.judge(
-        rows.values, rows.probs, rows.n_valid, draft.tokens, draft.q, noise.coins, noise.last, whole=rule.judges_whole
-    )
-    nodes_BK, tested_B = along_chain(draft, accepted_B)
+    given = rows.values, rows.probs, rows.n_valid, draft.tokens, parents_BK, draft.q, noise.coins, noise.last
+    nodes_BK, accepted_B, tested_B, last_B, failed_B, alpha_BK = rows.judge(*given, whole=rule.judges_whole)
     verdict = emitted(draft, nodes_BK, accepted_B, tested_B, last_B, failed_B)
     return sum_alpha(verdict, alpha_BK) if target.alpha and draft.max_nodes else verdict
 

@@ -1,4 +1,4 @@
-"""Native calls that judge chains and draw drafts in one go, against whole distributions: the same bits."""
+"""Native calls that judge and draw drafts in one go, against whole distributions: the same bits."""
 
 import jax
 import numpy as np
@@ -39,11 +39,13 @@ def drafts(rng, logits_BnV, name):
     q_BKV[1, 1, 7] = np.nan
     count = rng.integers(0, K + 1, B).astype(np.int32)
     count[:3] = K
-    q = None if name == "delta" else q_BKV
-    return Draft(tokens, TreeTemplate.chain(K).parents_array(B), count, q)
+    parents = np.array(TreeTemplate.chain(K).parents_array(B))
+    if VERIFIERS[name].tree:
+        parents[3:] = rng.integers(-1, np.arange(K), (B - 3, K))
+    return Draft(tokens, parents, count, None if "delta" in name else q_BKV)
 
 
-@pytest.mark.parametrize("name", ["token", "delta", "block"])
+@pytest.mark.parametrize("name", ["token", "delta", "block", "tree_delta", "wor"])
 def test_verdicts_on_logits(name):
     """The whole verdict is that on the same kernels' distributions, also where a row is invalid or one-hot."""
     verifier = VERIFIERS[name]
@@ -66,8 +68,8 @@ def test_verdicts_on_logits(name):
         rng = np.random.default_rng(seed)
         logits_BnV = (3 * rng.standard_normal((B, K + 1, V))).astype(np.float32)
         draft = drafts(rng, logits_BnV, name)
-        if name == "delta":
-            np.put_along_axis(logits_BnV[:, :K], draft.tokens[..., None], 12.0, axis=2)
+        if draft.q is None:
+            logits_BnV[np.arange(B)[:, None], draft.parents + 1, draft.tokens] = 12.0
         logits_BnV[2, 1, 5], logits_BnV[3, 0] = np.nan, -np.inf
         coins_BK, u_B = rng.random((B, K)).astype(np.float32) ** 2, rng.random((B, 4)).astype(np.float32)
         given = draft, logits_BnV, prob_rows(rng, B), coins_BK, u_B
@@ -86,7 +88,7 @@ def test_a_sequence_that_has_ended_is_not_looked_at():
     u = np.full((2, 4), 0.5, np.float32)
 
     def of(n_valid, p_BnV):
-        found = cpu.judge(p_BnV.reshape(-1, 5), None, np.int32(n_valid), tokens, None, coins, u, whole=False)
+        found = cpu.judge(p_BnV.reshape(-1, 5), None, np.int32(n_valid), tokens, None, None, coins, u, whole=False)
         return [np.asarray(x) for x in found]
 
     both, broken = of([4, 3], p_BnV), p_BnV.copy()
@@ -94,7 +96,7 @@ def test_a_sequence_that_has_ended_is_not_looked_at():
     one = of([0, 3], broken)
     for x, y in zip(both, one, strict=True):
         np.testing.assert_array_equal(x[1], y[1])
-    assert [x[0].tolist() for x in one] == [0, 0, False, [0.0] * K]
+    assert [x[0].tolist() for x in one] == [[-1] * K, 0, 0, 0, False, [0.0] * K]
 
 
 @pytest.mark.parametrize("ids", [False, True])
@@ -125,7 +127,7 @@ def test_arrays_that_do_not_go_together_are_refused():
     """By one line, and no read beyond an array."""
     p, K1 = np.full((4, 5), 0.2, np.float32), np.zeros((1, 3), np.float32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="do not go together"):
-        cpu.judge(p, None, np.int32([3]), np.zeros((1, 2), np.int32), None, K1, K1[0, :1], whole=True)
+        cpu.judge(p, None, np.int32([3]), np.zeros((1, 2), np.int32), None, None, K1, K1[0, :1], whole=True)
     rows = Truncation(np.ones(1, np.float32), np.zeros(1, np.float32), np.ones(1, np.int32), np.ones(1, np.float32))
     with pytest.raises(jax.errors.JaxRuntimeError, match="do not go together"):
         cpu.propose(p, rows, K1[0], None, 5)

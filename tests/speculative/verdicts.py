@@ -14,5 +14,5 @@ def verify(verifier, draft, p_BnV, *, coins_BK, u_B, draw=residuals.inverse_cdf,
 def verify_rows(verifier, draft, rows_RV, prob_rows, *, coins_BK, u_B, judge, alpha=False):
     """By a native call."""
     alpha = alpha and verifier.rule.reads_alpha(tree=verifier.tree, greedy=False)
-    target = Target(rows=LogitRows(rows_RV, prob_rows, draft.count + 1, judge), alpha=alpha)
+    target = Target(rows=LogitRows(rows_RV, prob_rows, draft.count + 1, judge), tree=verifier.tree, alpha=alpha)
     return verifier.rule.verdict(draft, target, Noise(coins_BK, u_B))

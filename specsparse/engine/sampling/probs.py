@@ -41,12 +41,13 @@ class SamplingKernels(NamedTuple):
     # (int32[R], bool[R], float32[R, V]): the column that `draw` draws from `probs`, the result of `check`, and the
     # distribution over V tokens, in which column i is token ids[i], or i
     propose: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
-    # (rows float32[R, V], Truncation of B sequences or None, n_valid int32[B], tokens int32[B, K], q float32[B, K, V]
-    # or None, coins float32[B, K], u float32[B, 4], *, whole) -> (int32[B], int32[B], bool[B], float32[B, K]): the
-    # verdict of `speculative.verify` on chains, by `Block` if `whole`, else by `Rejection`: tokens accepted, the token
-    # after them, whether that has no distribution, alpha of each position (0 by `Block`). The rows are logits, K + 1 of
-    # a sequence, or distributions if the truncation is None
-    judge: Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array]] | None = None
+    # (rows float32[R, V], Truncation of B sequences or None, n_valid int32[B], tokens int32[B, K], parents int32[B, K]
+    # or None for chains, q float32[B, K, V] or None, coins float32[B, K], u float32[B, 4], *, whole) ->
+    # (int32[B, K], int32[B], int32[B], int32[B], bool[B], float32[B, K]): the verdict of `speculative.verify` on chains
+    # by `Block` if `whole`, else on chains or trees by `Rejection`: the accepted nodes, their number, positions tested,
+    # the token after them, whether that has no distribution, alpha of each position (0 but of chains by `Rejection`).
+    # The rows are logits, K + 1 of a sequence, or distributions if the truncation is None
+    judge: Callable[..., tuple[jax.Array, ...]] | None = None
 
 
 def block_sums(x_RV: jax.Array) -> jax.Array:

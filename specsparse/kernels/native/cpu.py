@@ -284,9 +284,9 @@ def propose(logits_RN, probs, u_RU, ids_N, size):
     return tuple(call("propose", results, logits_RN, *probs, u_RU, given(ids_N, jnp.int32)))
 
 
-def judge(rows_RV, probs, n_valid_B, tokens_BK, q_BKV, coins_BK, u_BU, *, whole):
-    B = n_valid_B.shape
-    results = [(B, jnp.int32), (B, jnp.int32), (B, jnp.bool_), (tokens_BK.shape, jnp.float32)]
+def judge(rows_RV, probs, n_valid_B, tokens_BK, parents_BK, q_BKV, coins_BK, u_BU, *, whole):
+    B, BK = n_valid_B.shape, tokens_BK.shape
+    results = [(BK, jnp.int32), *[(B, jnp.int32)] * 3, (B, jnp.bool_), (BK, jnp.float32)]
     probs = (given(None), given(None), given(None, jnp.int32), given(None)) if probs is None else probs
-    operands = (rows_RV, *probs, n_valid_B, tokens_BK, given(q_BKV), coins_BK, u_BU)
+    operands = (rows_RV, *probs, n_valid_B, tokens_BK, given(parents_BK, jnp.int32), given(q_BKV), coins_BK, u_BU)
     return tuple(call("judge", results, *operands, whole=np.int64(whole)))

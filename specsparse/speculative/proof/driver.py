@@ -93,7 +93,8 @@ def _at_once(
     every = jnp.ones((L * B,), jnp.float32)
     as_given = Truncation(every, -jnp.inf * every, jnp.full((L * B,), V, jnp.int32), every)
     rows = LogitRows(jnp.log(p_LBnV).reshape(-1, V), as_given, draft.count + 1, native)
-    found = verifier.rule.verdict(draft, Target(rows=rows), Noise(uniforms_Bn[:, :-1], _to_draw_by(uniforms_Bn[:, -1])))
+    noise = Noise(uniforms_Bn[:, :-1], _to_draw_by(uniforms_Bn[:, -1]))
+    found = verifier.rule.verdict(draft, Target(rows=rows, tree=verifier.tree), noise)
     return jax.tree.map(lambda x: x.reshape(L, B, *x.shape[1:]), found)
 
 

@@ -83,7 +83,7 @@ def test_a_driver_that_is_handed_no_coins_fails_the_certificate(monkeypatch, ret
     home, place = siblings if what == "token" else draft_rules, -1 if what == "match" else -2
     part = {"token": "walk", "block": "judge", "match": "match_chain", "tree_match": "follow"}[what]
     if at_once:
-        home, part, place = cpu, "judge", 5
+        home, part, place = cpu, "judge", 6
     elif VERIFIERS[what].needs_p:
         monkeypatch.setattr(pipeline, "kernels_of", lambda _: REFERENCE)
     right = getattr(home, part)
