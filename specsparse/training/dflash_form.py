@@ -50,24 +50,24 @@ def blocks(
     cos, sin = tables
     m, K, D = embedded_mKD.shape
     context = dflash.context_keys(linear, shape, w, features_nE, cos[position_n], sin[position_n])
-    at_mK = at_m[:, None] + jnp.arange(K, dtype=jnp.int32)[None]
-    found = []
+    row_R = jnp.tile(jnp.arange(K, dtype=jnp.int32), m)
+    begin_R, text_Rn = jnp.repeat(at_m, K), jnp.repeat(seen_mn, K, axis=0)
+    at_R, found = begin_R + row_R, []
 
     def attend(i: int, q_RHd: jax.Array, own: BlockKeys) -> jax.Array:
         base = Keys(*(a.swapaxes(0, 1) for a in context[i]))
         k, v = (a.reshape(m, K, *a.shape[1:]) for a in own)
-        each = [Keys(k[:, j].swapaxes(0, 1), v[:, j].swapaxes(0, 1)) for j in range(K)]
-        q_mKHd = q_RHd.reshape(m, K, *q_RHd.shape[1:])
         with jax.ensure_compile_time_eval():
             block = np.asarray(dflash.sees_block(shape, i, K))
-        out = []
-        for s in range(K):
-            seen = seen_mn & dflash.sees_context(shape, i, at_m, s, position_n)
-            out.append(attention(q_mKHd[:, s], base, seen, [key for j, key in enumerate(each) if block[s, j]]))
-        found.append(jnp.stack(out, axis=1))
-        return found[-1].reshape(m * K, -1)
+        each = []  # row j of its own block for each row
+        for j in range(K):
+            k_GRd, v_GRd = (jnp.repeat(a[:, j], K, axis=0).swapaxes(0, 1) for a in (k, v))
+            each.append(Keys(k_GRd, v_GRd, None if block[:, j].all() else np.tile(block[:, j], m)))
+        seen_Rn = text_Rn & dflash.sees_context(shape, i, begin_R, row_R, position_n)
+        out_RO = attention(q_RHd, base, seen_Rn, each)
+        found.append(out_RO.reshape(m, K, -1))
+        return out_RO
 
-    at_R = at_mK.reshape(-1)
     y_RD = dflash.block_rows(linear, shape, w, embedded_mKD.reshape(m * K, D), cos[at_R], sin[at_R], attend)
     return y_RD.reshape(m, K, D), found
 

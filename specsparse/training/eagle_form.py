@@ -69,7 +69,7 @@ def streams(
             entered = again(jnp.roll(found[-1], 1, axis=0))  # a row's predecessor in its draft
             own.append(Keys(split(entered.k, cos, sin).swapaxes(0, 1), split(entered.v).swapaxes(0, 1)))
         seen_mn = window.same_text() & (place[None] <= rows[:, None] - s)
-        drafted = [Keys(*(jnp.roll(a, s - 1 - j, axis=1) for a in key)) for j, key in enumerate(own)]
+        drafted = [Keys(*(jnp.roll(a, s - 1 - j, axis=1) for a in (key.k, key.v))) for j, key in enumerate(own)]
         attended = attention(split(entered.q, cos, sin), base, seen_mn, drafted)
         found.append(leave(attended, entered.residual))
     return found

@@ -102,6 +102,7 @@ class Keys(NamedTuple):
 
     k: jax.Array
     v: jax.Array
+    seen: jax.Array | np.ndarray | None = None  # bool[r], of drafted rows: whether a query sees its own; None if all do
 
 
 def linear(
@@ -155,7 +156,8 @@ def attention(q_mHd: jax.Array, base: Keys, seen_mn: jax.Array, drafted: Sequenc
     heads = []
     for h in range(H):
         g = h // per
-        heads.append(_one_head(q_mHd[:, h], base.k[g], base.v[g], bias_mn, [Keys(x.k[g], x.v[g]) for x in drafted]))
+        own = [Keys(x.k[g], x.v[g], x.seen) for x in drafted]
+        heads.append(_one_head(q_mHd[:, h], base.k[g], base.v[g], bias_mn, own))
     return jnp.concatenate(heads, axis=-1)
 
 
@@ -163,6 +165,7 @@ def _one_head(q_md, k_nd, v_nd, bias_mn, drafted: list[Keys]) -> jax.Array:
     """[m, d]: one head. Plain products, head by head: on a CPU XLA takes a third longer for batched ones."""
     s_mn = times(q_md, k_nd) + bias_mn
     own = [jnp.sum(q_md * key.k, axis=-1) for key in drafted]
+    own = [s if key.seen is None else jnp.where(key.seen, s, _NOT) for key, s in zip(drafted, own, strict=True)]
     top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, own, s_mn.max(axis=-1)))
     e_mn = jnp.exp(s_mn - top[:, None])
     out, total = times(e_mn, v_nd.T), e_mn.sum(axis=-1)
