@@ -10,6 +10,7 @@ from specsparse.support.lazy import lazy_names
 
 if TYPE_CHECKING:
     from specsparse.api import Generation, GenerationStats, Model, SamplingParams, Stream, generate, load, stream
+    from specsparse.runtime.prefix_cache import PrefixCache
     from specsparse.speculative.drafters import get_drafter, register
     from specsparse.speculative.drafters.list_drafter import ListDrafter
     from specsparse.speculative.proof.certify import certify
@@ -21,14 +22,15 @@ os.environ.setdefault("NPROC", str(cpus()))  # XLA's own threads: it does not se
 
 __version__ = "0.1.0"
 __all__ = [
-    "CertificateReport", "ExternalVerifier", "Generation", "GenerationStats", "ListDrafter", "Model", "SamplingParams",
-    "Stream", "UserError", "certify", "citation", "generate", "get_drafter", "load", "register", "stream",
+    "CertificateReport", "ExternalVerifier", "Generation", "GenerationStats", "ListDrafter", "Model", "PrefixCache",
+    "SamplingParams", "Stream", "UserError", "certify", "citation", "generate", "get_drafter", "load", "register", "stream",
 ]  # fmt: skip
 
 _HOMES = dict.fromkeys(__all__, "specsparse.api") | {
     "CertificateReport": "specsparse.speculative.proof.results",
     "ExternalVerifier": "specsparse.speculative.proof.external",
     "ListDrafter": "specsparse.speculative.drafters.list_drafter",
+    "PrefixCache": "specsparse.runtime.prefix_cache",
     "certify": "specsparse.speculative.proof.certify",
     "citation": "specsparse.support.citations",
     "get_drafter": "specsparse.speculative.drafters",

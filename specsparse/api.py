@@ -14,6 +14,7 @@ from specsparse.errors import UserError, refuse
 from specsparse.runtime.load import load
 from specsparse.runtime.loops import NOTED_ROUNDS, Watch
 from specsparse.runtime.method import MethodSpec, ready
+from specsparse.runtime.prefix_cache import PrefixCache
 from specsparse.runtime.results import Generation, GenerationStats, Stream, best_of, decode, generations
 from specsparse.runtime.session import PromptLike, Session, requests
 from specsparse.speculative.base import AnyDrafter, Verifier
@@ -28,26 +29,29 @@ __all__ = ["Generation", "GenerationStats", "Model", "SamplingParams", "Stream",
 def generate(
     model: Model, prompt: PromptLike, *, n: int, max_tokens: int | None = ..., sampling: SamplingParams | None = ...,
     drafter: str | AnyDrafter | None = ..., verifier: str | Verifier | None = ..., policy: str | Policy | None = ...,
-    seed: int | None = ..., loop: str = ..., watch: Watch | None = ..., common_noise: bool = ..., **fields: Any,
+    seed: int | None = ..., loop: str = ..., watch: Watch | None = ..., common_noise: bool = ...,
+    prefix_cache: PrefixCache | None = ..., **fields: Any,
 ) -> Generation | list[Generation]: ...  # fmt: skip
 @overload
 def generate(
     model: Model, prompt: PromptLike, *, max_tokens: int | None = ..., sampling: SamplingParams | None = ...,
     drafter: str | AnyDrafter | None = ..., verifier: str | Verifier | None = ..., policy: str | Policy | None = ...,
-    seed: int | None = ..., loop: str = ..., watch: Watch | None = ..., common_noise: bool = ..., **fields: Any,
+    seed: int | None = ..., loop: str = ..., watch: Watch | None = ..., common_noise: bool = ...,
+    prefix_cache: PrefixCache | None = ..., **fields: Any,
 ) -> Generation: ...  # fmt: skip
 @overload
 def generate(
     model: Model, prompt: Seq[PromptLike], *, max_tokens: int | None = ...,
     sampling: SamplingParams | Seq[SamplingParams] | None = ..., drafter: str | AnyDrafter | None = ...,
     verifier: str | Verifier | None = ..., policy: str | Policy | None = ..., seed: int | None = ..., loop: str = ...,
-    watch: Watch | None = ..., common_noise: bool = ..., **fields: Any,
+    watch: Watch | None = ..., common_noise: bool = ..., prefix_cache: PrefixCache | None = ..., **fields: Any,
 ) -> list[Generation]: ...  # fmt: skip
 def generate(
     model: Model, prompt: PromptLike | Seq[PromptLike], *, max_tokens: int | None = None,
     sampling: SamplingParams | Seq[SamplingParams] | None = None, drafter: str | AnyDrafter | None = None,
     verifier: str | Verifier | None = None, policy: str | Policy | None = None, seed: int | None = None,
-    loop: str = "jit", watch: Watch | None = None, common_noise: bool = False, **fields: Any,
+    loop: str = "jit", watch: Watch | None = None, common_noise: bool = False,
+    prefix_cache: PrefixCache | None = None, **fields: Any,
 ) -> Generation | list[Generation]:  # fmt: skip
     """Generates a continuation of one prompt, or of each prompt of a list in one batch.
 
@@ -70,6 +74,8 @@ def generate(
         watch: called with every speculative round (`runtime.loops.RoundView`); the loop is the host's then.
         common_noise: all prompts have the seed itself, to compare them draw by draw: equal prompts give equal texts,
             and texts of unlike ones correlate.
+        prefix_cache: texts that were read before, of which a prompt that begins alike reads the rest alone; the text
+            and its bits stay. A batch does not use it.
         fields: further fields of `SamplingParams`, which win over `sampling`; and the words of vLLM, Hugging Face and
             llama.cpp for all of these, such as `sampling_params`, `speculative_config`, `assistant_model`,
             `prompt_lookup_num_tokens`, `max_new_tokens` and `do_sample` (`support.neighbours.WORDS`).
@@ -82,6 +88,7 @@ def generate(
     """
     if not isinstance(common_noise, bool):
         raise UserError(f"common_noise={shown(common_noise)} must be true or false")
+    _check_cache(prefix_cache)
     said = {"sampling": sampling, "max_tokens": max_tokens, "drafter": drafter, "verifier": verifier, "policy": policy}
     sampling, max_tokens, drafter, verifier, policy, fields = _understood(said, fields)
     prompts, many = _prompts(prompt)
@@ -99,8 +106,9 @@ def generate(
     groups = requests(model, prompts, shared, seed, common_noise=common_noise)
     sequences = [sequence for group in groups for sequence in group]
     noting = any(s.params.stop for s in sequences)
-    session = Session(model, sequences, method, noting=noting, loop=loop, watch=watch)
+    session = Session(model, sequences, method, noting=noting, loop=loop, watch=watch, prefix_cache=prefix_cache)
     found = iter(generations(session, decode(session)))
+    session.keep()
     grouped = zip(groups, every, strict=True)
     out = [g for group, params in grouped for g in best_of(list(itertools.islice(found, len(group))), params)]
     return out if many or len(out) > 1 else out[0]
@@ -109,7 +117,8 @@ def generate(
 def stream(
     model: Model, prompt: PromptLike, *, max_tokens: int | None = None, sampling: SamplingParams | None = None,
     drafter: str | AnyDrafter | None = None, verifier: str | Verifier | None = None,
-    policy: str | Policy | None = None, seed: int | None = None, rounds: int = 4, **fields: Any,
+    policy: str | Policy | None = None, seed: int | None = None, rounds: int = 4,
+    prefix_cache: PrefixCache | None = None, **fields: Any,
 ) -> Stream:  # fmt: skip
     """`generate` for one prompt, as an iterator over text pieces (never half a character). See `Stream`.
 
@@ -118,6 +127,7 @@ def stream(
     """
     if isinstance(rounds, bool) or not isinstance(rounds, int) or not 1 <= rounds <= NOTED_ROUNDS:
         raise UserError(f"rounds={rounds!r} must be a whole number from 1 to {NOTED_ROUNDS}")
+    _check_cache(prefix_cache)
     said = {"sampling": sampling, "max_tokens": max_tokens, "drafter": drafter, "verifier": verifier, "policy": policy}
     sampling, max_tokens, drafter, verifier, policy, fields = _understood(said, fields)
     params = _params(model, sampling, max_tokens, fields)
@@ -126,7 +136,12 @@ def stream(
         raise UserError("stream takes one prompt and n=1; use generate for more")
     model, method = ready(MethodSpec(drafter, verifier, policy, sampling=params), model)
     [[sequence]] = requests(model, prompts, params, seed)
-    return Stream(Session(model, [sequence], method, noting=bool(params.stop)), rounds)
+    return Stream(Session(model, [sequence], method, noting=bool(params.stop), prefix_cache=prefix_cache), rounds)
+
+
+def _check_cache(given: object) -> None:
+    if not isinstance(given, PrefixCache | None):
+        raise UserError(f"prefix_cache={shown(given)} must be a specsparse.PrefixCache, one for all calls")
 
 
 def _understood(said: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -26,6 +26,7 @@ from specsparse.report import display, record
 from specsparse.report.record import PLAIN, Pass
 from specsparse.runtime.loops import RoundView
 from specsparse.runtime.method import MethodSpec, resolve
+from specsparse.runtime.prefix_cache import PrefixCache
 from specsparse.runtime.results import Generation
 from specsparse.speculative.base import Verifier
 from specsparse.speculative.verifiers import SYNTHETIC, same_text
@@ -177,6 +178,9 @@ class Passes:
         self, cfg: DecodingSettings, ctx: RunContext, model: Model, sides: Sides, *, other: Mapping[str, Model] = {}
     ):
         """`other`: models of the sides that `model` does not decode."""
+        if cfg.prefix_caching:
+            read = PrefixCache(texts=2**30)
+            sides = {name: {**how, "prefix_cache": read} for name, how in sides.items()}
         self._cfg, self._ctx, self.model, self.sides, self._other = cfg, ctx, model, sides, other
         self._tracker = ctx.tracker  # makes the directory, into which an untimed pass may write
         self._meter, self._done = machine.Meter(), list[Pass]()

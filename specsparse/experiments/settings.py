@@ -191,6 +191,7 @@ class DecodingSettings(ModelSettings, MethodSettings):
 
     repeats: Count | Literal["auto"] = 1  # of the timed passes; "auto": see `specsparse.measure.speedups`
     warmup: bool = True  # an untimed pass first
+    prefix_caching: bool = False  # each prompt is read once for all passes
     stream: bool = True  # show its text
     common_noise: bool = False  # all prompts draw from `seed` itself; else each has noise of its own, keyed by its id
     loop: Literal["jit", "host"] = "jit"  # "jit", or "host" to decode with the host loop beside the loop in one program

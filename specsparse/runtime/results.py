@@ -37,6 +37,7 @@ class GenerationStats:
         policy: what the draft-length policy did, or None.
         drafts: drafted and accepted tokens of each round that drafted, if there were stop strings to look for; else
             None.
+        cached_tokens: of the prompt's, those that a prefix cache had.
     """
 
     counters: Counters
@@ -48,6 +49,7 @@ class GenerationStats:
     decode_tokens: int
     policy: PolicyReport | None = None
     drafts: tuple[tuple[int, int], ...] | None = None
+    cached_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +187,7 @@ def generations(
             decode_tokens=len(tokens[b]),
             policy=policies[b],
             drafts=None if drafts is None else drafts[b],
+            cached_tokens=session.cached,
         )
         made = Generation(
             token_ids=tuple(tokens[b].tolist()),
@@ -285,4 +288,5 @@ class Stream(Iterator[str]):
             sources = session.token_sources(first)
             if params.detokenize:
                 yield [(piece, PLAIN if sources is None else sources[0][i - first]) for i, piece in pieces]
+        session.keep()
         self.generation = generations(session, {0: text})[0]

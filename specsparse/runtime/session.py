@@ -31,6 +31,7 @@ from specsparse.errors import ContextTooLong, UserError
 from specsparse.runtime.loops import Note, RoundLog, Watch, loop_for, round_of
 from specsparse.runtime.method import Method
 from specsparse.runtime.metrics import Counters, Times
+from specsparse.runtime.prefix_cache import PrefixCache, ReadText, applies, continued
 from specsparse.speculative import token_sources
 from specsparse.speculative.base import Drafted
 from specsparse.speculative.policies.base import PolicyReport
@@ -125,6 +126,7 @@ class Session:
         noting: whether counters are noted after each round, so that a text can end at any of its tokens.
         loop: "jit", all rounds in one program; or "host", a program a stage.
         watch: called with every speculative round; the loop is the host's then.
+        prefix_cache: texts that were read before; `keep` adds this one.
 
     Attributes:
         job: what stays the same while the batch is decoded.
@@ -133,11 +135,12 @@ class Session:
         state: donated to each call.
         log: times and counters.
         compile_s: seconds of compiling, which no other time holds.
+        cached: tokens of the prompt that the prefix cache had.
     """
 
     def __init__(
         self, model: Model, sequences: list[Request], method: Method, *, noting: bool = False, loop: str = "jit",
-        watch: Watch | None = None,
+        watch: Watch | None = None, prefix_cache: PrefixCache | None = None,
     ):  # fmt: skip
         self.loop = loop_for(model, method, loop=loop, watch=watch)
         seeds = hosts.agreed([s.seed for s in sequences])  # each process has drawn its own
@@ -151,6 +154,9 @@ class Session:
         self.params = model.params_for(self.capacity)
         self.draft_params = None if method.weights is None else model.everywhere(method.weights(self.capacity))
         self.sampling, self.job = self._job(limits)
+        self.cached = 0
+        self._hidden: jax.Array | None = None
+        self._prefix_cache = prefix_cache if applies(model, len(sequences)) else None
         self.state: DecodeState = model.everywhere(self._prefill(limits))
 
     def _limit(self, request: Request) -> int:
@@ -242,8 +248,14 @@ class Session:
         for row, ids in zip(tokens, prompts, strict=True):
             row[: len(ids)] = ids
         wants_hidden = drafter is not None and drafter.wants_hidden
-        cache = self.model.new_cache(batch, self.capacity)
-        hidden, cache = self._fed([p[:-1] for p in prompts], cache, wants_hidden)
+        cache, known = self.model.new_cache(batch, self.capacity), None
+        if self._prefix_cache and (found := self._prefix_cache.find(self.model, prompts[0], wants_hidden)):
+            self.cached, text = found
+            known = text.hidden
+            begun, held = self.clock(), np.array([self.cached], np.int32)
+            cache = self.call(("continued",), continued, None, text.cache, cache, held, donate=(2,))
+            self.log.add(Times(prefill=self.clock() - begun))
+        hidden, cache = self._fed([p[self.cached : -1] for p in prompts], cache, wants_hidden)
         scores = self.sampling.logprobs
         state = DecodeState(
             tokens=jax.device_put(tokens),
@@ -255,7 +267,12 @@ class Session:
             scores=None if scores is None else generate.empty_scores(batch, self.capacity, scores),
         )
         if drafter is not None:
+            if wants_hidden and known is not None:  # as many rows as without: `begin` is compiled for each number
+                fed = int(lengths[0]) - 1
+                rows = np.concatenate([known[:, : self.cached], *map(np.asarray, hidden)], axis=1)[:, :fed]
+                hidden = [np.pad(rows, ((0, 0), (0, sum(chunk_rows(fed)) - fed), (0, 0)))]
             features = jnp.concatenate(hidden, axis=1) if wants_hidden and hidden else None
+            self._hidden = features if self._prefix_cache else None
 
             def begin(weights, job, state, text, features):
                 return round_of(self).init(weights, job, state, text=text, hidden=features)
@@ -286,6 +303,17 @@ class Session:
     def advance(self, max_rounds: int = ALL_ROUNDS) -> None:
         """Runs up to `max_rounds` rounds of every sequence that has not ended."""
         self.loop.advance(self, max_rounds)
+
+    def keep(self) -> None:
+        """Leaves what was read and written to the prefix cache, if the prompt was not there already."""
+        prompt = self.sequences[0].prompt
+        if self._prefix_cache is None or self.cached == len(prompt) - 1:
+            return
+        held = min(int(self.state.cache.length[0]), int(self.state.length[0]) - 1)
+        tokens = np.asarray(self.state.tokens)[0, :held].copy()
+        hidden = None if self._hidden is None else np.asarray(self._hidden)[:, : len(prompt) - 1]
+        wants = self.method.drafter.wants_hidden if self.method.drafter is not None else False
+        self._prefix_cache.keep(ReadText(self.model, tokens, self.state.cache, hidden, wants), len(prompt))
 
     def end(self, kept: Mapping[int, int]) -> None:
         """Says that the texts were looked at, and ends some after so many tokens (a stop string was found).
@@ -372,7 +400,7 @@ class Session:
     def counters(self) -> list[Counters]:
         """The counters of each sequence; of the times of a batch its share, by rounds and prompt tokens."""
         every = self._ends().counters
-        fed = [len(s.prompt) - 1 for s in self.sequences]
+        fed = [len(s.prompt) - 1 - self.cached for s in self.sequences]
         shares = zip(_shares(every.rounds), _shares(fed), strict=True)
         times = [self.times.share(decode, prefill) for decode, prefill in shares]
         verifier = self.method.verifier

@@ -23,6 +23,7 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.runtime.method import MethodSpec, ready
 from specsparse.runtime.metrics import Counters, figures
+from specsparse.runtime.prefix_cache import PrefixCache
 from specsparse.runtime.results import Generation
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.token_sources import KINDS, PLAIN, TokenSource
@@ -75,6 +76,7 @@ class Conversation:
     method: dict[str, Any] = dataclasses.field(default_factory=dict)
     seed: int = 0  # of the noise; each answer adds one
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    prefix_cache: PrefixCache = dataclasses.field(default_factory=PrefixCache)  # of what was said
 
     def say(self, text: str, show: Callable[[str, TokenSource], None]) -> Generation | None:
         """Answers a message and remembers both; None if the answer was interrupted.
@@ -88,7 +90,8 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": text}]
         seed, shown, generation = self.seed + len(messages), list[str](), None
         try:
-            stream = api.stream(self.model, messages, sampling=self.sampling, seed=seed, rounds=1, **self.method)
+            how: dict[str, Any] = {**self.method, "sampling": self.sampling, "prefix_cache": self.prefix_cache}
+            stream = api.stream(self.model, messages, seed=seed, rounds=1, **how)
             with interrupts() as pressed:
                 for piece, source in stream.marked():
                     shown.append(piece)

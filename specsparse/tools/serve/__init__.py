@@ -49,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key", metavar="KEY", help=f"each request must give it; better in the environment, as {KEY}")
     add("--batch", type=positive, default=1, metavar="N", help="completions that may start together (%(default)s)")
     add("--queue", type=positive, default=32, metavar="N", help="requests that may wait; 503 beyond (%(default)s)")
+    about = "latest texts whose keys and values stay, for conversations that go on; 0: none (%(default)s)"
+    add("--prefix-caching", type=arguments.whole(0, 4096), default=1, metavar="N", help=about)
     about = "before it listens, compile the programs of the first requests"
     about += ": prompt and text of up to TOKENS tokens (%(const)s), or of the context"
     add("--warm-up", nargs="?", type=positive, const=512, metavar="TOKENS", help=about)
@@ -120,4 +122,5 @@ def _service(args: argparse.Namespace, model: "Model") -> "Service":
         defaults={name: getattr(defaults, name) for name in arguments.given_sampling(args)},
         batch=args.batch,
         room=args.queue,
+        prefixes=args.prefix_caching,
     )

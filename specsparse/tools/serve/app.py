@@ -73,11 +73,12 @@ class Service:
     def __init__(
         self, model: Model, name: str, spec_at: Callable[[float], MethodSpec], *, positions: int | None,
         defaults: Mapping[str, object] | None = None, batch: int = 1, room: int = 32,
+        prefixes: int = 1,
     ):  # fmt: skip
         self.model, self.name, self.defaults = model, name, dict(defaults or {})
         self.spec_at = functools.lru_cache(maxsize=256)(spec_at)
         self.metrics = ServerMetrics(name, model.config.context_length, positions)
-        self.worker = Worker(model, self.metrics, batch=batch, room=room)
+        self.worker = Worker(model, self.metrics, batch=batch, room=room, prefixes=prefixes)
         self.bodies = BodyReader()
         self.created = int(time.time())
 

@@ -56,6 +56,8 @@ class ServerMetrics:
         self._running = self._new(Gauge, "num_requests_running", "Requests that are decoded.")
         self._waiting = self._new(Gauge, "num_requests_waiting", "Requests that wait.")
         self._prompt = self._new(Counter, "prompt_tokens", "Prompt tokens fed.")
+        self._queries = self._new(Counter, "prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
+        self._hits = self._new(Counter, "prefix_cache_hits", "Prompt tokens found there.")
         self._generated = self._new(Counter, "generation_tokens", "Tokens generated.")
         self._success = self._new(Counter, "request_success", "Completions by why they ended.", "finished_reason")
         self._histograms = {
@@ -75,10 +77,13 @@ class ServerMetrics:
         made = kind(f"vllm:{name}", about, (*_LABELS, *more_labels), registry=self._registry, **options)
         return made if more_labels else made.labels(*self._values)
 
-    def ended(self, reason: str, prompt: int, counters: Counters, times: Timings) -> None:
-        """Adds a completion: why it ended ("stop", "length", "abort"), tokens of its prompt, its counters and times."""
+    def ended(self, reason: str, prompt: int, counters: Counters, times: Timings, *, cached: int = 0) -> None:
+        """Adds a completion: why it ended ("stop", "length", "abort"), tokens of its prompt and those that the prefix
+        cache had, its counters and times."""
         count = counters.num_emitted_tokens
         self._prompt.inc(prompt)
+        self._queries.inc(prompt)
+        self._hits.inc(cached)
         self._generated.inc(count)
         self._success.labels(*self._values, reason).inc()
         if self._drafts:

@@ -305,7 +305,7 @@ class Answer:
                 choices.append(self._choice(len(choices), generation, prompt))
                 chosen += [event for event in group if event.generation.stats is generation.stats]
         tokens = sum(len(event.generation.token_ids) for event in every)
-        return {**self._head, "choices": choices, "usage": self._usage(tokens), "metrics": self._metrics(chosen)}
+        return {**self._head, "choices": choices, "usage": self._usage(tokens, every), "metrics": self._metrics(chosen)}
 
     def chunks(self, event: TextEvent | Finished) -> Iterator[Json]:
         request, index = self._request, event.index
@@ -330,12 +330,13 @@ class Answer:
     def last(self) -> Iterator[Json]:
         """The last chunk of a stream, if the request wants its usage."""
         if self._request.include_usage:
-            usage = self._usage(sum(self._counts.values()))
+            usage = self._usage(sum(self._counts.values()), self._finished)
             yield {**self._head, "choices": [], "usage": usage, "metrics": self._metrics(self._finished)}
 
     def _chunk(self, index: int, content: Json, **fields: object) -> Json:
         choice = {"index": index, **content, "logprobs": None, "finish_reason": None, **fields}
-        usage = self._usage(sum(self._counts.values())) if self._request.continuous_usage else None
+        counts = self._counts.values()
+        usage = self._usage(sum(counts), self._finished) if self._request.continuous_usage else None
         return {**self._head, "choices": [choice], **({"usage": usage} if self._request.include_usage else {})}
 
     def _choice(self, index: int, generation: Generation, prompt: str | Sequence[int]) -> Json:
@@ -354,10 +355,12 @@ class Answer:
         skip = self._request.params.skip_special_tokens
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special=skip)
 
-    def _usage(self, generated: int) -> Json:
+    def _usage(self, generated: int, finished: Sequence[Finished]) -> Json:
         drawn = self._request.params.num_sequences
         prompt = sum(len(s.prompt) for s in self._handle.sequences[::drawn])
-        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+        details = {"cached_tokens": sum(event.generation.stats.cached_tokens for event in finished)}
+        tokens = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+        return {**tokens, "prompt_tokens_details": details}
 
     def _metrics(self, finished: Sequence[Finished]) -> Json | None:
         """Times and vLLM's figures of speculation, of one completion alone; of `best_of` the chosen one's."""

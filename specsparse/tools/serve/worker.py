@@ -20,6 +20,7 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.engine.text.stopping import TokenText
 from specsparse.errors import UserError
 from specsparse.runtime.method import MethodSpec, ready
+from specsparse.runtime.prefix_cache import PrefixCache
 from specsparse.runtime.results import Generation, TokenLogprobs, generations, logprobs_of, read_texts
 from specsparse.runtime.session import Request, Session
 from specsparse.tools.serve.prometheus import ServerMetrics, Timings
@@ -90,11 +91,12 @@ class Worker:
     """Decodes requests one batch after the other, each as `specsparse.generate` does.
 
     Of the `room` requests that may wait, those with the same drafter and verifier start together, up to `batch`
-    completions; a request of more runs alone.
+    completions; a request of more runs alone. Of the latest `prefixes` texts keys and values are kept.
     """
 
-    def __init__(self, model: Model, metrics: ServerMetrics, *, batch: int = 1, room: int = 32):
+    def __init__(self, model: Model, metrics: ServerMetrics, *, batch: int = 1, room: int = 32, prefixes: int = 1):
         self.model, self._metrics, self._batch, self._room = model, metrics, batch, room
+        self._prefix_cache = PrefixCache(prefixes)
         self._waiting: deque[RequestHandle] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -193,7 +195,7 @@ class Worker:
         hottest = max((s.params for s in sequences), key=lambda p: 0.0 if p.greedy else p.temperature)
         try:
             model, method = ready(replace(handles[0].spec, sampling=hottest), self.model, batch=len(sequences))
-            session = Session(model, sequences, method, noting=True)
+            session = Session(model, sequences, method, noting=True, prefix_cache=self._prefix_cache)
         except UserError as error:
             if len(handles) > 1:
                 for handle in handles:
@@ -213,6 +215,7 @@ class Worker:
                 session.advance(rounds)
             self._tell(session, running)
             rounds = 1 if any(r.handle.live for r in running.values()) else session.loop.rounds
+        session.keep()
 
     def _drop(self, session: Session, running: dict[int, _Running]) -> None:
         """Ends the completions whose client has left, or all after `close`."""
@@ -225,7 +228,8 @@ class Worker:
             ended = running.pop(b)
             ended.handle.tell(_ENDS)
             ended.times.ended = now
-            self._metrics.ended("abort", len(session.sequences[b].prompt), counters[b], ended.times)
+            prompt = len(session.sequences[b].prompt)
+            self._metrics.ended("abort", prompt, counters[b], ended.times, cached=session.cached)
 
     def _tell(self, session: Session, running: dict[int, _Running]) -> None:
         """Sends the new texts and the completions that have ended to their handles."""
@@ -251,5 +255,5 @@ class Worker:
             logprobs = (generation.logprobs or ())[r.logprobs :]
             r.handle.tell(TextEvent(r.index, text, len(generation.token_ids), logprobs))
             r.handle.tell(Finished(r.index, generation, r.times))
-            counters = generation.stats.counters
-            self._metrics.ended(generation.finish_reason, len(generation.prompt_token_ids), counters, r.times)
+            counters, prompt = generation.stats.counters, len(generation.prompt_token_ids)
+            self._metrics.ended(generation.finish_reason, prompt, counters, r.times, cached=session.cached)

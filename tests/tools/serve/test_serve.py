@@ -100,6 +100,19 @@ def test_a_stop_string_ends_text_and_stream(client, model):
     assert counts == sorted(counts) and counts[-1] == len(expected.token_ids)
 
 
+def test_a_conversation_that_goes_on_is_read_from_there(client, url, model):
+    before, said = totals(url), "ab " * 40
+    text = client.completions.create(model=NAME, prompt=said, max_tokens=3, extra_body=ON).choices[0].text
+    usage = client.completions.create(model=NAME, prompt=said, max_tokens=3, extra_body=ON).usage
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+    added = {name: value - before.get(name, 0.0) for name, value in totals(url).items()}
+    assert added["vllm:prefix_cache_queries_total"] == 2 * usage.prompt_tokens
+    assert added["vllm:prefix_cache_hits_total"] == usage.prompt_tokens - 1
+    longer = specsparse.generate(model, said + text + said, max_tokens=3, ignore_eos=True, **METHOD).text
+    found = client.completions.create(model=NAME, prompt=said + text + said, max_tokens=3, extra_body=ON)
+    assert found.choices[0].text == longer and found.usage.prompt_tokens_details.cached_tokens > 100
+
+
 def test_the_metrics_of_a_response_are_vllms_and_those_of_generate(client, url, model):
     before = totals(url)
     expected = specsparse.generate(model, "ab " * 40, max_tokens=40, ignore_eos=True, **METHOD).stats.counters

@@ -1,0 +1,86 @@
+"""Prefix caching: a prompt that begins as an earlier text did reads only the rest.
+
+vLLM keeps blocks of keys and values of all requests (arXiv:2309.06180, section 4.4); here whole texts are kept, the
+latest ones. A row's bits do not depend on the rows computed beside it (contract C1), so a text is the same with and
+without. Kernels that do not keep this contract, meshes and batches read their prompts whole.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from specsparse import kernels
+from specsparse.engine import cache as kv
+from specsparse.engine.cache import KVCache
+from specsparse.engine.model import Model
+from specsparse.engine.prefill import CHUNKS
+from specsparse.errors import UserError
+from specsparse.support.options import shown
+
+
+@dataclass(frozen=True, eq=False)
+class ReadText:
+    """A text that `model` has read."""
+
+    model: Model
+    tokens: np.ndarray  # int32[n], those whose keys and values the cache holds
+    cache: KVCache  # of one sequence
+    hidden: np.ndarray | None  # float32[1, m, d], hidden rows of its first m tokens, as a drafter wanted them
+    wants: bool | tuple[int, ...]  # which hidden rows these are
+
+
+class PrefixCache:
+    """Keys and values of the latest `texts` texts; handed to `generate` and `stream`, it makes later prompts read less.
+
+    It holds a cache of its own for each text, as large as the one that decoded it. UserError: no number of texts.
+    """
+
+    def __init__(self, texts: int = 1):
+        if isinstance(texts, bool) or not isinstance(texts, int) or texts < 0:
+            raise UserError(f"texts={shown(texts)} must be a whole number, of the texts that are kept")
+        self._most, self._texts = texts, list[ReadText]()
+
+    def find(self, model: Model, prompt: np.ndarray, wants: bool | tuple[int, ...]) -> tuple[int, ReadText] | None:
+        """The text that spares `prompt`, int32[n], most tokens, and how many (at most n - 1).
+
+        None if that is less than a chunk of a prompt, for which it pays to copy no cache.
+        """
+
+        def spared(text: ReadText) -> int:
+            if text.model is not model:
+                return 0
+            known = min(shared(text.tokens, prompt), len(prompt) - 1)
+            if not wants:
+                return known
+            return 0 if text.hidden is None or text.wants != wants else min(known, text.hidden.shape[1])
+
+        found = max(self._texts, key=spared, default=None)
+        return (spared(found), found) if found is not None and spared(found) >= CHUNKS[0] else None
+
+    def keep(self, new: ReadText, prompt: int) -> None:
+        """Keeps a text whose prompt had so many tokens, in place of those that know no more of it."""
+        old = (t for t in self._texts if shared(t.tokens, new.tokens) < min(len(t.tokens), prompt - 1))
+        self._texts = [*old, new][-self._most :] if self._most else []
+
+
+def applies(model: Model, batch: int) -> bool:
+    return batch == 1 and model.devices.ways is None and not kernels.depends_on_rows(model.kernels.name)
+
+
+def shared(a: np.ndarray, b: np.ndarray) -> int:
+    """Tokens that two texts begin with alike."""
+    n = min(len(a), len(b))
+    return int(np.append(a[:n] != b[:n], True).argmax())
+
+
+def continued(_: object, old: KVCache, empty: KVCache, length_B: jax.Array) -> KVCache:
+    """`empty` with the first `length` tokens of `old`, which stays as it is. A program without weights."""
+    n = min(old.capacity, empty.capacity)
+
+    def copied(axis: int, n: int, source: jax.Array, target: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(target, jax.lax.slice_in_dim(source, 0, n, axis=axis), 0, axis)
+
+    keys = (copied(2, n // kv.LANES, *pair) for pair in zip(old.k, empty.k, strict=True))
+    values = (copied(2, n, *pair) for pair in zip(old.v, empty.v, strict=True))
+    return KVCache(tuple(keys), tuple(values), length_B)

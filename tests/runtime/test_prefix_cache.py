@@ -1,0 +1,65 @@
+"""Prefix caching: less is read, and texts and log probabilities stay those without it, bit for bit."""
+
+import numpy as np
+import pytest
+
+import specsparse
+from specsparse import PrefixCache
+from specsparse.runtime.prefix_cache import applies
+from specsparse.testing import write_tiny_gguf
+from specsparse.testing.drafting import random_head
+
+FIRST = np.random.default_rng(0).integers(3, 300, 70).tolist()
+SAMPLING = {"max_tokens": 9, "temperature": 1.0, "seed": 3, "ignore_eos": True, "logprobs": 0}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "m.gguf", n_layers=1, vocab_size=300, context_length=512)
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    return specsparse.load(path)
+
+
+@pytest.mark.parametrize("tokens", [40, 250])  # that the second prompt has more: its cache is as large, and larger
+@pytest.mark.parametrize("method", ["plain", "head"])
+def test_a_text_that_goes_on_is_read_from_there_and_has_the_same_bits(model, tmp_path, method, tokens):
+    head = None if method == "plain" else specsparse.get_drafter("head", head=str(random_head(tmp_path, model)))
+    how = {"drafter": head}
+    cache = PrefixCache()
+    first = specsparse.generate(model, FIRST, **SAMPLING, **how, prefix_cache=cache)
+    assert first.stats.cached_tokens == 0
+    longer = [*FIRST, *first.token_ids, *FIRST[::-1] * 4][: len(FIRST) + tokens]
+    whole = specsparse.generate(model, longer, **SAMPLING, **how)
+    read = len(FIRST) + 8 if method == "plain" else len(FIRST) - 1  # hidden rows are those of the prompt
+    for known in (read, len(longer) - 1):
+        found = specsparse.generate(model, longer, **SAMPLING, **how, prefix_cache=cache)
+        assert found.token_ids == whole.token_ids and found.logprobs == whole.logprobs
+        assert found.stats.cached_tokens == known
+        assert found.stats.counters.target_passes <= whole.stats.counters.target_passes
+
+
+def test_texts_are_kept_up_to_the_number_asked_for_and_others_are_read_whole(model):
+    other, cache = FIRST[::-1], PrefixCache(2)
+
+    def read(prompt):
+        return specsparse.generate(model, prompt, max_tokens=2, prefix_cache=cache).stats.cached_tokens
+
+    assert [read(p) for p in (FIRST, other, FIRST, other, [5, *FIRST], FIRST)] == [0, 0, 69, 69, 0, 0]
+    assert specsparse.generate(model, [FIRST, other], max_tokens=2, prefix_cache=cache)[0].stats.cached_tokens == 0
+
+
+@pytest.mark.parametrize("mistake", [lambda m: PrefixCache(-1), lambda m: specsparse.generate(m, "a", prefix_cache=True)])
+def test_mistakes_are_said(model, mistake):
+    with pytest.raises(specsparse.UserError, match="texts=-1|prefix_cache=True"):
+        mistake(model)
+
+
+def test_the_cache_serves_its_own_model_and_only_exact_kernels(model, path):
+    cache = PrefixCache()
+    specsparse.generate(model, FIRST, max_tokens=2, prefix_cache=cache)
+    again = specsparse.load(path, kv_dtype="f32")
+    assert specsparse.generate(again, FIRST, max_tokens=2, prefix_cache=cache).stats.cached_tokens == 0
+    assert not applies(specsparse.load(path, backend="xla"), 1)
