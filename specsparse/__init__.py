@@ -23,7 +23,8 @@ os.environ.setdefault("NPROC", str(cpus()))  # XLA's own threads: it does not se
 __version__ = "0.1.0"
 __all__ = [
     "CertificateReport", "ExternalVerifier", "Generation", "GenerationStats", "ListDrafter", "Model", "PrefixCache",
-    "SamplingParams", "Stream", "UserError", "certify", "citation", "generate", "get_drafter", "load", "register", "stream",
+    "SamplingParams", "Stream", "UserError", "certify", "citation", "generate", "get_drafter", "load", "register",
+    "stream",
 ]  # fmt: skip
 
 _HOMES = dict.fromkeys(__all__, "specsparse.api") | {

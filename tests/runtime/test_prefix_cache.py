@@ -51,10 +51,11 @@ def test_texts_are_kept_up_to_the_number_asked_for_and_others_are_read_whole(mod
     assert specsparse.generate(model, [FIRST, other], max_tokens=2, prefix_cache=cache)[0].stats.cached_tokens == 0
 
 
-@pytest.mark.parametrize("mistake", [lambda m: PrefixCache(-1), lambda m: specsparse.generate(m, "a", prefix_cache=True)])
-def test_mistakes_are_said(model, mistake):
-    with pytest.raises(specsparse.UserError, match="texts=-1|prefix_cache=True"):
-        mistake(model)
+def test_mistakes_are_said(model):
+    with pytest.raises(specsparse.UserError, match="texts=-1"):
+        PrefixCache(-1)
+    with pytest.raises(specsparse.UserError, match="prefix_cache=True"):
+        specsparse.generate(model, "a", prefix_cache=True)
 
 
 def test_the_cache_serves_its_own_model_and_only_exact_kernels(model, path):

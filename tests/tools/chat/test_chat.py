@@ -96,6 +96,13 @@ def test_pieces_make_the_answer_and_their_origins_the_counters(model, temperatur
     assert temperature or set(kinds) > {"accepted"}
 
 
+def test_a_turn_reads_its_own_message_alone(model):
+    system = {"role": "system", "content": "ab " * 40}
+    talk = Conversation(model, SamplingParams(max_tokens=2, ignore_eos=True), messages=[system])
+    first, second = (talk.say(text, lambda piece, origin: None).stats for text in ("hi", "and then?"))
+    assert first.cached_tokens == 0 and first.prefill_tokens - 9 < second.cached_tokens < second.prefill_tokens
+
+
 def raised():
     raise KeyboardInterrupt
 

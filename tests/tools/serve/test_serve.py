@@ -110,7 +110,7 @@ def test_a_conversation_that_goes_on_is_read_from_there(client, url, model):
     assert added["vllm:prefix_cache_hits_total"] == usage.prompt_tokens - 1
     longer = specsparse.generate(model, said + text + said, max_tokens=3, ignore_eos=True, **METHOD).text
     found = client.completions.create(model=NAME, prompt=said + text + said, max_tokens=3, extra_body=ON)
-    assert found.choices[0].text == longer and found.usage.prompt_tokens_details.cached_tokens > 100
+    assert found.choices[0].text == longer and found.usage.prompt_tokens_details.cached_tokens > 60
 
 
 def test_the_metrics_of_a_response_are_vllms_and_those_of_generate(client, url, model):
