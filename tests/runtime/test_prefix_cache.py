@@ -23,8 +23,7 @@ def model(path):
     return specsparse.load(path)
 
 
-@pytest.mark.parametrize("tokens", [40, 250])  # that the second prompt has more: its cache is as large, and larger
-@pytest.mark.parametrize("method", ["plain", "head"])
+@pytest.mark.parametrize(("method", "tokens"), [("plain", 250), ("head", 40)])  # a larger cache, and one as large
 def test_a_text_that_goes_on_is_read_from_there_and_has_the_same_bits(model, tmp_path, method, tokens):
     head = None if method == "plain" else specsparse.get_drafter("head", head=str(random_head(tmp_path, model)))
     how = {"drafter": head}
