@@ -1,5 +1,6 @@
 """What every test runs under: strict promotion, a persistent compilation cache, the real model where there is one."""
 
+import copy
 import gc
 import os
 import signal
@@ -56,6 +57,39 @@ def _settings_come_back():
     if cpu.available():
         cpu.set_isa(isa)
         cpu.set_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _little_memory_is_read():
+    """Half a second of CPU for each sample of the read bandwidth, whose size no test asks for."""
+    from specsparse.kernels.processor import ReadBuffer
+    from specsparse.measure import machine
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(machine.read_bandwidth.__kwdefaults__, "mebibytes", 8)
+        patch.setattr(ReadBuffer.__init__, "__defaults__", (8,))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _files_of_configs_are_read_once():
+    """A config is composed of two dozen files; to read them anew each time is a fifth of what that takes."""
+    from hydra._internal.core_plugins.file_config_source import FileConfigSource
+
+    from specsparse.support.files import conf_dir
+
+    kept, read, ours = {}, FileConfigSource.load_config, str(conf_dir())
+
+    def load_config(source, config_path):
+        if not source.path.endswith(ours):
+            return read(source, config_path)
+        if config_path not in kept:
+            kept[config_path] = read(source, config_path)
+        return copy.deepcopy(kept[config_path])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileConfigSource, "load_config", load_config)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

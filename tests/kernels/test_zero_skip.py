@@ -79,7 +79,7 @@ def counted(rig: Rig, tokens, counts):
         layers=rig.config.n_layers, batch=len(tokens), kv_heads=rig.config.n_kv_heads, capacity=64,
         head_dim=rig.config.head_dim, dtype=jnp.float16,
     )  # fmt: skip
-    out, _ = rig.forward(rig.params, jnp.asarray(tokens, jnp.int32), cache, n_valid_B=n_valid)
+    out, _ = jax.jit(rig.forward)(rig.params, jnp.asarray(tokens, jnp.int32), cache, n_valid_B=n_valid)
     return jax.tree.map(np.asarray, out.stats)
 
 
@@ -100,7 +100,7 @@ def test_counts(pair, counts):
 
 def first_residuals(rig: Rig, tokens, counts) -> np.ndarray:
     """What the first layer's FFN reads: the residual after its attention."""
-    attention = llama.make_attention(rig.config, specsparse.kernels.get("native"))
+    attention = jax.jit(llama.make_attention(rig.config, specsparse.kernels.get("native")))
     cache = kv.init(
         layers=1, batch=len(tokens), kv_heads=rig.config.n_kv_heads, capacity=64, head_dim=rig.config.head_dim,
         dtype=jnp.float16,
@@ -209,5 +209,5 @@ def test_the_real_model(smollm2):
     assert texts[0] == texts[1] == texts[2]
     cache = oracle.new_cache(1, oracle.capacity_for(4))
     params = oracle.params_for(oracle.capacity_for(4))
-    stats = oracle.forward(params, jnp.asarray([[5]], jnp.int32), cache)[0].stats
+    stats = jax.jit(oracle.forward)(params, jnp.asarray([[5]], jnp.int32), cache)[0].stats
     assert 0.15 < np.mean(stats.nonzero) / oracle.config.d_ff < 0.45

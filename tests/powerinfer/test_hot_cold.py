@@ -1,5 +1,8 @@
 """Hot and cold neurons apart on one device: the order of the sum, the masks, and what `load(placement=)` refuses."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -46,9 +49,8 @@ def model(path):
 
 
 def stats(model):
-    cache = model.new_cache(1, 256)
-    out, _ = model.forward(model.params_for(256), np.array([IDS], np.int32), cache, want=Want("none"))
-    return out.stats
+    run = jax.jit(partial(model.forward, want=Want("none")))
+    return run(model.params_for(256), np.array([IDS], np.int32), model.new_cache(1, 256))[0].stats
 
 
 def test_a_placement_changes_the_order_of_sums_only(path, model):
@@ -73,12 +75,13 @@ def test_the_sum_is_x_plus_cold_plus_hot_in_this_order(tmp_path, out_type):
     model = specsparse.load(written(tmp_path, out_type), placement=index())
     x = jnp.asarray(np.random.default_rng(0).normal(0, 1, (5, 64)), jnp.float32)
     n, layer = jnp.asarray([5], jnp.int32), model.params.layers[0]
-    y, _ = hot_cold_ffn(model.config, model.kernels)(layer, x, n)
-    keep = predict(model.kernels, layer.sparse.predictor, x, n)
-    part = part_ffn(model.config, model.kernels)
+    y, _ = jax.jit(hot_cold_ffn(model.config, model.kernels))(layer, x, n)
+    keep = jax.jit(partial(predict, model.kernels))(layer.sparse.predictor, x, n)
+    part = jax.jit(part_ffn(model.config, model.kernels))
     cold, _ = part(layer.sparse.cold, layer.ffn_norm, x, keep[1], n)
     hot, _ = part(layer.sparse.hot, layer.ffn_norm, x, keep[0], n)
-    reference, _ = part_ffn(model.config, kernels.get("reference"))(layer.sparse.hot, layer.ffn_norm, x, keep[0], n)
+    plain = jax.jit(part_ffn(model.config, kernels.get("reference")))
+    reference, _ = plain(layer.sparse.hot, layer.ffn_norm, x, keep[0], n)
     assert nmse(hot, reference) < 1e-3
     x, cold, hot = map(np.asarray, (x, cold, hot))
     assert np.array_equal(y, x + (cold + hot))

@@ -1,5 +1,8 @@
 """Two CPU devices against one, bit for bit. JAX must know of them before it starts, so they have their own process."""
 
+from functools import partial
+
+import jax
 import numpy as np
 import pytest
 
@@ -133,7 +136,8 @@ def test_the_same_bits_of_other_architectures(others, two, name):
 
 def test_features_of_layers(one, two):
     want = Want("none", hidden=(2, 0, LAYERS))
-    out, _ = one.forward(one.params_for(64), np.array([IDS], np.int32), one.new_cache(1, 64), want=want)
+    run = jax.jit(partial(one.forward, want=want))
+    out, _ = run(one.params_for(64), np.array([IDS], np.int32), one.new_cache(1, 64))
     np.testing.assert_array_equal(two["features"], out.hidden)
 
 

@@ -1,5 +1,6 @@
 """Unions of masks, their cap, and quality read a few tokens at a time."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,11 +30,15 @@ def half(relu):
     return predictor, fit_layers(predictor, relu.params.layers, None)
 
 
-def test_unions_of_a_text_are_those_of_its_passes(relu, half):
-    model = gated(relu, *half)
-    masks = fewer.kept_masks(model, half[0], WINDOWS)
+@pytest.fixture(scope="module")
+def free(relu, half):
+    return gated(relu, *half)
+
+
+def test_unions_of_a_text_are_those_of_its_passes(relu, half, free):
+    masks = fewer.kept_masks(free, half[0], WINDOWS)
     assert masks.shape == (3, 1, 16, relu.config.d_ff)
-    _, stats = _pass(model, WINDOWS[0])
+    stats = _stats(free, WINDOWS[0])
     np.testing.assert_array_equal(masks[0].sum(axis=2), stats.kept)
     np.testing.assert_array_equal(masks[0].any(axis=1).sum(axis=1), stats.union)
     points = [fewer.union_of_text(masks, tokens=n) for n in (1, 2, 4)]
@@ -45,10 +50,9 @@ def test_unions_of_a_text_are_those_of_its_passes(relu, half):
     assert (two.rows, two.batch, two.passes) == (6, 3, 8) and two.union > points[2].union
 
 
-def _pass(model, tokens):
-    params, cache = model.params_for(256), model.new_cache(1, 256)
-    out, _ = model.forward(params, jnp.asarray(tokens[None]), cache)
-    return out.logits[0], out.stats
+def _stats(model, tokens):
+    """Of one pass, as one program."""
+    return jax.jit(model.forward)(model.params_for(256), tokens[None], model.new_cache(1, 256))[0].stats
 
 
 def test_equal_rows_have_the_union_of_one():
@@ -86,9 +90,8 @@ def test_a_cap_keeps_what_is_most_likely_of_use():
     """Neuron 0 serves the root only, 1 all later rows, 2 the last one, 3 none, 4 the first two."""
     masks = np.array([[1, 0, 0, 0, 1], [0, 1, 0, 0, 1], [0, 1, 1, 0, 0]])
     x, one = jnp.zeros((3, 4)), jnp.ones((1,), jnp.int32)
-    kept = {
-        share: np.asarray(UnionCap(Fixed(masks), share, 0.7).keep(None, None, x, one)) for share in (0.2, 0.4, 0.6, 1.0)
-    }
+    caps = {share: jax.jit(UnionCap(Fixed(masks), share, 0.7).keep) for share in (0.2, 0.4, 0.6, 1.0)}
+    kept = {share: np.asarray(keep(None, None, x, one)) for share, keep in caps.items()}
     assert kept[0.2].any(axis=0).nonzero()[0].tolist() == [4]  # 1 + 0.7
     assert kept[0.4].any(axis=0).nonzero()[0].tolist() == [1, 4]  # 0.7 + 0.49
     assert kept[0.6].any(axis=0).nonzero()[0].tolist() == [0, 1, 4]  # 1
@@ -99,15 +102,13 @@ def test_a_cap_keeps_what_is_most_likely_of_use():
     assert np.array_equal(long, masks)  # a prompt is not capped
 
 
-def test_the_cap_bounds_what_a_pass_reads_and_costs_quality(relu, half):
+def test_the_cap_bounds_what_a_pass_reads_and_costs_quality(relu, half, free):
     predictor, weights = half
     capped = gated(relu, UnionCap(predictor, 0.4), weights)
-    _, stats = _pass(capped, WINDOWS[0, :5])
-    limit = round(0.4 * relu.config.d_ff)
-    assert np.asarray(stats.union).max() <= limit < np.asarray(_pass(gated(relu, *half), WINDOWS[0, :5])[1].union).min()
-    found = {rows: quality_in_chunks(relu, capped, WINDOWS, rows=rows).kl for rows in (1, 5)}
-    free = {rows: quality_in_chunks(relu, gated(relu, *half), WINDOWS, rows=rows).kl for rows in (1, 5)}
-    assert free[1] == pytest.approx(free[5], rel=1e-6)  # C1: nothing depends on the rows beside
-    assert found[1] == pytest.approx(free[1], rel=1e-6) and found[5] > 1.05 * free[5]
+    read, limit = (np.asarray(_stats(model, WINDOWS[0, :5]).union) for model in (capped, free)), 0.4 * relu.config.d_ff
+    assert next(read).max() <= round(limit) < next(read).min()
+    found, wanted = ([quality_in_chunks(relu, model, WINDOWS, rows=n).kl for n in (1, 5)] for model in (capped, free))
+    assert wanted[0] == pytest.approx(wanted[1], rel=1e-6)  # C1: nothing depends on the rows beside
+    assert found[0] == pytest.approx(wanted[0], rel=1e-6) and found[1] > 1.05 * wanted[1]
     exact = gated(relu, Oracle(FFN.from_config(relu.config, relu.kernels)), [None])
     assert quality_in_chunks(relu, exact, WINDOWS, rows=3).kl < 1e-6

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsparse import kernels
 from specsparse.engine import cache as kv
 from specsparse.engine import generate
 from specsparse.engine.generate import DecodeState, Job
@@ -43,6 +44,8 @@ SAMPLES = 1000
 """Sequences that share a seed and differ in the sample index."""
 
 ALL = Want()
+KERNELS = pipeline.kernels_of(kernels.get())
+"""This machine's, of distributions, draws and verdicts."""
 
 
 class Tables(NamedTuple):
@@ -107,7 +110,7 @@ def drafter(shape: int | TreeShape, kind: DraftKind | None = None, *, own: bool 
         kind: how the tokens of a chain are drawn; a tree says it itself.
         own: as a second model with a cache of its own, else as a part of the target on the target's cache.
     """
-    sampling = sources.DraftSampling(SamplingParams(temperature=1.0), VOCAB)
+    sampling = sources.DraftSampling(SamplingParams(temperature=1.0), VOCAB, KERNELS)
     vocab = VocabMap(VOCAB, VOCAB, VOCAB)
     source = OwnModel(vocab, forward, 64, (0,), 1, 1, 1, jnp.float32) if own else TargetLayers(vocab, forward, 64, (0,))
     if isinstance(shape, int):
@@ -175,10 +178,10 @@ class Engine:
         self.draft, self.masked = draft, masked
         self.config, self.sampling = compile_params(SamplingParams(temperature=1.0), vocab_size=VOCAB)
         if draft is None:
-            self.step = generate.make_step(forward, self.config, pipeline.REFERENCE)
+            self.step = generate.make_step(forward, self.config, KERNELS)
         else:
-            self.step = loop.make_step(loop.Round(forward, self.config, pipeline.REFERENCE, draft, verifier))
-        self._chunk = jax.jit(jax.vmap(self._one, in_axes=(None, None, 0, 0)))
+            self.step = loop.make_step(loop.Round(forward, self.config, KERNELS, draft, verifier))
+        self._chunk = jax.jit(self._texts)
 
     def __call__(self, tables: Tables, runs: int, key: Key = OWN) -> Decoded:
         """The texts of that many runs, summed up."""
@@ -193,40 +196,41 @@ class Engine:
             totals += np.asarray(c)[: runs - start].sum(axis=0)
         return Decoded(counts, *(int(x) for x in totals))
 
-    def _one(self, tables: Tables, key: Key, seed, sample):
-        """int32[LENGTH] tokens, and int32[2] rounds and complete rounds of one run."""
+    def _texts(self, tables: Tables, key: Key, seed_B2, sample_B):
+        """int32[B, LENGTH] tokens, and int32[B, 2] rounds and complete rounds of each run."""
         with keyed(key) if self.masked else contextlib.nullcontext():
-            job, state = _start(self.sampling, self.draft.max_nodes if self.draft else 0, seed, sample)
+            job, state = _start(self.sampling, self.draft.max_nodes if self.draft else 0, seed_B2, sample_B)
             params = tables
             if self.draft is not None:
                 weights = DraftWeights(params=tables)
                 pieces, params = (
-                    loop.Round(forward, self.config, pipeline.REFERENCE, self.draft, None),
+                    loop.Round(forward, self.config, KERNELS, self.draft, None),
                     (tables, weights),
                 )
                 state = state._replace(drafter=pieces.init(params, job, state)[0])
             end, _ = generate.run(self.step, params, job, state, jnp.int32(LENGTH))
         c = end.counters
-        complete = c.accepted_at[0, self.draft.max_depth - 1] if self.draft else c.rounds[0]
-        return end.tokens[0, 1 : LENGTH + 1], jnp.stack([c.rounds[0], complete])
+        complete = c.accepted_at[:, self.draft.max_depth - 1] if self.draft else c.rounds
+        return end.tokens[:, 1 : LENGTH + 1], jnp.stack([c.rounds, complete], axis=1)
 
 
-def _start(sampling, nodes: int, seed, sample) -> tuple[Job, DecodeState]:
-    """One sequence that holds its first token. Its limit leaves every round up to the last counted token its draft."""
-    length = jnp.ones((1,), jnp.int32)
+def _start(sampling, nodes: int, seed_B2, sample_B) -> tuple[Job, DecodeState]:
+    """Sequences that hold their first token. Their limit leaves every round up to the last counted token its draft."""
+    batch = len(sample_B)
+    length = jnp.ones((batch,), jnp.int32)
     job = Job(
-        sampling=jax.tree.map(jnp.asarray, sampling),
-        stop_ids=jnp.full((1, 1), -1, jnp.int32),
+        sampling=jax.tree.map(lambda a: jnp.repeat(a, batch, axis=0), sampling),
+        stop_ids=jnp.full((batch, 1), -1, jnp.int32),
         limit=length + LENGTH + nodes,
-        seed=seed[None],
-        sample=sample[None],
+        seed=seed_B2,
+        sample=sample_B,
     )
     capacity = 1 + LENGTH + 2 * nodes
-    cache = kv.init(layers=1, batch=1, kv_heads=1, capacity=capacity, head_dim=1, dtype=jnp.float32)
+    cache = kv.init(layers=1, batch=batch, kv_heads=1, capacity=capacity, head_dim=1, dtype=jnp.float32)
     return job, DecodeState(
-        tokens=jnp.zeros((1, cache.capacity), jnp.int32),
+        tokens=jnp.zeros((batch, cache.capacity), jnp.int32),
         length=length,
-        finish=jnp.zeros((1,), jnp.int32),
+        finish=jnp.zeros((batch,), jnp.int32),
         cache=cache,
-        counters=generate.zero_counters(1, nodes),
+        counters=generate.zero_counters(batch, nodes),
     )

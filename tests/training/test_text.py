@@ -3,7 +3,9 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
+import jax
 import numpy as np
 import pytest
 
@@ -67,11 +69,12 @@ def test_an_answer_is_plain_decodings_with_the_rows_of_a_forward_pass(model):
     assert texts[0].tokens[4:].tolist() == list(plain)
     read = Features(model, (0, 1, model.config.n_layers)).of(texts)
     capacity, width = model.capacity_for(32), model.config.d_model
+    forward = jax.jit(partial(model.forward, want=Want("none", hidden=(0, 1, model.config.n_layers))))
     for i, text in enumerate(texts):
         assert text.prompt == len(ids[i]) and text.tokens[: text.prompt].tolist() == ids[i].tolist()
-        want = Want("none", hidden=(0, 1, model.config.n_layers))
-        out, _ = model.forward(model.params_for(capacity), text.tokens[None], model.new_cache(1, capacity), want=want)
-        np.testing.assert_array_equal(read[i].hidden, np.asarray(out.hidden[0]))
+        row = np.pad(text.tokens, (0, 32 - len(text.tokens)))[None]  # one program for all lengths
+        out, _ = forward(model.params_for(capacity), row, model.new_cache(1, capacity))
+        np.testing.assert_array_equal(read[i].hidden, np.asarray(out.hidden[0])[: len(text.tokens)])
         assert read[i].hidden.shape == (len(text.tokens), 3 * width)
         np.testing.assert_array_equal(read[i].tokens, text.tokens)
 
