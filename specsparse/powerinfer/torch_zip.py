@@ -53,6 +53,7 @@ class _TensorReader(pickle.Unpickler):
             if info.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"member {info.filename!r:.60} is compressed; torch stores members as they are")
         self.archive, self.root = archive, pickles[0].removesuffix("data.pkl")
+        self.storages: dict[str, bytes] = {}  # read once, however many tensors lie in one
         order = f"{self.root}byteorder"
         if order in infos and archive.read(order) != b"little":
             raise ValueError("it was saved on a big-endian machine; only little-endian files are supported")
@@ -67,7 +68,7 @@ class _TensorReader(pickle.Unpickler):
         kind, dtype, key, _, count = pid
         if kind != "storage" or not isinstance(dtype, np.dtype) or not isinstance(key, str):
             raise ValueError("it refers to something that is no storage")
-        data = self.archive.read(f"{self.root}data/{key}")
+        data = self.storages[key] = self.storages.get(key) or self.archive.read(f"{self.root}data/{key}")
         if len(data) != count * dtype.itemsize:
             raise ValueError(f"storage {key!r:.20} has {len(data)} bytes, {count} items of {dtype} were announced")
         return np.frombuffer(data, dtype)
@@ -76,7 +77,7 @@ class _TensorReader(pickle.Unpickler):
 def _tensor(
     storage: np.ndarray, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: object
 ) -> np.ndarray:
-    """A view of a storage as an array of its own, checked to lie inside it."""
+    """A read-only view of a storage, checked to lie inside it."""
     whole = isinstance(storage, np.ndarray) and len(shape) == len(stride)
     if not whole or any(type(n) is not int or n < 0 for n in (offset, *shape, *stride)):
         raise ValueError("it holds a tensor without a storage or a shape")
@@ -84,7 +85,7 @@ def _tensor(
     if prod(shape) > storage.size or (prod(shape) and last >= storage.size):
         raise ValueError(f"it holds a tensor of shape {tuple(shape)!r:.60} over {storage.size} items")
     steps = tuple(step * storage.itemsize for step in stride)
-    return np.lib.stride_tricks.as_strided(storage[offset:], tuple(shape), steps).copy()
+    return np.lib.stride_tricks.as_strided(storage[offset:], tuple(shape), steps, writeable=False)
 
 
 _CLASSES: dict[tuple[str, str], Callable | np.dtype] = {

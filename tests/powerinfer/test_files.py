@@ -70,6 +70,18 @@ def test_torch_files_come_back(tmp_path, dtype):
     assert list(state) == ["x", "y"] and np.array_equal(state["y"], array[:, :2])
 
 
+def test_tensors_of_one_storage_take_its_memory_once(tmp_path):
+    write_torch(tmp_path / "a.pt", {"x": np.ones(5, np.float32), "y": np.zeros(5, np.float32)})
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    members["archive/data.pkl"] = members["archive/data.pkl"].replace(b"X\x01\0\0\x001", b"X\x01\0\0\x000")
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    state = read_torch(tmp_path / "a.pt")
+    assert state["y"].tolist() == [1] * 5 and np.shares_memory(state["x"], state["y"])
+
+
 def test_torch_itself_agrees(tmp_path):
     torch = pytest.importorskip("torch")
     write_torch(tmp_path / "a.pt", {"x": np.arange(6, dtype=np.float16).reshape(2, 3)})

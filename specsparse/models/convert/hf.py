@@ -180,10 +180,10 @@ def refuse_draft_head(folder: Path) -> None:
                     names = set(file.keys())
             else:
                 with zipfile.ZipFile(folder / "pytorch_model.bin") as archive:
-                    pickle = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-                    content = archive.read(pickle)
+                    pickle = next(info for info in archive.infolist() if info.filename.endswith("data.pkl"))
+                    content = archive.read(pickle) if pickle.compress_type == zipfile.ZIP_STORED else b""
                 names = {name for name in known if b"\0" + name.encode() in content}
-        except (OSError, SafetensorError, zipfile.BadZipFile, StopIteration):
+        except (OSError, SafetensorError, zipfile.BadZipFile, StopIteration, RuntimeError):
             pass  # whoever reads the tensors says what is wrong with them
         kind = "EAGLE" if "fc.weight" in names and not any(n.startswith("model.") for n in names) else None
     if kind is None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -414,6 +415,12 @@ def test_folders_that_are_refused(tmp_path):
     assert "cannot be read as safetensors" in refused(tmp_path, folder)
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").touch()
+    assert "pytorch_model.bin: is not a readable torch file" in refused(tmp_path, folder)
+    with zipfile.ZipFile(folder / "pytorch_model.bin", "w") as archive:
+        archive.writestr("archive/data.pkl", b"")
+    locked = bytearray((folder / "pytorch_model.bin").read_bytes())
+    locked[6] = locked[locked.index(b"PK\x01\x02") + 8] = 1  # with a password
+    (folder / "pytorch_model.bin").write_bytes(locked)
     assert "pytorch_model.bin: is not a readable torch file" in refused(tmp_path, folder)
     write_torch(folder / "pytorch_model.bin", np.ones(3, np.float32))
     assert "pytorch_model.bin: holds no tensors by name" in refused(tmp_path, folder)
