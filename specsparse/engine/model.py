@@ -28,6 +28,7 @@ from specsparse.support import notebook
 
 KV_DTYPES = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16, "q8_0": jnp.int8}
 _CAPACITY_STEP = 256  # caches come in few sizes, so that few programs are compiled
+_MOST_TABLES = 16  # rotary tables that are kept: those of a long context take as much memory as a small model
 Program = TypeVar("Program")
 """A compiled function, or one that is timed."""
 
@@ -161,6 +162,8 @@ class Model:
         tables = self.programs.tables
         if capacity not in tables:
             cos_sin = rope.model_tables(self.config.ropes, capacity, self.rope_factors)
+            for oldest in list(tables)[: 1 - _MOST_TABLES]:
+                del tables[oldest]
             tables[capacity] = self.everywhere(jax.device_put(cos_sin))
         cos, sin = tables[capacity]
         return self.params._replace(cos=cos, sin=sin)

@@ -183,3 +183,10 @@ def test_what_a_forward_pass_returns(tmp_path, ids):
 def test_a_cache_larger_than_the_memory_is_refused_before_it_is_made():
     with pytest.raises(UserError, match="max_tokens"):
         OneDevice().new_cache(layers=8, batch=64, kv_heads=8, capacity=1 << 20, head_dim=128)
+
+
+def test_a_server_of_many_lengths_keeps_few_rotary_tables(tmp_path):
+    model = specsparse.load(write_tiny_gguf(tmp_path / "t.gguf", n_layers=1, context_length=8192))
+    for tokens in range(256, 8192, 256):
+        assert model.params_for(tokens).cos.shape[1] == tokens
+    assert len(model.programs.tables) <= 16 and 7936 in model.programs.tables

@@ -27,6 +27,8 @@ from specsparse.tools.serve.prometheus import ServerMetrics, Timings
 
 MAX_PROGRAMS = 256
 """Compiled programs that are kept: each other number of completions, stop ids or bad words has its own."""
+MAX_DRAFTERS = 4
+"""Built drafters that are kept, with their weights: of those that draw, each other temperature has its own."""
 FAILED = "the server failed in this request; its log has more"
 
 
@@ -191,6 +193,9 @@ class Worker:
         started = time.perf_counter()
         if len(self.model.programs.compiled) > MAX_PROGRAMS:
             self.model.programs.compiled.clear()  # else requests could fill the memory
+        drafters = self.model.programs.drafters
+        for oldest in list(drafters)[:-MAX_DRAFTERS]:
+            del drafters[oldest]
         sequences = [s for handle in handles for s in handle.sequences]
         hottest = max((s.params for s in sequences), key=lambda p: 0.0 if p.greedy else p.temperature)
         try:

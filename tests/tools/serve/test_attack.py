@@ -21,7 +21,7 @@ import specsparse  # noqa: E402
 from specsparse.runtime.method import MethodSpec  # noqa: E402
 from specsparse.testing import write_tiny_gguf  # noqa: E402
 from specsparse.tools.serve import app  # noqa: E402
-from specsparse.tools.serve.worker import RequestHandle  # noqa: E402
+from specsparse.tools.serve.worker import MAX_DRAFTERS, RequestHandle  # noqa: E402
 from tests.tools.serve.attack import BROKEN, attack, half_a_body  # noqa: E402
 from tests.tools.serve.serving import service_of, serving, until  # noqa: E402
 
@@ -41,6 +41,7 @@ def value_of(url, name):
 def test_who_attacks_harms_nobody_else(model):
     expected = specsparse.generate(model, ASKED["prompt"], max_tokens=12, ignore_eos=True).text
     service = service_of(model, room=4)
+    model.programs.drafters |= dict.fromkeys(range(99))  # of so many temperatures
     with serving(service) as url:
         ask = lambda: httpx.post(f"{url}/v1/completions", json=ASKED, timeout=60)  # noqa: E731
         assert ask().json()["choices"][0]["text"] == expected
@@ -51,6 +52,7 @@ def test_who_attacks_harms_nobody_else(model):
         aborted = value_of(url, 'vllm:request_success_total{engine="0",finished_reason="abort"')
         assert 0 < aborted <= found["left"]
         assert value_of(url, "vllm:generation_tokens_total") < 4000 * found["left"]
+        assert len(model.programs.drafters) <= MAX_DRAFTERS + 1
         assert ask().json()["choices"][0]["text"] == expected
 
 
