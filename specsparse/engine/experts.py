@@ -1,7 +1,7 @@
 """An FFN of experts: the router chooses them and their weights for each row, and the kernels compute them."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,6 @@ import jax.numpy as jnp
 from specsparse.engine.config import ROUTER, ModelConfig
 from specsparse.engine.weights import Layer
 from specsparse.kernels import Experts, Kernels
-from specsparse.kernels.reference import dense
-
-_LEAST_SUM = 2.0**-14  # weights are divided by their sum or by this, float16's least normal number, as in llama.cpp
 
 
 class ChosenExperts(NamedTuple):
@@ -22,17 +19,10 @@ class ChosenExperts(NamedTuple):
     active: jax.Array | None = None  # bool[R, k, F], neurons that are not idle, if `experts_ffn` is asked for them
 
 
-def choose(logits_E, config: ModelConfig) -> ChosenExperts:
-    """The choice of one row by its logits f32[E], or of rows f32[R, E]."""
-    routing, k = config.family.routing, config.n_chosen
-    assert routing is not None
-    scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "chosen": lambda x: x}[config.gating](logits_E)
-    weights, experts = jax.lax.top_k(scores, k)
-    if config.gating == "chosen":
-        weights = jax.nn.softmax(weights)
-    if routing.normalised:
-        weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.float32(_LEAST_SUM))
-    return ChosenExperts(experts, weights)
+def choice_options(config: ModelConfig) -> dict[str, Any]:
+    """How `kernels.choose` chooses the experts of a row."""
+    assert config.family.routing is not None
+    return {"k": config.n_chosen, "gating": config.gating, "normalised": config.family.routing.normalised}
 
 
 def experts_ffn(config: ModelConfig, kernels: Kernels, *, neurons: bool = False) -> Callable:
@@ -45,16 +35,12 @@ def experts_ffn(config: ModelConfig, kernels: Kernels, *, neurons: bool = False)
     routing = config.family.routing
     assert routing is not None
 
-    def over_rows(function, n_valid_B, rows):
-        return dense.counted(function, n_valid_B, rows) if kernels.exact else function(rows)
-
     def ffn(layer: Layer, x_RD, n_valid_B, entered_RD):
-        z_RD = over_rows(lambda x: dense.rms_norm(x, layer.ffn_norm, config.norm_eps), n_valid_B, x_RD)
+        zeros_RD = jnp.zeros_like(x_RD)
+        z_RD = kernels.add_normed(zeros_RD, x_RD, layer.ffn_norm, n_valid=n_valid_B, eps=config.norm_eps)
         read_RD, biases = entered_RD if routing.early else z_RD, layer.bias(ROUTER)
         (logits_RE,) = kernels.linear(read_RD, (layer.router,), biases=biases, n_valid=n_valid_B)
-        chosen = over_rows(lambda logits: choose(logits, config), n_valid_B, logits_RE)
-        counts_R = dense.valid(n_valid_B, x_RD.shape[0])
-        chosen = chosen._replace(experts=jnp.where(counts_R[:, None], chosen.experts, jnp.int32(-1)))
+        chosen = ChosenExperts(*kernels.choose(logits_RE, n_valid=n_valid_B, **choice_options(config)))
         y_RD = x_RD + kernels.experts(z_RD, chosen.experts, chosen.weights, layer.experts)
         if neurons and layer.experts is not None:
             chosen = chosen._replace(active=active(layer.experts, z_RD, n_valid_B, chosen.experts))

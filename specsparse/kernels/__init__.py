@@ -59,6 +59,7 @@ class Kernels:
     # and keeps the rows that enter chosen layers. None if the backend has no such call
     layers: Callable | None = None
     normalise: Callable = dense.normalise
+    choose: Callable = experts.choose  # the experts of each row by its router's logits; see `reference.experts`
     experts: Callable = experts.experts  # the sum of each row's experts; see `reference.experts`
     exact: bool = True  # whether a row's bits do not depend on the number of rows (contract C1)
     # how dense models keep their matrices for these kernels (`gpu.weights.on_card`); None: as `QTensor`
@@ -67,7 +68,7 @@ class Kernels:
 
 NATIVE = Kernels(
     "native", cpu.linear, cpu.add_normed, cpu.embed, cpu.attend, cpu.argmax,
-    layers.sparse_ffn, layers.signbit_keep, layers.layers, experts=cpu.experts,
+    layers.sparse_ffn, layers.signbit_keep, layers.layers, choose=cpu.choose, experts=cpu.experts,
 )  # fmt: skip
 REFERENCE = Kernels(
     "reference", dense.linear, dense.add_normed, dequant.embed_rows, dense.attend, dense.argmax,
@@ -76,7 +77,8 @@ REFERENCE = Kernels(
 XLA = Kernels(
     "xla", ops.linear, partial(dense.add_normed, over_rows=dense.at_once), ops.embed, dense.attend_batched,
     dense.argmax, partial(sparse.sparse_ffn, over_rows=dense.at_once), sparse.signbit_keep,
-    normalise=partial(dense.normalise, over_rows=dense.at_once), exact=False,
+    normalise=partial(dense.normalise, over_rows=dense.at_once),
+    choose=partial(experts.choose, over_rows=dense.at_once), exact=False,
 )  # fmt: skip
 """Fast on a GPU, but its bits depend on the number of rows: the contract C1 does not hold."""
 PACKED = replace(XLA, name="packed", attend=ops.attend, kept="packed")

@@ -19,12 +19,13 @@ import numpy as np
 import optax
 
 from specsparse.engine.config import GATINGS, ModelConfig
-from specsparse.engine.experts import choose
+from specsparse.engine.experts import choice_options
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.rope import RopeConfig, rope_tables
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.engine.text.vocabulary import TokenType
 from specsparse.errors import UserError, refuse
+from specsparse.kernels.reference.experts import choice
 from specsparse.models.convert.write import keys_of, out_type, write_model
 from specsparse.support.files import Json
 from specsparse.support.options import Count, Internal, Positive, Range
@@ -192,9 +193,9 @@ def rows_of(
         own = partial(attend, config, layer.attention, cos=cos, sin=sin, sees_nn=sees_nn)
         x_RD = jax.vmap(own)(x_RD.reshape(w, n, -1)).reshape(x_RD.shape)
         z_RD = rms_norm(x_RD, layer.attention.ffn_norm, config.norm_eps)
-        chosen = choose(logits_RE, config)
+        experts_Rk, weights_Rk = choice(logits_RE, **choice_options(config))
         weight_RE, chosen_RE = (
-            jnp.zeros_like(logits_RE).at[at_R, chosen.experts].set(value) for value in (chosen.weights, 1.0)
+            jnp.zeros_like(logits_RE).at[at_R, experts_Rk].set(value) for value in (weights_Rk, 1.0)
         )
         gate_REF, up_REF = (times(z_RD, m.reshape(-1, m.shape[-1])).reshape(len(z_RD), E, -1) for m in layer[2:4])
         h_REF = jax.nn.relu(gate_REF) * up_REF * weight_RE[..., None]

@@ -7,24 +7,19 @@ the same architectures with transformers, `test_c1.py` says that a row's bits de
 
 import json
 from dataclasses import replace
-from functools import partial
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import specsparse
 from specsparse.cli import main as cli
 from specsparse.engine.config import ModelConfig
-from specsparse.engine.experts import choose
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.engine.rope import RopeConfig, angles
 from specsparse.errors import UserError
-from specsparse.kernels.reference import dense
 from specsparse.measure.costs.roofline import Traffic
 from specsparse.models.catalogue import entries
-from specsparse.testing import tiny_config, write_tiny_gguf
+from specsparse.testing import write_tiny_gguf
 from tests.cells import cells
 from tests.tolerances import FORWARD_NMSE, nmse
 
@@ -144,17 +139,6 @@ def test_batched_kernels_run_experts_and_sinks(path):
     assert nmse(model.logits(IDS), transcription(open_gguf(path), IDS)) <= FORWARD_NMSE["f32"]
 
 
-def test_the_router_breaks_ties_by_index_and_divides_as_llama_cpp_does():
-    config = tiny_config(architecture="smallthinker", gating="sigmoid", n_experts=6, n_chosen=3)
-    chosen = choose(jnp.array([1.0, 40.0, 50.0, -1.0, 60.0, 1.0]), config)  # sigmoid gives 1 for 40 and more
-    assert chosen.experts.tolist() == [1, 2, 4]
-    np.testing.assert_allclose(chosen.weights, 1 / 3, rtol=1e-6)
-    low = choose(jnp.full((6,), -20.0), config)  # their sum is below float16's least normal number
-    np.testing.assert_allclose(low.weights, sigmoid(-20.0) * 2**14, rtol=1e-5)
-    olmoe = tiny_config(architecture="olmoe", n_experts=4, n_chosen=2)
-    np.testing.assert_allclose(choose(jnp.zeros((4,)), olmoe).weights, 0.25)  # not divided by their sum
-
-
 def test_yarn_of_gpt_oss_is_rounded_if_asked(tmp_path):
     path = write_tiny_gguf(tmp_path / "m.gguf", d_ff=32, **MODELS["gpt-oss"])
     ours, theirs = (specsparse.load(path, yarn=yarn).config.rope for yarn in (None, "llama.cpp"))
@@ -245,20 +229,3 @@ def test_the_oracle_leaves_idle_neurons_of_relu_experts_out_and_keeps_every_bit(
     for other in ({"architecture": "qwen3moe", **sizes}, {"architecture": "smallthinker", "quant": "Q8_0"}):
         with pytest.raises(UserError, match="ffn='oracle'"):
             specsparse.load(write_tiny_gguf(tmp_path / "other.gguf", **other), backend="native", ffn="oracle")
-
-
-def test_a_pass_with_room_for_many_rows_computes_those_that_hold_a_token():
-    ran = []
-
-    def double(x):
-        jax.debug.callback(lambda: ran.append(1))
-        return {"x": 2 * x, "first": x[0]}
-
-    x = jnp.arange(16.0).reshape(8, 2)
-    found = jax.jit(partial(dense.counted, double))(jnp.array([1, 3]), x)
-    jax.effects_barrier()
-    assert len(ran) == 6  # as many of each sequence as the longest has
-    rows = np.array([0, 4, 5, 6])
-    np.testing.assert_array_equal(found["x"][rows], 2 * x[rows])
-    np.testing.assert_array_equal(found["first"][rows], x[rows, 0])
-    assert not found["x"][jnp.array([3, 7])].any()

@@ -5,7 +5,7 @@ rows are there, in whatever order, on every instruction set and for every number
 """
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -189,6 +189,41 @@ def test_clamped_swiglu_equals_its_definition(isa):
     (got,) = LINEAR(g, (gate, up), n_valid=jnp.array([len(g)], jnp.int32), act="clamped_swiglu")
     u, g = np.clip(g[:, ::-1], -seven, seven), np.minimum(g, seven)
     np.testing.assert_array_equal(got, g / (one + emulation.exp(np.float32(-1.702) * g)) * (u + one))
+
+
+def choose(backend: str, logits, k=3, gating="softmax", normalised=True, n_valid=None) -> tuple[np.ndarray, np.ndarray]:
+    how = {"k": k, "gating": gating, "normalised": normalised}
+    count = jnp.array([len(logits)] if n_valid is None else n_valid, jnp.int32)
+    run = jax.jit(partial(BACKENDS[backend].choose, **how))
+    experts, weights = run(jnp.asarray(logits, jnp.float32), n_valid=count)
+    return np.asarray(experts), np.asarray(weights)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_router_breaks_ties_by_index_and_divides_as_llama_cpp_does(backend):
+    rows = [[1.0, 40.0, 50.0, -1.0, 60.0, 1.0], [-20.0] * 6]
+    experts, weights = choose(backend, rows, gating="sigmoid")
+    assert experts.tolist() == [[1, 2, 4], [0, 1, 2]]  # sigmoid gives 1 for 40 and more
+    np.testing.assert_allclose(weights[0], 1 / 3, rtol=1e-6)
+    low = scipy.special.expit(-20.0) * 2**14  # their sum is below float16's least normal number
+    np.testing.assert_allclose(weights[1], low, rtol=1e-5)
+    experts, weights = choose(backend, np.zeros((2, 4)), k=2, normalised=False)
+    np.testing.assert_allclose(weights, 0.25, rtol=1e-6)  # not divided by their sum
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("gating", ["softmax", "sigmoid", "chosen"])
+def test_a_row_chooses_by_itself_as_the_reference_does(isa, gating):
+    use(isa)
+    logits = np.random.default_rng(0).normal(size=(8, 37)).astype(np.float32) * 4
+    experts, weights = choose("native", logits, gating=gating, n_valid=[3, 1])
+    wanted, near = choose("reference", logits, gating=gating, n_valid=[3, 1])
+    np.testing.assert_array_equal(experts, wanted)
+    np.testing.assert_allclose(weights, near, rtol=1e-5)
+    assert (experts[3] == -1).all() and not weights[5:].any()
+    for i in (0, 2, 4):
+        alone = choose("native", logits[i : i + 1], gating=gating)
+        same_bits(alone[1], weights[i : i + 1])
 
 
 def test_what_does_not_go_together_is_refused():

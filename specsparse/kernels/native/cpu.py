@@ -22,8 +22,8 @@ from specsparse.support.options import shown
 
 LIBRARY = Path(__file__).parents[1] / "libspecsparse_kernels.so"
 OPERATIONS = (
-    "linear", "experts", "add_normed", "embed", "attend", "layers", "argmax", "check", "probs", "draw_token", "sample",
-    "propose", "judge", "sparse_ffn", "signbit_keep", "lut_linear",
+    "linear", "choose", "experts", "add_normed", "embed", "attend", "layers", "argmax", "check", "probs", "draw_token",
+    "sample", "propose", "judge", "sparse_ffn", "signbit_keep", "lut_linear",
 )  # fmt: skip
 
 ISAS = ("portable", "avx2", "avxvnni", "avx512", "amx")
@@ -32,6 +32,7 @@ MOST_THREADS = 1024
 """`kMaxThreads` of csrc/pool/pool.h."""
 _CODES = ("nibble", "int8", "f32", "f16", "bf16")
 _SCALES = ("none", "d", "dm", "f32", "super", "super_min")
+_GATINGS = ("softmax", "sigmoid", "chosen")
 ACTS = {None: 0, "silu": 1, "relu": 2, "relu2": 3, "gelu_tanh": 4, "clamped_swiglu": 5}
 
 
@@ -204,6 +205,12 @@ def linear(x, weights, *, n_valid, norm=None, eps=0.0, biases=None, residual=Non
     return tuple(
         call("linear", results, x, given(norm), given(residual), n_valid, *operands, matrices=matrices, **attributes)
     )
+
+
+def choose(logits_RE, *, k, gating, normalised, n_valid):
+    shape = (len(logits_RE), k)
+    how = {"gating": np.int64(_GATINGS.index(gating)), "normalised": np.int64(normalised)}
+    return tuple(call("choose", [(shape, jnp.int32), (shape, jnp.float32)], logits_RE, n_valid, **how))
 
 
 def experts(x_RD, chosen_Rk, weights_Rk, experts):

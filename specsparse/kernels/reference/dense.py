@@ -32,23 +32,6 @@ def alone(function, *rows):
     return jax.tree.map(lambda y: y[:1], rowwise(function, *(jnp.concatenate([x, x]) for x in rows)))
 
 
-def counted(function, n_valid, *rows):
-    """`alone` of the rows that count, and 0 for the others: the first `n_valid` of each sequence, in a loop of as many
-    steps. A pass with room for eight rows, of which one holds a token, computes that one."""
-    batch, n = n_valid.shape[0], rows[0].shape[0] // n_valid.shape[0]
-    if len(rows[0]) == 1:  # nor may XLA know which row it is, and take the work out of the loop
-        return jax.tree.map(lambda y: y[:1], counted(function, n_valid, *(jnp.concatenate([x, x]) for x in rows)))
-
-    def step(i, out):
-        at = i % batch * n + i // batch
-        found = function(*(jax.lax.dynamic_index_in_dim(x, at, keepdims=False) for x in rows))
-        return jax.tree.map(lambda y, row: jax.lax.dynamic_update_index_in_dim(y, row, at, 0), out, found)
-
-    shapes = jax.eval_shape(function, *(x[0] for x in rows))
-    zeros = jax.tree.map(lambda row: jnp.zeros((batch * n, *row.shape), row.dtype), shapes)
-    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(batch) * jnp.max(n_valid), step, zeros)
-
-
 def at_once(function, *rows):
     return function(*rows)
 

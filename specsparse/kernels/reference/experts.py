@@ -15,6 +15,30 @@ def combine(gate, up, act: str):
     return gate * jax.nn.sigmoid(jnp.float32(1.702) * gate) * (up + jnp.float32(1))
 
 
+def choice(logits_E, *, k, gating, normalised):
+    """int32[k] experts and f32[k] weights of a row by its logits f32[E], or of rows f32[R, E], best first; ties go to
+    the lower index.
+
+    Args:
+        gating: scores are the "softmax" of all logits, the "sigmoid" of each, or, of those "chosen", the softmax.
+        normalised: weights are divided by their sum or by 2^-14, float16's least normal number, as in llama.cpp.
+    """
+    scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "chosen": lambda x: x}[gating](logits_E)
+    weights, chosen = jax.lax.top_k(scores, k)
+    if gating == "chosen":
+        weights = jax.nn.softmax(weights)
+    if normalised:
+        weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.float32(2.0**-14))
+    return chosen, weights
+
+
+def choose(logits_RE, *, n_valid, over_rows=dense.alone, **how):
+    """`choice` of rows f32[R, E] one by one; -1 and 0 for those that do not count (`n_valid` as `linear` takes it)."""
+    counts_R1 = dense.valid(n_valid, len(logits_RE))[:, None]
+    chosen, weights = over_rows(lambda logits: choice(logits, **how), logits_RE)
+    return jnp.where(counts_R1, chosen, jnp.int32(-1)), jnp.where(counts_R1, weights, jnp.float32(0))
+
+
 def experts(x_RD, chosen_Rk, weights_Rk, experts: Experts):
     """y = sum over a row's chosen experts e, in the order given, of w_e (down_e combine(gate_e x, up_e x)), biases too.
 

@@ -6,7 +6,7 @@
 
 namespace specsparse {
 
-constexpr int kDescriptorVersion = 7;
+constexpr int kDescriptorVersion = 8;
 
 // A packed matrix. `bytes` are those of a group of rows, or of one neuron. `data` and `bias` are places among a call's further
 // operands, -1 for no bias. A table of zeros: codes are their own values.

@@ -169,7 +169,49 @@ class Forward final : public Phases {
   std::vector<int64_t> pairs_{0}, gate_up_{0}, project_{0};  // where those of each woken expert begin
 };
 
+constexpr float kLeastSum = 0x1p-14f;  // float16's least normal number
+
+// x <- exp((x - top) / temperature), of any number of values.
+void exponentials(std::vector<float>& x, float top, float temperature) {
+  const size_t count = x.size();
+  x.resize((count + 15) / 16 * 16, top);
+  ops().exp_shifted(x.data(), x.size(), top, temperature, x.data());
+  x.resize(count);
+}
+
+float sum(const std::vector<float>& x) {
+  float total = 0.0f;
+  for (float each : x) total += each;
+  return total;
+}
+
+void soften(std::vector<float>& x) {
+  exponentials(x, *std::max_element(x.begin(), x.end()), 1.0f);
+  const float total = sum(x);
+  for (float& each : x) each /= total;
+}
+
 }  // namespace
+
+void choose_experts(const float* logits, int64_t count, int64_t ranks, Gating gating, bool normalised, int32_t* experts,
+                    float* weights) {
+  thread_local std::vector<float> scores, chosen;
+  scores.assign(logits, logits + count), chosen.clear();
+  if (gating == Gating::kSoftmax) soften(scores);
+  if (gating == Gating::kSigmoid) {
+    exponentials(scores, 0.0f, -1.0f);
+    for (float& each : scores) each = 1.0f / (1.0f + each);
+  }
+  for (int64_t j = 0; j < ranks; ++j) {
+    int32_t best = -1;
+    for (int32_t e = 0; e < count; ++e)
+      if (std::find(experts, experts + j, e) == experts + j && (best < 0 || scores[e] > scores[best])) best = e;
+    experts[j] = best, chosen.push_back(scores[best]);
+  }
+  if (gating == Gating::kChosen) soften(chosen);
+  const float total = normalised ? std::max(sum(chosen), kLeastSum) : 1.0f;
+  for (int64_t j = 0; j < ranks; ++j) weights[j] = chosen[j] / total;
+}
 
 void run_experts(const ExpertWeights& weights, const ExpertRows& rows) {
   thread_local Work work;

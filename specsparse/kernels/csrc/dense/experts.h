@@ -27,4 +27,12 @@ struct ExpertRows {
 // Reads each expert that any row chose once. A row has the bits that dense products with its own experts give it.
 void run_experts(const ExpertWeights& weights, const ExpertRows& rows);
 
+// How scores come from the router's logits: over all experts, of each, or over those that were chosen.
+enum class Gating : int64_t { kSoftmax, kSigmoid, kChosen };
+
+// The experts of a row by its logits[count], best first and ties by index, and their weights; both [ranks], with ranks at
+// most count. Where `normalised`, weights are divided by their sum or by 2^-14, as in llama.cpp.
+void choose_experts(const float* logits, int64_t count, int64_t ranks, Gating gating, bool normalised, int32_t* experts,
+                    float* weights);
+
 }  // namespace specsparse

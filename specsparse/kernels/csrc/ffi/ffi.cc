@@ -256,6 +256,21 @@ bool read_skip(const Description& gate_of, const Description& up_of, const Descr
          static_cast<int64_t>(down->size_bytes()) >= count * out->down.count * out->down.block_bytes();
 }
 
+// Rows that do not count choose -1 everywhere.
+ffi::Error choose(ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> n_valid, ffi::ResultBuffer<ffi::S32> experts,
+                  ffi::ResultBuffer<ffi::F32> weights, int64_t gating, int64_t normalised) {
+  const int64_t rows = logits.dimensions()[0], count = logits.dimensions().back(), ranks = experts->dimensions().back();
+  if (ranks < 1 || ranks > count || weights->element_count() != experts->element_count() ||
+      static_cast<int64_t>(experts->element_count()) != rows * ranks)
+    return ffi::Error::InvalidArgument("specsparse choose: logits and choices do not go together");
+  std::fill_n(experts->typed_data(), rows * ranks, -1);
+  std::fill_n(weights->typed_data(), rows * ranks, 0.0f);
+  for (int32_t r : valid_rows(n_valid, rows))
+    choose_experts(logits.typed_data() + r * count, count, ranks, Gating(gating), normalised != 0,
+                   experts->typed_data() + r * ranks, weights->typed_data() + r * ranks);
+  return ffi::Error::Success();
+}
+
 // The matrices are gate, up and down of all experts.
 ffi::Error experts(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> chosen, ffi::Buffer<ffi::F32> weights,
                    ffi::RemainingArgs args, ffi::ResultBuffer<ffi::F32> y, Ints matrices, int64_t act,
@@ -412,6 +427,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_experts, experts,
                               (results<Floats>(args<Floats, Ints32, Floats>().RemainingArgs())
                                    .Attr<Ints>("matrices").Attr<int64_t>("act").Attr<int64_t>("up_rows")
                                    .Attr<int64_t>("down_blocks")));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_choose, choose,
+                              (results<Ints32, Floats>(args<Floats, Ints32>())
+                                   .Attr<int64_t>("gating").Attr<int64_t>("normalised")));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_add_normed, add_normed,
                               (results<Floats>(args<Floats, Floats, Floats, Ints32>()).Attr<float>("eps")));
