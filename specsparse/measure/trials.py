@@ -170,10 +170,10 @@ def need_room(config: ModelConfig, tokens: int, options: str) -> None:
 class Loop:
     """The decode loop with a method, run a few rounds at a time from one place in one text."""
 
-    def __init__(self, model: Model, method: Method, ids: np.ndarray, *, room: int):
+    def __init__(self, model: Model, method: Method, ids: np.ndarray, *, room: int, loop: str = "jit"):
         self._length = jnp.asarray([len(ids)], jnp.int32)
         params = SamplingParams(temperature=0.0, max_tokens=room, ignore_eos=True)
-        self.session = Session(model, [Request(ids, params, seed=0)], method)
+        self.session = Session(model, [Request(ids, params, seed=0)], method, loop=loop)
 
     def run(self, rounds: int) -> float:
         """Decodes up to `rounds` rounds, and returns the seconds they took."""

@@ -7,7 +7,7 @@ given only the arrays that it reads. Finding it, and taking trees of arrays apar
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -179,11 +179,14 @@ def _speculative_round(
     begun = session.clock()
     cache_before = np.asarray(session.state.cache.length)
     spent: dict[str, float] = {}
+    whole = (stages.config, stages.drafter, stages.verifier, stages.policy)
 
-    def timed(stage: str, function: Callable, *args: Pytree, donate: tuple[int, ...]) -> Pytree:
-        key = ("round", stage, stages.config, stages.drafter, stages.verifier, stages.policy)
-        compiled = compile_forward if stage == "verify" else Pruned.compile
-        program = session.program(key, function, weights, *args, donate=donate, compiled=compiled)
+    def timed(
+        stage: str, function: Callable, *args: Pytree, donate: tuple[int, ...], of: tuple[Hashable, ...] = whole,
+        weights: Pytree = weights, compiled: Callable[..., "Pruned | Unpruned"] = Pruned.compile,
+    ) -> Pytree:  # fmt: skip
+        """Runs a stage; `of` is what its function closes over."""
+        program = session.program(("round", stage, *of), function, weights, *args, donate=donate, compiled=compiled)
         out, spent[stage] = program.timed(weights, *args)
         return out
 
@@ -209,7 +212,11 @@ def _speculative_round(
         written = session.clock()
         drafted = session.write_text(rest, drafted)
         spent["draft"] += read_s + session.clock() - written
-    out, cache = timed("verify", verify_stage, rest, drafted.draft, drafted.cache, donate=(3,))
+    # The target's pass is one program for all drafters and policies whose drafts have one shape.
+    out, cache = timed(
+        "verify", verify_stage, rest._replace(policy=None), drafted.draft, drafted.cache, donate=(3,),
+        weights=(session.params, None), compiled=compile_forward, of=(stages.want, stages.drafter.tree),
+    )  # fmt: skip
     verdict = timed("sample", accept_stage, job, rest, drafted.draft, out.logits, donate=())
     args = (job, rest, cache, drafted.state, drafted._replace(state=None, cache=None), verdict, out)
     session.state = timed("commit", commit_stage, *args, donate=(3, 4))

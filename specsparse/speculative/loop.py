@@ -126,10 +126,14 @@ class Round:
         """One forward of the target over the last token and the draft."""
         n_valid_B = _valid(state, draft)
         parents_Bn = row_parents(draft.parents) if self.drafter.tree else None
-        want = Want(hidden=self.drafter.wants_hidden, mass=self.drafter.wants_mass, zeros=False)
         return self.forward(
-            params[0], _rows(state, draft), cache, n_valid_B=n_valid_B, parents_Bn=parents_Bn, want=want
+            params[0], _rows(state, draft), cache, n_valid_B=n_valid_B, parents_Bn=parents_Bn, want=self.want
         )
+
+    @property
+    def want(self) -> Want:
+        """What the drafter and the verdict need of the target's forward."""
+        return Want(hidden=self.drafter.wants_hidden, mass=self.drafter.wants_mass, zeros=False)
 
     def judge(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> Verdict:
         """`accept`. If nobody drafted anything, only the root's row is looked at.

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
+import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,7 +25,6 @@ from specsparse.measure.costs.roofline import measure_device
 from specsparse.measure.trials import Loop, Ours, token_ids
 from specsparse.runtime import timing_cache
 from specsparse.runtime.method import Method, MethodSpec, resolve
-from specsparse.runtime.metrics import Counters
 from specsparse.runtime.timing_cache import CostTable, DraftCost, cost_key
 from specsparse.speculative.drafters.synthetic import Scripted
 from specsparse.speculative.policies.base import Fixed
@@ -145,7 +145,7 @@ class Effort:
 
     def for_model(self, context: int, step_s: float, width: int = 0) -> "Effort":
         """Less if a forward takes long, cache lengths that the context holds, and rows that steps of a width hold."""
-        slow = step_s > 0.03
+        slow = step_s > SLOW
         widest = min(max(1, context // 4), width or max(self.ns))
         ns = tuple(n for n in self.ns if n <= widest and (not slow or n in (1, 2, 3, 4, 8, 16)))
         fitted = dataclasses.replace(
@@ -203,7 +203,9 @@ def measure(model: Model, *, effort: Effort = Effort(), done: Callable[[], None]
         timings |= {f"{name} {n}": partial(seconds, loops[effort.gamma], n, kv, drafted=n - 1) for n in ns}
     timings["narrow"] = partial(seconds, loops[effort.narrow], 1, effort.near, drafted=0)
     timings |= {"host": partial(plain.run, 0), "host of rounds": partial(loops[effort.gamma].run, 0)}
-    at, spread = polish(interleaved(timings, repeats=effort.repeats, before=done))
+    for loop in (plain, *loops.values()):
+        loop.run(1)  # compiles
+    at, spread = polish(interleaved(timings, repeats=effort.repeats, warm_up=0, before=done))
 
     def alone(name: str, n: int = 1, host: str = "host of rounds") -> float:
         """Half at least: if a round takes less than its share of the call, noise could make it nothing."""
@@ -243,9 +245,11 @@ def measure(model: Model, *, effort: Effort = Effort(), done: Callable[[], None]
 LENGTHS = (2, 7)
 TEMPLATES = (TreeTemplate.kary((3,)), TreeTemplate.kary((3, 1, 1)))
 """Chains of two lengths and trees of one level and of three, to tell a token's or level's cost from a round's."""
-STRETCHES = 12
-"""Timings of one method; together they are as many rounds as are asked for, if the context holds so many. Fewer than
-six that draft show no cost: `above_noise` is 0 then."""
+ROUNDS = (12, 8)
+"""Timed rounds of one method, and those of a slow model. If fewer than six draft they show no cost: `above_noise` is 0
+then."""
+SLOW = 0.03
+"""Seconds of a step from which on a model is timed less."""
 
 
 def table_for(
@@ -292,7 +296,7 @@ def table_with_draft(
     """
     table = load_or_measure(model, bar=bar)
     if key not in table.drafts:
-        with bar("measuring the cost of drafting", 1) as done:
+        with bar(f"measuring the cost of drafting by {key}", 1) as done:
             table = table.with_draft(key, measure_draft(model, table, methods()))
             done()
         table = timing_cache.save(model, table)
@@ -300,31 +304,26 @@ def table_with_draft(
 
 
 def measure_draft(model: Model, table: CostTable, methods: Sequence[Method]) -> DraftCost:
-    """The cost of drafting in real rounds: what they take beyond rounds whose drafts cost nothing.
+    """The cost of drafting in real rounds: to draft and to learn from the verdict, beyond drafts that cost nothing.
 
     `methods` are one drafter with drafts of one or two sizes. Two tell the cost of a token (of a level, if they are
     trees) from that of a round; with one, all of it is the round's. A cost that may be noise is 0.
     """
-    once = token_ids(24, model.config.vocab_size, seed=1).tolist()  # repeated, so that lookups find something
-    ids = np.asarray([*once, *once, *once, *once[:8]], np.int32)[: model.config.context_length // 2]
-    widest = max(method.max_nodes for method in methods)
-    left = (model.config.context_length - len(ids)) // (widest + 1)
-    # Rounds of all stretches together: as many as plain steps in a second, fewer if the context is short.
-    most = min(96, max(2 * STRETCHES, round(1 / table.plain_s)))
-    rounds = max(1, min(most, left - 1 - STRETCHES) // STRETCHES)
-    truth = (*ids.tolist(), *once, *once)  # beyond its end all drafted ids would be the same
-    wrong = Scripted.chain(widest, (0,), vocab_size=model.config.vocab_size, truth=truth)
-    free = Loop(model, Method(wrong, get_verifier("match"), Fixed(widest)), ids, room=rounds + widest + 2)
-    free.run(1)  # compiles
+    longest, rounds = LENGTHS[-1], ROUNDS[table.plain_s > SLOW]
+    once = token_ids(12, model.config.vocab_size, seed=1)  # repeated, so that lookups find something
+    ids = np.resize(once, min(33, model.config.context_length // 2))
+    truth = tuple(np.resize(once, 256).tolist())  # beyond its end all drafted ids would be the same
+    wrong = Scripted.chain(longest, (0,), vocab_size=model.config.vocab_size, truth=truth)
+    free = time_rounds(model, Method(wrong, get_verifier("match"), Fixed(longest)), ids, rounds)
+    _, nothing, target_pass = map(statistics.median, zip(*free, strict=True))
+    speed = table.forward(1 + longest, len(ids)) / target_pass  # the table's times were measured at another time
     points = []
     for method in methods:
-        assert method.drafter is not None
-        depth = method.drafter.max_depth
-        loop = Loop(model, method, ids, room=(STRETCHES * (rounds + 1) + 1) * (depth + 1))
-        found = time_stretches(table, loop, free, nodes=method.max_nodes, room=widest, rounds=rounds)
+        found = time_rounds(model, method, ids, rounds)
         if found:
-            drafted = depth if method.drafter.tree else statistics.fmean(m for m, _ in found)
-            points.append((float(drafted), above_noise([s for _, s in found])))
+            assert method.drafter is not None
+            drafted = method.drafter.max_depth if method.drafter.tree else statistics.fmean(n for n, _, _ in found)
+            points.append((float(drafted), speed * above_noise([own - nothing for _, own, _ in found])))
     return fit_draft(points)
 
 
@@ -334,46 +333,20 @@ def above_noise(seconds: Sequence[float]) -> float:
     return statistics.median(seconds) if intervals.binomial(above, len(seconds))[0] > 0.5 else 0.0
 
 
-def time_stretches(
-    table: CostTable, loop: Loop, free: Loop, *, nodes: int, room: int, rounds: int
-) -> list[tuple[float, float]]:
-    """(tokens drafted, seconds that takes) in a round that drafts, for each stretch of rounds until the text ends.
+def time_rounds(model: Model, method: Method, ids: np.ndarray, rounds: int) -> list[tuple[int, float, float]]:
+    """(tokens drafted, seconds to draft and to learn from the verdict, seconds of the target's pass) of each of so many
+    rounds that drafts.
 
-    Stretches are interleaved with as many rounds of `free`, which verifies `nodes` tokens that cost nothing and has
-    `room` for more. The table's times, which were measured at another time, are scaled by them, so the seconds of a
-    drafter that costs nothing are noise around 0. The first round of a stretch is not timed: after another program it
-    reads from memory what later rounds find in the caches.
+    The host runs each stage as a program of its own, so a draft is timed by itself, after the target's pass as in a
+    compiled loop, and methods share the program of that pass. The first round is not timed: it reads from memory what
+    later rounds find in the caches.
     """
-    loop.run(1)  # compiles
-    places: list[tuple[Counters, float]] = []  # before and after each stretch
-
-    def mark() -> None:
-        places.append((loop.session.counters()[0], float(loop.session.state.length[0])))
-
-    def ahead() -> float:
+    assert method.drafter is not None
+    loop, counted = Loop(model, method, ids, room=(rounds + 2) * (method.drafter.max_depth + 1), loop="host"), []
+    for _ in range(rounds + 1):
         loop.run(1)
-        mark()
-        took = loop.run(rounds)
-        mark()
-        return took
-
-    def freely() -> float:
-        free.again(1, drafted=nodes)
-        return free.again(rounds, drafted=nodes)
-
-    # Calls hand over state that takes time by itself.
-    calls = {"method": ahead, "free": freely, "call": partial(loop.run, 0), "free call": partial(free.run, 0)}
-    taken = interleaved(calls, repeats=STRETCHES, warm_up=0)
-    call_s, free_call_s = (statistics.median(taken[name]) for name in ("call", "free call"))
-    by_table = rounds * table.round(1 + nodes, room, float(free.session.state.length[0]))
-    found = []
-    for (first, start), (c, end), took, free_s in zip(places[::2], places[1::2], taken["method"], taken["free"]):
-        ran, drafts = c.num_rounds - first.num_rounds, c.num_drafts - first.num_drafts
-        if not ran:
-            break
-        if not drafts:
-            continue
-        drafted, kv = c.num_draft_tokens - first.num_draft_tokens, (start + end) / 2
-        rest = drafts * table.round(1 + drafted / drafts, nodes, kv) + (ran - drafts) * table.round(1, nodes, kv)
-        found.append((drafted / drafts, ((took - call_s) * by_table / (free_s - free_call_s) - rest) / drafts))
-    return found
+        c = loop.session.counters()[0]
+        draft, verify, commit = (getattr(c.times, stage) for stage in ("draft", "verify", "commit"))
+        counted.append((c.num_drafts, c.num_draft_tokens, draft + commit, verify))
+    steps = (np.subtract(after, before).tolist() for before, after in itertools.pairwise(counted))
+    return [(drafted, own, target_pass) for drafts, drafted, own, target_pass in steps if drafts]

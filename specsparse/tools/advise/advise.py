@@ -245,7 +245,8 @@ def _measured(
     keys = {c.name: measuring.draft_key(c.drafter, c.options, draws[c.name]) for c in here}
     table = timing_cache.find(target.path, target.config, kv_dtype=question.kv_dtype)
     if question.refresh or table is None or any(key not in table.drafts for key in keys.values()):
-        model = load(target.path, kv_dtype=question.kv_dtype)
+        with bar("loading, to measure it here once: a minute or less, --paper answers without", 1):
+            model = load(target.path, kv_dtype=question.kv_dtype)
         table = measuring.load_or_measure(model, refresh=question.refresh, bar=bar)
         for c in here:
             table, _ = measuring.table_for(model, c.drafter, c.options, draw=draws[c.name], bar=bar)

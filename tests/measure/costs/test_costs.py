@@ -21,7 +21,7 @@ from specsparse.measure.costs.roofline import KV_BYTES, Matrix, Roofline, Traffi
 from specsparse.runtime.metrics import Counters, Times
 from specsparse.runtime.timing_cache import CostTable, DraftCost
 from specsparse.speculative import expected
-from specsparse.speculative.drafters.synthetic import SyntheticRates
+from specsparse.speculative.drafters.synthetic import Scripted, SyntheticRates
 from specsparse.testing import tiny_config, write_tiny_gguf
 
 LLAMA_7B = tiny_config(
@@ -326,42 +326,38 @@ def test_a_cost_counts_if_nearly_all_stretches_show_it():
     assert above_noise([*shown[:6], *[-1e-4] * 6]) == above_noise(shown[:3]) == 0.0  # half of them, too few
 
 
-HOST = table().host_s
+class ClockedLoop:
+    """Rounds of the host by an exact clock; the first takes three times as long. A draft takes `model` seconds a token
+    and 1 ms a round, and the target's pass what the table says."""
 
-
-class ColdLoop:
-    """Rounds of gamma drafted tokens that take `token_s` each, by a clock that is exact but runs at `speed`; the first
-    round after another loop's takes three times as long."""
-
-    last = None
-
-    def __init__(self, gamma, *, token_s, speed, room):
-        self.gamma, self.token_s, self.speed, self.counts, self.room = gamma, token_s, speed, Counters(), room
-        self.drafted = gamma
-        self.session = SimpleNamespace(state=SimpleNamespace(length=[100]), counters=lambda: [self.counts])
+    def __init__(self, model, method, ids, *, room, loop):
+        self.token_s, self.drafted, self.counts = model, method.drafter.max_depth, Counters()
+        self.session = SimpleNamespace(counters=lambda: [self.counts])
 
     def run(self, rounds):
-        if not rounds:
-            return HOST
-        each = self.speed * (table().round(1 + self.drafted, self.gamma, 100) + self.drafted * self.token_s)
-        rounds = min(rounds, self.room // (1 + self.gamma) - self.counts.num_rounds)
-        cold = 2 * each if ColdLoop.last is not self else 0.0
-        ColdLoop.last = self
-        self.counts += Counters(num_rounds=rounds, num_drafts=rounds, num_draft_tokens=rounds * self.drafted)
-        return HOST + rounds * each + cold
-
-    def again(self, rounds, *, drafted):
-        self.counts, self.drafted = Counters(), drafted
-        return self.run(rounds)
+        cold = 1.0 if self.counts.num_rounds else 3.0
+        draft, verify = (cold * s for s in (1e-3 + self.drafted * self.token_s, table().forward(1 + self.drafted)))
+        times = Times(draft=draft / 2, commit=draft / 2, verify=verify, sample=1.0, host=1.0, total=2 + draft + verify)
+        self.counts += Counters(num_rounds=1, num_drafts=1, num_draft_tokens=self.drafted, times=times)
 
 
-@pytest.mark.parametrize(("gamma", "token_s"), [(2, 3e-4), (7, 3e-4), (7, 0.0)])
-def test_a_stretch_is_timed_once_its_weights_are_in_the_caches(gamma, token_s):
-    """And beside rounds that cost nothing, so a table of a faster hour changes no cost of a free drafter."""
-    rounds, speed, widest = 96 // measuring.STRETCHES, 1.3, 7
-    room = (measuring.STRETCHES * (rounds + 1) + 1) * (gamma + 1)
-    loop = ColdLoop(gamma, token_s=token_s, speed=speed, room=room)
-    free = ColdLoop(widest, token_s=0.0, speed=speed, room=1000)
-    flat = table(kv_s=0.0, kv_row_s=0.0)
-    found = measuring.time_stretches(flat, loop, free, nodes=gamma, room=widest, rounds=rounds)
-    assert found == [(gamma, pytest.approx(gamma * token_s, abs=1e-12))] * measuring.STRETCHES
+def test_drafts_are_timed_alone_once_their_weights_are_in_the_caches(monkeypatch):
+    monkeypatch.setattr(measuring, "Loop", ClockedLoop)
+    for gamma, token_s in ((2, 3e-4), (7, 3e-4), (7, 0.0)):
+        method = SimpleNamespace(drafter=SimpleNamespace(max_depth=gamma))
+        timed = (gamma, pytest.approx(1e-3 + gamma * token_s), pytest.approx(table().forward(1 + gamma)))
+        assert measuring.time_rounds(token_s, method, [], 12) == [timed] * 12
+
+
+def test_a_draft_costs_what_it_takes_beyond_a_free_one_at_the_speed_of_the_table(monkeypatch):
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=64, context_length=512))
+    half = table().forward(8, 33) * 2  # the machine is half as fast as it was for the table
+
+    def timed(model, method, ids, rounds):
+        free = isinstance(method.drafter, Scripted)
+        return [(method.drafter.max_nodes, 1e-3 + (0 if free else method.drafter.max_nodes * 6e-4), half)] * rounds
+
+    monkeypatch.setattr(measuring, "time_rounds", timed)
+    methods = [SimpleNamespace(drafter=SimpleNamespace(max_nodes=n, tree=False)) for n in (2, 7)]
+    cost = measuring.measure_draft(model, table(), methods)
+    assert (cost.token_s, cost.fixed_s) == (pytest.approx(3e-4), pytest.approx(0.0, abs=1e-12))

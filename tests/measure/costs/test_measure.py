@@ -153,6 +153,8 @@ def test_a_drafter_is_measured_once(model, table, kept, monkeypatch):
     found = measuring.table_with_draft(model, "prompt_lookup", lambda: [make_ngram(2), make_ngram(7)])
     cost = found.drafts["prompt_lookup"]
     assert cost.token_s >= 0 and cost.fixed_s >= 0
+    stages = [key[0][:2] for key in model.programs.compiled]
+    assert stages.count(("round", "verify")) == 2 < stages.count(("round", "draft"))  # one for each size of a draft
     assert measuring.table_with_draft(model, "prompt_lookup", pytest.fail).drafts["prompt_lookup"] == cost
 
 
