@@ -32,9 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     kinds = parser.add_subparsers(dest="audit", required=True, metavar="bits | routing | diff")
 
-    sub = kinds.add_parser("bits", help="which widths share bits (the default)", description=_BITS, allow_abbrev=False)
-    sub.set_defaults(run=_bits)
-    add = sub.add_argument
+    bits = kinds.add_parser("bits", help="which widths share bits (the default)", description=_BITS, allow_abbrev=False)
+    bits.set_defaults(run=_bits)
+    add = bits.add_argument
     add("--model", default=arguments.MODEL, help=f"{arguments.ANY_MODEL} (%(default)s)")
     engines, about = ("specsparse", *PEERS), f"some of {', '.join(('specsparse', *PEERS))} (specsparse)"
     add(
@@ -46,20 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quantise", dest="types", type=names, default=(), metavar="LIST", help=about)
     about = "flash attention of peers: on, off (both)"
     add("--flash", type=_switches, default=(True, False), metavar="LIST", help=about)
-    add("--windows", type=positive, default=4, metavar="N", help="places of the text to audit (%(default)s)")
-    add("--prompt-tokens", type=positive, default=40, metavar="N", help="tokens before the rows (%(default)s)")
-    add("--tokens", type=whole(2), default=48, metavar="N", help="rows of each window, 2 or more (%(default)s)")
     rows = "greedy: rows of the engine's own greedy text, where a flip is a fork; text: of the real one (%(default)s)"
     add("--rows", choices=("greedy", "text"), default="greedy", help=rows)
-    add("--text", type=Path, metavar="FILE", help="a real text (the built-in prompts)")
-    arguments.add_json(add)
     add("--html", type=Path, metavar="FILE", help="write the report as a page")
     add("--figure", type=Path, metavar="FILE.png", help="draw the widths")
 
     about = "experts by width and by engine (--routing)"
-    sub = kinds.add_parser("routing", help=about, description=_ROUTING, allow_abbrev=False)
-    sub.set_defaults(run=_routing)
-    add = sub.add_argument
+    routing = kinds.add_parser("routing", help=about, description=_ROUTING, allow_abbrev=False)
+    routing.set_defaults(run=_routing)
+    add = routing.add_argument
     telling = ("specsparse", *(name for name, kind in PEERS.items() if kind.routing))
     add("--model", required=True, help=arguments.ANY_MODEL)
     add(
@@ -67,11 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"some of {', '.join(telling)} (specsparse)",
     )  # fmt: skip
     add("--widths", type=sizes, default=sizes("1,2,4,8,16"), metavar="LIST", help="of a batch (1,2,4,8,16)")
-    add("--windows", type=positive, default=4, metavar="N", help="places of the text (%(default)s)")
-    add("--prompt-tokens", type=positive, default=40, metavar="N", help="tokens before the rows (%(default)s)")
-    add("--tokens", type=positive, default=48, metavar="N", help="rows of each window (%(default)s)")
-    add("--text", type=Path, metavar="FILE", help="a real text (the built-in prompts)")
-    arguments.add_json(add)
+
+    for sub, fewest in ((bits, 2), (routing, 1)):
+        add = sub.add_argument
+        add("--windows", type=positive, default=4, metavar="N", help="places of the text to audit (%(default)s)")
+        add("--prompt-tokens", type=positive, default=40, metavar="N", help="tokens before the rows (%(default)s)")
+        add("--tokens", type=whole(fewest), default=48, metavar="N", help=f"rows, from {fewest} on (%(default)s)")
+        add("--text", type=Path, metavar="FILE", help="a real text (the built-in prompts)")
+        arguments.add_json(add)
 
     sub = kinds.add_parser("diff", help="where the texts of two runs fork", description=_DIFF, allow_abbrev=False)
     sub.set_defaults(run=_diff)
