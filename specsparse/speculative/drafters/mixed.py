@@ -280,8 +280,8 @@ class MixedTree(Drafter):
         """int32[B, HEAD_RANKS]: the head's likeliest tokens, and their classes, by rank and probability."""
         assert self.source is not None and self.sampling is not None
         column_Br = self.sampling.ranked(logits_BN, HEAD_RANKS)
-        whole_B1 = jax.nn.logsumexp(logits_BN, axis=1, keepdims=True)
-        p_Br = jnp.exp(jnp.take_along_axis(logits_BN, column_Br, axis=1) - whole_B1)
+        # By the kernels: sums over the columns as XLA's reductions wait for its own threads, twice a level.
+        p_Br = jnp.take_along_axis(self.sampling.confidence(logits_BN), column_Br, axis=1)
         sure_Br = jnp.sum(p_Br[:, :, None] >= _SURE[None, None], axis=2, dtype=jnp.int32)
         later_r = np.where(np.arange(HEAD_RANKS) > 0, _CLASSES, 0).astype(np.int32)
         return self.source.vocab.token_ids(weights, column_Br), sure_Br + later_r[None]

@@ -64,11 +64,11 @@ class ModelDrafter(Drafter):
         batch, K = ctx.length.shape[0], self.max_nodes
         budget_B = jnp.clip(jnp.minimum(ctx.budget, self.source.room(params, state, ctx)), 0, K)
         cache, logits_BN = self.source.open(params, state, ctx._replace(budget=budget_B), budget_B > 0)
-        sampled = self.draw is DraftKind.SAMPLED
+        written_down = self.draw is DraftKind.SAMPLED and not self._at_once(ctx)
         chain = _Chain(
             cache=cache,
             tokens=jnp.zeros((batch, K), jnp.int32),
-            q=jnp.zeros((batch, K, self.source.vocab.target), jnp.float32) if sampled else None,
+            q=jnp.zeros((batch, K, self.source.vocab.target), jnp.float32) if written_down else None,
             count=jnp.zeros((batch,), jnp.int32),
             live=budget_B > 0,
             last=jnp.ones((batch,), jnp.float32),
@@ -93,6 +93,10 @@ class ModelDrafter(Drafter):
         kept_B = jnp.minimum(feedback.verdict.accepted, jnp.maximum(feedback.draft.count - 1, 0))
         return self.source.keep(params, state, ctx, feedback, KeptRows(kept_B))
 
+    def _at_once(self, ctx: DraftContext) -> bool:
+        """Whether one call makes q and token of a node."""
+        return not ctx.needs and self.sampling.kernels.propose is not None
+
     def _add(self, params, ctx, chain: _Chain, logits_BN, i, budget_B) -> _Chain:
         """Node i of the sequences that are live, from the logits before it, unless the policy stops there."""
         live_B, sampled = chain.live, self.draw is DraftKind.SAMPLED
@@ -100,8 +104,10 @@ class ModelDrafter(Drafter):
         vocab = self.source.vocab
         q_BN: AnyArray = None
         wide_BV: AnyArray = None
-        if sampled and not ctx.needs and self.sampling.kernels.propose is not None:
-            column_B, ok_B, wide_BV = self.sampling.propose(logits_BN, u_BU, params.ids, vocab.target)
+        if sampled and self._at_once(ctx):
+            # The first call makes room for all nodes: zeros as large as that would be shared among XLA's own threads.
+            rows = self.max_nodes if chain.q is None else 1
+            column_B, ok_B, wide_BV = self.sampling.propose(logits_BN, u_BU, params.ids, rows * vocab.target)
             live_B = live_B & ok_B
         else:
             if sampled:
@@ -120,11 +126,15 @@ class ModelDrafter(Drafter):
         last_B = chain.last
         if "last" in ctx.needs:
             last_B = jnp.take_along_axis(q_BN, column_B[:, None], axis=1)[:, 0]
-        count_B = chain.count + live_B.astype(jnp.int32)
+        count_B, q = chain.count + live_B.astype(jnp.int32), chain.q
+        if q is not None:
+            q = jax.lax.dynamic_update_slice_in_dim(q, wide_BV[:, None], i, axis=1)
+        elif sampled:
+            q = wide_BV.reshape(-1, self.max_nodes, vocab.target)
         return _Chain(
             cache=chain.cache,
             tokens=jax.lax.dynamic_update_slice_in_dim(chain.tokens, token_B[:, None], i, axis=1),
-            q=None if chain.q is None else jax.lax.dynamic_update_slice_in_dim(chain.q, wide_BV[:, None], i, axis=1),
+            q=q,
             count=count_B,
             live=live_B & (count_B < budget_B),
             last=last_B,
