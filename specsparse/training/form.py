@@ -167,7 +167,7 @@ def last_inputs(model: Model) -> dict[str, jax.Array]:
         gate, up, _ = last.dense
     else:
         gate, up = jax.tree.map(lambda each: each[0], (last.experts.gate, last.experts.up))
-    found = {name: dequantize(getattr(last, name)) for name in ("attn_q", "attn_k", "attn_v")}
+    found: dict[str, jax.Array] = {name: dequantize(getattr(last, name)) for name in ("attn_q", "attn_k", "attn_v")}
     found |= {"ffn_gate": dequantize(up if gate is None else gate), "ffn_up": dequantize(up)}
     for name in ("attn_norm", "ffn_norm"):
         found[name] = ones if getattr(last, name) is None else getattr(last, name)

@@ -49,7 +49,7 @@ def on_card(w: QTensor, kept: Kept = "packed") -> Fragments | PlainMatrix:
     if kept == "packed" and not w.layout.is_float:
         return fragments(w)
     layout = Layout("f32", source=w.layout.source) if kept == "f32" else w.layout
-    return plain(jax.jit(dequant.dequantize)(replace(w, data=jnp.asarray(w.data))), layout)
+    return plain(dequant.dequantize(replace(w, data=jnp.asarray(w.data))), layout)
 
 
 def take_rows(w: Matrix, ids: np.ndarray) -> Matrix:
