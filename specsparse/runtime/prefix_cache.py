@@ -33,7 +33,7 @@ class ReadText:
 class PrefixCache:
     """Keys and values of the latest `texts` texts; handed to `generate` and `stream`, it makes later prompts read less.
 
-    It holds a cache of its own for each text, as large as the one that decoded it. UserError: no number of texts.
+    It holds a cache of its own for each text, of the text's length. UserError: no number of texts.
     """
 
     def __init__(self, texts: int = 1):
@@ -63,6 +63,11 @@ class PrefixCache:
         old = (t for t in self._texts if shared(t.tokens, new.tokens) < min(len(t.tokens), prompt - 1))
         self._texts = [*old, new][-self._most :] if self._most else []
 
+    def forget(self) -> bool:
+        """Drops all texts; whether there were any."""
+        texts, self._texts = self._texts, []
+        return bool(texts)
+
 
 def applies(model: Model, batch: int) -> bool:
     return batch == 1 and model.devices.ways is None and not kernels.depends_on_rows(model.kernels.name)
@@ -72,6 +77,13 @@ def shared(a: np.ndarray, b: np.ndarray) -> int:
     """Tokens that two texts begin with alike."""
     n = min(len(a), len(b))
     return int(np.append(a[:n] != b[:n], True).argmax())
+
+
+def shortened(cache: KVCache, capacity: int) -> KVCache:
+    """The first slots of a cache: one for a long context mostly holds nothing. By numpy, which compiles nothing."""
+    keys = [np.asarray(k)[:, :, : capacity // kv.LANES].copy() for k in cache.k]
+    values = [np.asarray(v)[:, :, :capacity].copy() for v in cache.v]
+    return cache._replace(k=tuple(jax.device_put(keys)), v=tuple(jax.device_put(values)))
 
 
 def continued(_: object, old: KVCache, empty: KVCache, length_B: jax.Array) -> KVCache:

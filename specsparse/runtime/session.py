@@ -31,7 +31,7 @@ from specsparse.errors import ContextTooLong, UserError
 from specsparse.runtime.loops import Note, RoundLog, Watch, loop_for, round_of
 from specsparse.runtime.method import Method
 from specsparse.runtime.metrics import Counters, Times
-from specsparse.runtime.prefix_cache import PrefixCache, ReadText, applies, continued
+from specsparse.runtime.prefix_cache import PrefixCache, ReadText, applies, continued, shortened
 from specsparse.speculative import token_sources
 from specsparse.speculative.base import Drafted
 from specsparse.speculative.policies.base import PolicyReport
@@ -157,7 +157,7 @@ class Session:
         self.cached = 0
         self._hidden: jax.Array | None = None
         self._prefix_cache = prefix_cache if applies(model, len(sequences)) else None
-        self.state: DecodeState = model.everywhere(self._prefill(limits))
+        self.state: DecodeState = model.everywhere(self._prefill(limits, prefix_cache))
 
     def _limit(self, request: Request) -> int:
         """The length at which a sequence ends."""
@@ -239,8 +239,9 @@ class Session:
         self.log.add(Times(prefill=spent))
         return hidden, cache
 
-    def _prefill(self, limits: np.ndarray) -> DecodeState:
-        """The state after all tokens of each prompt but the last, which the first round feeds."""
+    def _prefill(self, limits: np.ndarray, kept: PrefixCache | None) -> DecodeState:
+        """The state after all tokens of each prompt but the last, which the first round feeds. Texts that are kept are
+        forgotten if this one has no room beside them."""
         prompts = [s.prompt for s in self.sequences]
         drafter, batch = self.method.drafter, len(prompts)
         lengths = np.array([len(p) for p in prompts], np.int32)
@@ -248,7 +249,12 @@ class Session:
         for row, ids in zip(tokens, prompts, strict=True):
             row[: len(ids)] = ids
         wants_hidden = drafter is not None and drafter.wants_hidden
-        cache, known = self.model.new_cache(batch, self.capacity), None
+        try:
+            cache, known = self.model.new_cache(batch, self.capacity), None
+        except UserError:
+            if kept is None or not kept.forget():
+                raise
+            cache, known = self.model.new_cache(batch, self.capacity), None
         if self._prefix_cache and (found := self._prefix_cache.find(self.model, prompts[0], wants_hidden)):
             self.cached, text = found
             known = text.hidden
@@ -313,7 +319,8 @@ class Session:
         tokens = np.asarray(self.state.tokens)[0, :held].copy()
         hidden = None if self._hidden is None else np.asarray(self._hidden)[:, : len(prompt) - 1]
         wants = self.method.drafter.wants_hidden if self.method.drafter is not None else False
-        self._prefix_cache.keep(ReadText(self.model, tokens, self.state.cache, hidden, wants), len(prompt))
+        cache = shortened(self.state.cache, self.model.capacity_for(held))
+        self._prefix_cache.keep(ReadText(self.model, tokens, cache, hidden, wants), len(prompt))
 
     def end(self, kept: Mapping[int, int]) -> None:
         """Says that the texts were looked at, and ends some after so many tokens (a stop string was found).

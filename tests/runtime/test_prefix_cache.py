@@ -5,7 +5,9 @@ import pytest
 
 import specsparse
 from specsparse import PrefixCache
+from specsparse.engine import devices
 from specsparse.runtime.prefix_cache import applies
+from specsparse.support import files
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import random_head
 
@@ -48,6 +50,18 @@ def test_texts_are_kept_up_to_the_number_asked_for_and_others_are_read_whole(mod
 
     assert [read(p) for p in (FIRST, other, FIRST, other, [5, *FIRST], FIRST)] == [0, 0, 69, 69, 0, 0]
     assert specsparse.generate(model, [FIRST, other], max_tokens=2, prefix_cache=cache)[0].stats.cached_tokens == 0
+
+
+def test_a_text_is_kept_in_its_own_length_and_forgotten_where_another_has_no_room_beside_it(model, monkeypatch):
+    cache = PrefixCache()
+    specsparse.generate(model, FIRST, max_tokens=2, prefix_cache=cache)
+    ends = [*range(300)]
+    specsparse.generate(model, FIRST[::-1], max_tokens=400, stop_token_ids=ends, prefix_cache=cache)
+    found = cache.find(model, np.array([*FIRST[::-1], 3]), False)
+    assert found is not None and found[1].cache.capacity == 256
+    monkeypatch.setattr(devices, "_LARGE", 0)
+    monkeypatch.setattr(files, "memory_available", iter([1, 1 << 40]).__next__)
+    assert specsparse.generate(model, FIRST[::-1], max_tokens=2, prefix_cache=cache).stats.cached_tokens == 0
 
 
 def test_mistakes_are_said(model):
