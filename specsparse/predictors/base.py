@@ -3,10 +3,11 @@
 import abc
 import enum
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specsparse.engine.config import Act, ModelConfig, parse_activation
 from specsparse.engine.pytree import Pytree
@@ -131,6 +132,11 @@ def as_mask(keep_RF: jax.Array, n_valid_B: jax.Array) -> jax.Array:
     n = rows // batch
     valid = (jnp.arange(n, dtype=jnp.int32)[None] < n_valid_B[:, None]).reshape(rows, 1)
     return (keep_RF & valid).astype(jnp.uint8)
+
+
+def quantile(values: jax.Array, at: float, *, method: Literal["linear", "higher"] = "linear") -> np.float32:
+    """By numpy, which sorts nothing; XLA's sort takes a second to compile."""
+    return np.float32(np.quantile(np.asarray(values), at, method=method))
 
 
 def require_rows(predictor: Predictor, rows_ND: jax.Array | None) -> jax.Array:

@@ -116,6 +116,7 @@ def layer_sums(predictor: Predictor, ffn: FFN, weights: Pytree, layer: Layer, x_
     }
 
 
+@jax.jit
 def model_sums(dense_RV: jax.Array, sparse_RV: jax.Array, next_R: jax.Array) -> Sums:
     """Sums over logits f32[R, V] of both models: KL(dense, sparse) in nats, negative log-likelihoods of the tokens
     `next_R` int32[R] that follow, and rows whose most likely token is the same."""
@@ -128,6 +129,21 @@ def model_sums(dense_RV: jax.Array, sparse_RV: jax.Array, next_R: jax.Array) -> 
         "sparse": -_sum(jnp.take_along_axis(q, at, axis=1)),
         "same": _sum(jnp.argmax(p, axis=1) == jnp.argmax(q, axis=1)),
     }
+
+
+@partial(jax.jit, static_argnums=0)
+def _calls(part: FFN | Predictor, weights: Pytree, layer: Layer, x_RD: jax.Array) -> jax.Array:
+    """A row through the FFN or the predictor, many times in one program, each after the last."""
+    one = jnp.ones((1,), jnp.int32)
+
+    def again(_, x_RD):  # depends on all of the result, and changes nothing
+        if isinstance(part, FFN):
+            total = jnp.sum(part.down(layer, part.neurons(layer, x_RD, one), one))
+        else:
+            total = jnp.sum(part.keep(weights, layer, x_RD, one).astype(jnp.int32))
+        return jnp.where(total == jnp.asarray(12345, total.dtype), -x_RD, x_RD)
+
+    return jax.lax.fori_loop(0, _CALLS, again, x_RD)
 
 
 def _ratio(sums: Sums, part: str, whole: str) -> float:
@@ -160,26 +176,12 @@ def cost_of(predictor: Predictor, ffn: FFN, weights: Pytree, layer: Layer, *, ke
     own, rest = sum(leaf.nbytes for leaf in jax.tree.leaves(weights)), whole
     if isinstance(predictor, GateThreshold):  # its gate is read in full, and not again
         own, rest = own + gate_matrix(layer).nbytes, rest - gate_matrix(layer).nbytes
-    one, x_RD = jnp.ones((1,), jnp.int32), jnp.ones((1, width), jnp.float32)
-    functions = {
-        "keep": lambda weights, layer, x_RD: predictor.keep(weights, layer, x_RD, one).astype(jnp.int32),
-        "dense": lambda weights, layer, x_RD: ffn.down(layer, ffn.neurons(layer, x_RD, one), one),
-    }
+    x_RD = jnp.ones((1, width), jnp.float32)
 
-    def timed(function: Callable) -> Callable[[], float]:
-        """Seconds of a call, many times in one program, each after the last."""
+    def timed(part: FFN | Predictor, weights: Pytree) -> Callable[[], float]:
+        return lambda: seconds(lambda: _calls(part, weights, layer, x_RD).block_until_ready()) / _CALLS
 
-        @jax.jit
-        def program(weights, layer, x_RD):
-            def again(_, x_RD):  # depends on all of the result, and changes nothing
-                total = jnp.sum(function(weights, layer, x_RD))
-                return jnp.where(total == jnp.asarray(12345, total.dtype), -x_RD, x_RD)
-
-            return jax.lax.fori_loop(0, _CALLS, again, x_RD)
-
-        return lambda: seconds(lambda: program(weights, layer, x_RD).block_until_ready()) / _CALLS
-
-    taken = interleaved({name: timed(function) for name, function in functions.items()}, repeats=_REPEATS)
+    taken = interleaved({"keep": timed(predictor, weights), "dense": timed(ffn, None)}, repeats=_REPEATS)
     return Cost(
         predictor_bytes=0 if isinstance(predictor, Oracle) else own,
         sparse_bytes=round(kept * rest),
@@ -287,7 +289,7 @@ def quality_in_chunks(dense: Model, model: Model, windows_Wn: np.ndarray, *, row
     (`UnionCap`); a verification sees passes of `rows` right tokens at best.
     """
     half = windows_Wn.shape[1] // 2
-    whole, chunks = _program(dense.forward), _program(model.forward)
+    whole, chunks = (m.programs.once(("quality",), partial(_program, m.forward)) for m in (dense, model))
     capacity = dense.capacity_for(2 * half + rows)
     params, own = dense.params_for(capacity), model.params_for(capacity)
     total: Pytree = None

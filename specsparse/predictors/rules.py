@@ -5,13 +5,14 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer
 from specsparse.kernels import NeuronChoice
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.kernels.reference.dense import activate
-from specsparse.predictors.base import FFN, InOneCall, Needs, Predictor, as_mask, gate_matrix, require_rows
+from specsparse.predictors.base import FFN, InOneCall, Needs, Predictor, as_mask, gate_matrix, quantile, require_rows
 from specsparse.support.options import Internal, Range, Share
 
 
@@ -36,7 +37,7 @@ class Oracle(InOneCall):
             return None
         rows_ND = require_rows(self, rows_ND)
         size_NF = jnp.abs(self.ffn.neurons(layer, rows_ND, jnp.asarray([rows_ND.shape[0]], jnp.int32)))
-        return GateWeights(_above_zero(jnp.quantile(size_NF, jnp.float32(1 - self.share))))
+        return GateWeights(_above_zero(quantile(size_NF, 1 - self.share)))
 
     def keep(
         self, weights: "GateWeights | None", layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array
@@ -147,7 +148,7 @@ class GateThreshold(InOneCall):
     def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> GateWeights:
         rows_ND = require_rows(self, rows_ND)
         score_NF = self._score(layer, rows_ND, jnp.asarray([rows_ND.shape[0]], jnp.int32))
-        return GateWeights(_above_zero(jnp.quantile(score_NF, jnp.float32(1 - self.share))))
+        return GateWeights(_above_zero(quantile(score_NF, 1 - self.share)))
 
     def _score(self, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
         return jnp.abs(activate(self.ffn.gate(layer, x_RD, n_valid_B), self.ffn.act))
@@ -159,9 +160,9 @@ class GateThreshold(InOneCall):
         return NeuronChoice(least=weights.threshold)
 
 
-def _above_zero(threshold: jax.Array) -> jax.Array:
+def _above_zero(threshold: np.float32) -> jax.Array:
     """`threshold`, or the least positive number: if a text has more zeros than are to go, 0 would keep them all."""
-    return jnp.maximum(threshold, jnp.finfo(jnp.float32).tiny)
+    return jnp.asarray(np.maximum(threshold, np.finfo(np.float32).tiny))
 
 
 class TealWeights(NamedTuple):
@@ -189,10 +190,10 @@ class Teal(Predictor):
     def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> TealWeights:
         """Quantiles over `rows_ND`, those of down with the inputs of gate and up thresholded already."""
         rows_ND = require_rows(self, rows_ND)
-        n, at = jnp.asarray([rows_ND.shape[0]], jnp.int32), jnp.float32(1 - self.share)
-        inputs = jnp.quantile(jnp.abs(self._normed(layer, rows_ND)), at)
+        n = jnp.asarray([rows_ND.shape[0]], jnp.int32)
+        inputs = jnp.asarray(quantile(jnp.abs(self._normed(layer, rows_ND)), 1 - self.share))
         values = self._values(TealWeights(inputs, jnp.float32(0)), layer, rows_ND, n)
-        return TealWeights(inputs, _above_zero(jnp.quantile(jnp.abs(values), at)))
+        return TealWeights(inputs, _above_zero(quantile(jnp.abs(values), 1 - self.share)))
 
     def _normed(self, layer: Layer, x_RD: jax.Array) -> jax.Array:
         """rmsnorm(x) * ffn_norm, row by row, so that no row depends on how many there are."""

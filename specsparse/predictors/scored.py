@@ -19,7 +19,7 @@ from specsparse.kernels.packing.dequant import dequantize, pack_float
 from specsparse.kernels.packing.pack import pack_qtensor
 from specsparse.kernels.qtensor import BLOCK
 from specsparse.kernels.reference.sparse import signs_alike
-from specsparse.predictors.base import FFN, InOneCall, Needs, Predictor, as_mask, gate_matrix, require_rows
+from specsparse.predictors.base import FFN, InOneCall, Needs, Predictor, as_mask, gate_matrix, quantile, require_rows
 from specsparse.support.options import Count, Internal, Positive, Share
 
 
@@ -72,7 +72,7 @@ class Scored(Predictor):
         n = jnp.asarray([rows_ND.shape[0]], jnp.int32)
         scores = self.score(weights, layer, rows_ND, n)
         if self.share is not None:
-            return weights._replace(threshold=jnp.quantile(scores, jnp.float32(1 - self.share), method="higher"))
+            return weights._replace(threshold=jnp.asarray(quantile(scores, 1 - self.share, method="higher")))
         active = self.ffn.neurons(layer, rows_ND, n) != 0
         count = int(jnp.sum(active, dtype=jnp.int32))
         if count == 0:
