@@ -238,10 +238,14 @@ def test_a_stopped_run_says_so_and_is_not_finished(tmp_path, cells, stopped, cap
     assert (cell / "prompts.jsonl").read_text() == '{"gamma": 2}\n'
     assert len(sweeps.records(cell.parent)) == 1
     assert [r.directory.name for r in runs.find([cell.parent])] == ["0"]
+
+
+def test_a_stopped_cell_is_not_taken_over(tmp_path, cells, stopped):
+    command, record = [*SWEEP, "policy.gamma=2", "hydra.sweep.dir=runs/s/0"], tmp_path / "runs/s/0/0/record.json"
+    assert run.main(command) == 130 and json.loads(record.read_text())["state"] == "stopped"
     stopped["signal"] = None
-    cells.clear()
-    assert run.main(command) == 0 and cells == [2, 3]  # the stopped cell is not taken over
-    assert "state" not in json.loads((cell / "record.json").read_text())
+    assert run.main(command) == 0 and cells == [2, 2]
+    assert "state" not in json.loads(record.read_text())
 
 
 def test_passes_of_an_earlier_run_are_not_the_stopped_ones(tmp_path, cells, stopped, capsys):

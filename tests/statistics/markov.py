@@ -8,8 +8,10 @@ engine does.
 """
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from gguf import GGUFReader
@@ -49,7 +51,8 @@ def load_markov(path: Path) -> Model:
 def logits(model: Model, layers: tuple[int, ...] | None = None) -> np.ndarray:
     """float32[CLASSES, VOCAB]: after a token of each class, of the model or of some of its layers."""
     tokens = jnp.arange(CLASSES, dtype=jnp.int32)[:, None]
-    out, _ = model.forward(model.params_for(16), tokens, model.new_cache(CLASSES, 16), want=Want(layers=layers))
+    run = jax.jit(partial(model.forward, want=Want(layers=layers)))
+    out, _ = run(model.params_for(16), tokens, model.new_cache(CLASSES, 16))
     return np.asarray(out.logits)[:, 0]
 
 

@@ -202,11 +202,8 @@ class Engine:
             job, state = _start(self.sampling, self.draft.max_nodes if self.draft else 0, seed_B2, sample_B)
             params = tables
             if self.draft is not None:
-                weights = DraftWeights(params=tables)
-                pieces, params = (
-                    loop.Round(forward, self.config, KERNELS, self.draft, None),
-                    (tables, weights),
-                )
+                params = tables, DraftWeights(params=tables)
+                pieces = loop.Round(forward, self.config, KERNELS, self.draft, None)
                 state = state._replace(drafter=pieces.init(params, job, state)[0])
             end, _ = generate.run(self.step, params, job, state, jnp.int32(LENGTH))
         c = end.counters
