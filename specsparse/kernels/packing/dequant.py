@@ -15,7 +15,7 @@ from specsparse.kernels.qtensor import BLOCK, ROWS, Codes, Fields, Layout, QTens
 FLOATS = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}
 
 
-@partial(jax.jit, inline=True)  # one program a shape; step by step it would be seventeen
+@partial(jax.jit, inline=True)  # one program a shape; step by step it would be twenty
 def dequantize(w: QTensor) -> jax.Array:
     """The whole matrix, float32[rows, cols]; equal to gguf's dequantiser."""
     rows, cols = w.shape
