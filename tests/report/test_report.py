@@ -205,6 +205,12 @@ def test_a_figure_is_the_same_file_for_the_same_numbers(sweep):
     assert once == again
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pages without their pictures, which take two seconds: for what they say."""
+    monkeypatch.setattr(plots.Figure, "_image", lambda figure, kind: b"")
+
+
 def test_a_broken_promise_and_different_machines_come_first(tmp_path):
     done = making.passes(TIMES)
     done[1] = making.one(*CHAT, "speculative", 1.0, ids=(7,) * 20)
@@ -221,6 +227,7 @@ def test_a_broken_promise_and_different_machines_come_first(tmp_path):
     assert runs.disagreements([]) == pages.warnings([]) == []
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_runs_of_a_busy_hour_are_not_ranked_without_a_word(tmp_path):
     """The same work at 102 and 160 plain tokens a second; a third run of another length is other work."""
     for name, read, plain, gamma in (("a", 28.4e9, 160.0, 2), ("b", 18.1e9, 102.0, 4)):
@@ -237,6 +244,7 @@ def test_runs_of_a_busy_hour_are_not_ranked_without_a_word(tmp_path):
     assert "<th>rank</th>" not in text and 'class="best"' not in text and "no ranks: " in text  # the same times
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_clear_winner_is_no_tie(tmp_path):
     for gamma, slower in ((2, 1.0), (4, 9.0)):
         times = {(f"p{i}", "chat"): (2.0, slower * (1 + i / 50)) for i in range(4)}
@@ -246,6 +254,7 @@ def test_a_clear_winner_is_no_tie(tmp_path):
     assert text.count('class="best"') == 1
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_one_prompt_is_not_ranked_beside_six_on_the_page(tmp_path):
     """Nor is it among the fastest that a figure keeps, if others have an interval."""
     for gamma, prompts, slower in ((2, 6, 1.0), (4, 6, 9.0), (8, 1, 0.1)):
@@ -272,6 +281,7 @@ def test_a_legend_leaves_out_what_all_share():
     assert plots.without_shared(["a, b", "a"]) == ["a, b", "a"]  # nothing would be left of the second
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_machine_that_changed_between_the_sides_is_named(tmp_path):
     """Twenty tokens in ten passes are two a pass; four times as fast is not the method's doing."""
     making.speed_run(tmp_path / "run", making.passes({CHAT: (4.0, 1.0)}), taken=Conditions(20e9, 0.2))
@@ -281,6 +291,7 @@ def test_a_machine_that_changed_between_the_sides_is_named(tmp_path):
     assert "is impossible with 2.00 tokens" in pages.write(found, tmp_path / "out", title="t").page.read_text()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_report_is_not_fooled_by_draws_that_are_not_from_q(tmp_path):
     times = {(f"p{i}", "chat"): (2.0, 1.0) for i in range(4)}
     for gamma, alpha in ((2, 0.9), (4, 0.6)):  # 10 of 16 tested tokens stay
@@ -420,6 +431,7 @@ def test_options_that_come_with_a_drafter_are_no_names(tmp_path):
     assert methods.constants(found) == ["verifier greedy", "gamma 2", "T 0"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_cell_taken_over_is_one_run(tmp_path):
     """Measured once, in three folders; measured anew it is a second run, and the sweep is in every name."""
     old, new, newest, anew = (tmp_path / name for name in ("1", "2", "3", "4"))
@@ -509,6 +521,7 @@ def test_an_empty_folder_is_refused(capsys):
     assert "a run's folder is empty" in said and said.count("\n") == 1
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_stopped_runs_are_left_out_and_named(tmp_path, capsys):
     making.speed_run(tmp_path / "0", making.passes(TIMES))
     making.write(tmp_path / "1", {"name": "x", "state": record.STOPPED, "passes": 3, "summary": {}})
@@ -525,6 +538,7 @@ def test_jobs_come_in_the_order_of_their_numbers(tmp_path):
     assert [r.name for r in runs.find([tmp_path])] == ["0", "2", "10"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_record_comparison_and_page_give_one_interval(tmp_path):
     """Six passes of three prompts: repeats are no further prompts, whoever says it."""
     seconds = {"a": (2.0, 1.0), "b": (2.0, 1.6), "c": (3.0, 1.2)}
