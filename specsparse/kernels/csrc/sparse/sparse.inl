@@ -374,7 +374,7 @@ bool dot_blocks(const Matrix& w, int64_t g, int64_t count, const QBlock* x, floa
 template <Read READ, bool MINS, int SUBS, int NR>
 __attribute__((flatten)) void add_codes(const NeuronRows& w, const int32_t* js, const float* a, const int32_t* next,
                                         int64_t begin, int64_t end, float* y, float* scratch) {
-  constexpr int kStep = READ == Read::kInt8 ? 1 : kNibbleChunks, kSums = 4 * kStep;
+  constexpr int kStep = READ == Read::kInt8 ? 1 : kNibbleChunks;
   const int64_t first = begin * 2 * SUBS, subs = (end - begin) * 2 * SUBS, size = round16(subs), step = w.code_bytes();
   float *d = scratch, *m = scratch + NR * size;
   alignas(16) uint16_t halves[16] = {};
@@ -389,28 +389,38 @@ __attribute__((flatten)) void add_codes(const NeuronRows& w, const int32_t* js, 
   });
   for (int64_t c = begin; c < end; c += kStep) {
     float* to = y + (c - begin) * kChunk;
-    F sum[kSums];
-    each<kSums>([&](auto k) SPECSPARSE_EACH { sum[k] = load(to + 16 * k); });
-    each<NR>([&](auto r) SPECSPARSE_EACH {
-      __builtin_prefetch(ahead[r] + c * step);
-      const uint8_t* p = rows[r] + c * step;
-      const float *scales = d + r * size + (c - begin) * 2 * SUBS, *mins = m + r * size + (c - begin) * 2 * SUBS;
-      const F factor = set1(a[r]);
-      if constexpr (READ == Read::kInt8) {
-        constexpr int kSubs = 2 * SUBS;  // of a chunk
+    if constexpr (READ == Read::kInt8) {
+      constexpr int kSubs = 2 * SUBS;  // of a chunk
+      F sum[4];
+      each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = load(to + 16 * k); });
+      each<NR>([&](auto r) SPECSPARSE_EACH {
+        __builtin_prefetch(ahead[r] + c * step);
+        const uint8_t* p = rows[r] + c * step;
+        const float *scales = d + r * size + (c - begin) * kSubs, *mins = m + r * size + (c - begin) * kSubs;
         each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(set1(scales[k * kSubs / 4]), load_i8(p + 16 * k), sum[k]); });
-        if (MINS) each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(set1(mins[k * kSubs / 4]), factor, sum[k]); });
-      } else {
-        const NibbleColumns codes = c + kStep <= end ? load_columns(p) : load_last_columns(p);
-        const NibbleScales scale = nibble_scales(scales);
-        each<kSums>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(scale.of(k), codes.template column<k>(table), sum[k]); });
-        if (MINS) {
-          const NibbleScales low = nibble_scales(mins);
-          each<kSums>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(low.of(k), factor, sum[k]); });
-        }
-      }
-    });
-    each<kSums>([&](auto k) SPECSPARSE_EACH { store(to + 16 * k, sum[k]); });
+        if (MINS) each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(set1(mins[k * kSubs / 4]), set1(a[r]), sum[k]); });
+      });
+      each<4>([&](auto k) SPECSPARSE_EACH { store(to + 16 * k, sum[k]); });
+    } else {
+      // A part of each vector at a time: AVX2 has no registers for all sums beside what makes floats of the codes.
+      each<16 / kSlice>([&](auto part) SPECSPARSE_EACH {
+        constexpr int kPart = decltype(part)::value;
+        S sum[4 * kStep];
+        each<4 * kStep>([&](auto k) SPECSPARSE_EACH { sum[k] = slice_load(to + 16 * k + kSlice * kPart); });
+        each<NR>([&](auto r) SPECSPARSE_EACH {
+          if (!kPart) __builtin_prefetch(ahead[r] + c * step);
+          const uint8_t* p = rows[r] + c * step;
+          const NibbleColumns codes = c + kStep <= end ? load_columns(p) : load_last_columns(p);
+          const auto scale = nibble_scales<kPart>(d + r * size + (c - begin) * 2);
+          each<4 * kStep>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(scale.of(k), codes.template column<k, kPart>(table), sum[k]); });
+          if (MINS) {
+            const auto low = nibble_scales<kPart>(m + r * size + (c - begin) * 2);
+            each<4 * kStep>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(low.of(k), slice_set1(a[r]), sum[k]); });
+          }
+        });
+        each<4 * kStep>([&](auto k) SPECSPARSE_EACH { store(to + 16 * k + kSlice * kPart, sum[k]); });
+      });
+    }
   }
 }
 

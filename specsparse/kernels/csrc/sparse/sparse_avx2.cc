@@ -49,33 +49,27 @@ struct NibbleTable {
     low = _mm256_unpacklo_epi64(first, second), high = _mm256_unpackhi_epi64(first, second);
   }
 };
-struct Halves {
-  __m256i a[2], b[2];
-};
-inline Halves to_halves(Bytes x, const NibbleTable& t) {
-  const __m256i al = _mm256_shuffle_epi8(t.low, x.a), ah = _mm256_shuffle_epi8(t.high, x.a);
-  const __m256i bl = _mm256_shuffle_epi8(t.low, x.b), bh = _mm256_shuffle_epi8(t.high, x.b);
-  return {{_mm256_unpacklo_epi8(al, ah), _mm256_unpackhi_epi8(al, ah)}, {_mm256_unpacklo_epi8(bl, bh), _mm256_unpackhi_epi8(bl, bh)}};
-}
-inline __m256 widened(__m256i halves, bool odd) {
-  return _mm256_castsi256_ps(odd ? _mm256_and_si256(halves, _mm256_set1_epi32(-65536)) : _mm256_slli_epi32(halves, 16));
-}
 struct NibbleColumns {
-  Bytes codes;
-  template <int K>
-  F column(const NibbleTable& t) const {
-    const Halves x = to_halves(codes, t);  // once for all K
-    return {widened(x.a[K / 2], K % 2), widened(x.b[K / 2], K % 2)};
+  __m256i both;
+  template <int K, int PART>
+  S column(const NibbleTable& t) const {  // but for the last step, once for all K
+    const __m256i codes = _mm256_and_si256(PART ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
+    const __m256i low = _mm256_shuffle_epi8(t.low, codes), high = _mm256_shuffle_epi8(t.high, codes);
+    const __m256i halves = K / 2 ? _mm256_unpackhi_epi8(low, high) : _mm256_unpacklo_epi8(low, high);
+    return {_mm256_castsi256_ps(K % 2 ? _mm256_and_si256(halves, _mm256_set1_epi32(-65536)) : _mm256_slli_epi32(halves, 16))};
   }
 };
-inline NibbleColumns load_columns(const uint8_t* p) { return {load_nibbles(p)}; }
+inline NibbleColumns load_columns(const uint8_t* p) { return {load256(p)}; }
 inline NibbleColumns load_last_columns(const uint8_t* p) { return load_columns(p); }
 constexpr int nibble_lane(int c) { return (c % 16 / 8 * 2 + c % 2) * 16 + c / 16 * 4 + c % 8 / 2; }
 struct NibbleScales {
-  F v;
-  F of(int) const { return v; }
+  S v;
+  S of(int) const { return v; }
 };
-inline NibbleScales nibble_scales(const float* s) { return {{_mm256_broadcast_ss(s), _mm256_broadcast_ss(s + 1)}}; }
+template <int PART>
+inline NibbleScales nibble_scales(const float* s) {
+  return {slice_set1(s[PART])};
+}
 // reduce_add of four at once: the same sums.
 inline void reduce_add_four(const F* x, float* out) {
   const auto quarter = [](F v) {

@@ -44,7 +44,7 @@ struct NibbleTable {
 };
 struct NibbleColumns {
   __m512i v[4];
-  template <int K>
+  template <int K, int>
   F column(const NibbleTable& t) const {
     return {_mm512_permutexvar_ps(K % 2 ? _mm512_srli_epi32(v[K / 2], 4) : v[K / 2], t.v)};
   }
@@ -62,6 +62,7 @@ struct NibbleScales {
   F low, high;
   F of(int k) const { return k % 2 ? high : low; }
 };
+template <int>
 inline NibbleScales nibble_scales(const float* s) {
   const __m512 v = _mm512_broadcast_f32x4(_mm_loadu_ps(s));
   return {{_mm512_permutevar_ps(v, _mm512_set_epi32(2, 2, 2, 2, 2, 2, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0))},

@@ -59,7 +59,7 @@ SPECSPARSE_SHARED F lookup_floats(const int8_t* codes, int k, const uint16_t* ha
 }
 struct NibbleColumns {
   Bytes codes;
-  template <int K>
+  template <int K, int>
   F column(const NibbleTable& t) const {
     return lookup_floats(codes.v, K, t.halves);
   }
@@ -83,7 +83,10 @@ struct NibbleScales {
   F v;
   const F& of(int) const { return v; }
 };
-inline NibbleScales nibble_scales(const float* s) { return {spread_scales<1>(s)}; }
+template <int>
+inline NibbleScales nibble_scales(const float* s) {
+  return {spread_scales<1>(s)};
+}
 
 // Bits of kWordsAtOnce words that differ.
 constexpr int64_t kWordsAtOnce = 1;
