@@ -181,19 +181,23 @@ class Loop:
         self.session.advance(rounds)
         return self.session.times.total - before
 
+    def drafts_of(self, tokens: int) -> None:
+        """With policy=fixed: drafts are of so many tokens, or nodes of a tree, from now on."""
+        state = self.session.state
+        sources = jax.tree.map(lambda a: jnp.asarray(np.full(a.shape, tokens, a.dtype)), state.policy.sources)
+        self.session.state = state._replace(policy=state.policy._replace(sources=sources))
+
     def again(self, rounds: int, *, start: int | None = None, drafted: int | None = None) -> float:
         """Seconds of up to `rounds` rounds behind the first `start` tokens, by default the whole prompt; only for
-        drafters without a state, which goes on. With policy=fixed drafts may be of `drafted` tokens."""
+        drafters without a state, which goes on. `drafted` as for `drafts_of`."""
+        if drafted is not None:
+            self.drafts_of(drafted)
         state = self.session.state
         length = self._length if start is None else jnp.asarray([start], jnp.int32)
-        policy = state.policy
-        if drafted is not None:
-            policy = policy._replace(sources=(jnp.asarray([drafted], jnp.int32),))
         self.session.state = state._replace(
             length=jnp.copy(length),
             finish=jnp.full((1,), int(Finish.RUNNING), jnp.int32),
             cache=state.cache._replace(length=length - jnp.int32(1)),
-            policy=policy,
         )
         jax.block_until_ready(self.session.state)
         return self.run(rounds)

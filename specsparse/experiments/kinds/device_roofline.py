@@ -123,7 +123,7 @@ def drafting_rows(
         else:
             spec = MethodSpec(cfg.drafter, cfg.verifier, Fixed(shape.max_nodes), shape, cfg.params)
             make, key = partial(resolve, spec, model), configured.draft_key(cfg)
-            table = measuring.table_with_draft(model, key, lambda make=make: [make()], bar=bar)
+            table = measuring.table_with_draft(model, key, make, bar=bar)
             known = configured.acceptance_key(cfg, key, "whole tree")
             table = acceptance.table_with_acceptance(model, known, make, prompts, cfg.params, whole=True, bar=bar)
             draft, (tokens, gamma) = table.drafts.get(key, FREE), table.acceptance[known]

@@ -242,9 +242,10 @@ def measure(model: Model, *, effort: Effort = Effort(), done: Callable[[], None]
     )
 
 
-LENGTHS = (2, 7)
-TEMPLATES = (TreeTemplate.kary((3,)), TreeTemplate.kary((3, 1, 1)))
-"""Chains of two lengths and trees of one level and of three, to tell a token's or level's cost from a round's."""
+LENGTHS = {2: 2, 7: 7}
+TEMPLATE, LEVELS = TreeTemplate.kary((3, 1, 1)), {3: 1, 9: 3}
+"""Chains of two lengths, and a tree cut to its first level and whole: budgets of a round, and the tokens or levels that
+they are. They tell a token's or level's cost from a round's."""
 ROUNDS = (12, 8)
 """Timed rounds of one method, and those of a slow model. If fewer than six draft they show no cost: `above_noise` is 0
 then."""
@@ -259,18 +260,14 @@ def table_for(
 
     With `draw`, how static trees draw children, `token_s` is the cost of a level; without, that of a chain's token.
     """
+    sizes, tree = (LENGTHS, None) if draw is None else (LEVELS, StaticTree(TEMPLATE, DRAWS[draw]))
+    policy, key = Fixed(max(sizes)), draft_key(name, options, draw)
+    spec = MethodSpec(Choice(name, dict(options)), policy=policy, tree=tree)
 
-    def methods() -> list[Method]:
-        drafter = Choice(name, dict(options))
-        if draw is None:
-            specs = [MethodSpec(drafter, policy=Fixed(gamma)) for gamma in LENGTHS]
-        else:
-            trees = [StaticTree(template, DRAWS[draw]) for template in TEMPLATES]
-            specs = [MethodSpec(drafter, policy=Fixed(tree.template.size), tree=tree) for tree in trees]
-        return [resolve(spec, model) for spec in specs]
+    def method() -> Method:  # a policy that takes all of a draft's room is left out by `resolve`
+        return dataclasses.replace(resolve(spec, model), policy=policy)
 
-    key = draft_key(name, options, draw)
-    return table_with_draft(model, key, methods, bar=bar), key
+    return table_with_draft(model, key, method, sizes, bar=bar), key
 
 
 def draft_key(name: str, options: Mapping[str, object] | None = None, draw: str | None = None) -> str:
@@ -284,45 +281,48 @@ def table_for_tree(
     """`table_for` for trees of one shape: the cost of a round of `method`, which drafts them."""
     shape = hashlib.sha256(repr(tree).encode()).hexdigest()[:16]
     key = f"{cost_key(name, options)}, tree #{shape}"
-    return table_with_draft(model, key, lambda: [method], bar=bar), key
+    return table_with_draft(model, key, lambda: method, bar=bar), key
 
 
 def table_with_draft(
-    model: Model, key: str, methods: Callable[[], Sequence[Method]], *, bar: Bar = silent
+    model: Model, key: str, method: Callable[[], Method], sizes: Mapping[int, int] | None = None, *, bar: Bar = silent
 ) -> CostTable:
     """The model's table with the cost of one drafter under `key`, both measured if they are not known yet, and kept.
 
-    `methods` is called to measure it; see `measure_draft`.
+    `method` is called to measure it; see `measure_draft`.
     """
     table = load_or_measure(model, bar=bar)
     if key not in table.drafts:
         with bar(f"measuring the cost of drafting by {key}", 1) as done:
-            table = table.with_draft(key, measure_draft(model, table, methods()))
+            table = table.with_draft(key, measure_draft(model, table, method(), sizes))
             done()
         table = timing_cache.save(model, table)
     return table
 
 
-def measure_draft(model: Model, table: CostTable, methods: Sequence[Method]) -> DraftCost:
+def measure_draft(
+    model: Model, table: CostTable, method: Method, sizes: Mapping[int, int] | None = None
+) -> DraftCost:
     """The cost of drafting in real rounds: to draft and to learn from the verdict, beyond drafts that cost nothing.
 
-    `methods` are one drafter with drafts of one or two sizes. Two tell the cost of a token (of a level, if they are
-    trees) from that of a round; with one, all of it is the round's. A cost that may be noise is 0.
+    `sizes` are budgets of a round with policy=fixed, and the tokens or levels that they are. Two tell the cost of a
+    token (of a level, if drafts are trees) from that of a round; without any, all of it is the round's. A cost that may
+    be noise is 0.
     """
-    longest, rounds = LENGTHS[-1], ROUNDS[table.plain_s > SLOW]
+    longest, rounds = max(LENGTHS), ROUNDS[table.plain_s > SLOW]
     once = token_ids(12, model.config.vocab_size, seed=1)  # repeated, so that lookups find something
     ids = np.resize(once, min(33, model.config.context_length // 2))
     truth = tuple(np.resize(once, 256).tolist())  # beyond its end all drafted ids would be the same
     wrong = Scripted.chain(longest, (0,), vocab_size=model.config.vocab_size, truth=truth)
-    free = time_rounds(model, Method(wrong, get_verifier("match"), Fixed(longest)), ids, rounds)
+    free = time_rounds(model, Method(wrong, get_verifier("match"), Fixed(longest)), ids, rounds, drafted=1)
     _, nothing, target_pass = map(statistics.median, zip(*free, strict=True))
-    speed = table.forward(1 + longest, len(ids)) / target_pass  # the table's times were measured at another time
+    speed = table.forward(2, len(ids)) / target_pass  # the table's times were measured at another time
     points = []
-    for method in methods:
-        found = time_rounds(model, method, ids, rounds)
+    for size, units in (sizes or {None: 0}).items():
+        found = time_rounds(model, method, ids, rounds, drafted=size)
         if found:
             assert method.drafter is not None
-            drafted = method.drafter.max_depth if method.drafter.tree else statistics.fmean(n for n, _, _ in found)
+            drafted = units if method.drafter.tree else statistics.fmean(n for n, _, _ in found)
             points.append((float(drafted), speed * above_noise([own - nothing for _, own, _ in found])))
     return fit_draft(points)
 
@@ -333,9 +333,11 @@ def above_noise(seconds: Sequence[float]) -> float:
     return statistics.median(seconds) if intervals.binomial(above, len(seconds))[0] > 0.5 else 0.0
 
 
-def time_rounds(model: Model, method: Method, ids: np.ndarray, rounds: int) -> list[tuple[int, float, float]]:
+def time_rounds(
+    model: Model, method: Method, ids: np.ndarray, rounds: int, *, drafted: int | None = None
+) -> list[tuple[int, float, float]]:
     """(tokens drafted, seconds to draft and to learn from the verdict, seconds of the target's pass) of each of so many
-    rounds that drafts.
+    rounds that drafts. With policy=fixed drafts may be of `drafted` tokens.
 
     The host runs each stage as a program of its own, so a draft is timed by itself, after the target's pass as in a
     compiled loop, and methods share the program of that pass. The first round is not timed: it reads from memory what
@@ -343,6 +345,8 @@ def time_rounds(model: Model, method: Method, ids: np.ndarray, rounds: int) -> l
     """
     assert method.drafter is not None
     loop, counted = Loop(model, method, ids, room=(rounds + 2) * (method.drafter.max_depth + 1), loop="host"), []
+    if drafted is not None:
+        loop.drafts_of(drafted)
     for _ in range(rounds + 1):
         loop.run(1)
         c = loop.session.counters()[0]

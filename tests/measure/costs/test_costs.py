@@ -351,13 +351,14 @@ def test_drafts_are_timed_alone_once_their_weights_are_in_the_caches(monkeypatch
 
 def test_a_draft_costs_what_it_takes_beyond_a_free_one_at_the_speed_of_the_table(monkeypatch):
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=64, context_length=512))
-    half = table().forward(8, 33) * 2  # the machine is half as fast as it was for the table
+    half = table().forward(2, 33) * 2  # the machine is half as fast as it was for the table
 
-    def timed(model, method, ids, rounds):
-        free = isinstance(method.drafter, Scripted)
-        return [(method.drafter.max_nodes, 1e-3 + (0 if free else method.drafter.max_nodes * 6e-4), half)] * rounds
+    def timed(model, method, ids, rounds, drafted=None):
+        own = 0.0 if isinstance(method.drafter, Scripted) else drafted * 6e-4
+        return [(drafted, 1e-3 + own, half)] * rounds
 
     monkeypatch.setattr(measuring, "time_rounds", timed)
-    methods = [SimpleNamespace(drafter=SimpleNamespace(max_nodes=n, tree=False)) for n in (2, 7)]
-    cost = measuring.measure_draft(model, table(), methods)
-    assert (cost.token_s, cost.fixed_s) == (pytest.approx(3e-4), pytest.approx(0.0, abs=1e-12))
+    chain, tree = (SimpleNamespace(drafter=SimpleNamespace(tree=tree)) for tree in (False, True))
+    for method, sizes, token_s in ((chain, {2: 2, 7: 7}, 3e-4), (tree, {3: 1, 9: 3}, 9e-4)):
+        cost = measuring.measure_draft(model, table(), method, sizes)
+        assert (cost.token_s, cost.fixed_s) == (pytest.approx(token_s), pytest.approx(0.0, abs=1e-12))

@@ -76,7 +76,7 @@ def test_a_busy_machine_is_said_and_measured_again(model, monkeypatch):
     note = advise(question).cases[0].clocks.note
     assert note == "note: a forward varied by 14% between repeats, the machine was busy: --refresh measures it again"
     monkeypatch.setattr(measuring, "measure", lambda model, effort=None, done=None: TABLE)
-    cost = lambda model, table, methods: DraftCost(0.003 if methods[0].drafter.tree else 0.002)  # noqa: E731
+    cost = lambda model, table, method, sizes: DraftCost(0.003 if method.drafter.tree else 0.002)  # noqa: E731
     monkeypatch.setattr(measuring, "measure_draft", cost)
     assert advise(dataclasses.replace(question, refresh=True)).cases[0].clocks.note is None
     assert {cost.token_s for cost in timing_cache.load(model).drafts.values()} == {0.002, 0.003}

@@ -21,7 +21,6 @@ from specsparse.run import conf_dir
 from specsparse.runtime import timing_cache
 from specsparse.runtime.method import Method
 from specsparse.runtime.metrics import Counters
-from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.synthetic import Scripted
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.verifiers import get_verifier
@@ -51,10 +50,6 @@ def table(model):
 def kept(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECSPARSE_CACHE", str(tmp_path))
     return tmp_path
-
-
-def make_ngram(gamma):
-    return Method(get_drafter("prompt_lookup", gamma=gamma), get_verifier("match"))
 
 
 def test_what_is_measured(table):
@@ -150,12 +145,18 @@ def test_a_table_belongs_to_one_file_and_machine_and_to_how_the_model_runs(model
 
 def test_a_drafter_is_measured_once(model, table, kept, monkeypatch):
     monkeypatch.setattr(measuring, "load_or_measure", lambda model, bar: timing_cache.load(model) or table)
-    found = measuring.table_with_draft(model, "prompt_lookup", lambda: [make_ngram(2), make_ngram(7)])
-    cost = found.drafts["prompt_lookup"]
-    assert cost.token_s >= 0 and cost.fixed_s >= 0
+    found, key = measuring.table_for(model, "prompt_lookup", {})
+    cost = found.drafts[key]
+    assert key == "prompt_lookup" and cost.token_s >= 0 and cost.fixed_s >= 0
     stages = [key[0][:2] for key in model.programs.compiled]
-    assert stages.count(("round", "verify")) == 2 < stages.count(("round", "draft"))  # one for each size of a draft
-    assert measuring.table_with_draft(model, "prompt_lookup", pytest.fail).drafts["prompt_lookup"] == cost
+    assert (stages.count(("round", "verify")), stages.count(("round", "draft"))) == (1, 2)  # the free drafter's too
+    assert measuring.table_with_draft(model, key, pytest.fail).drafts[key] == cost
+
+
+def test_a_level_of_a_tree_is_measured(model, table, kept, monkeypatch):
+    monkeypatch.setattr(measuring, "load_or_measure", lambda model, bar: timing_cache.load(model) or table)
+    found, key = measuring.table_for(model, "layer_skip", {}, draw="top")
+    assert key == "layer_skip, top trees" and found.drafts[key].token_s >= 0
 
 
 @pytest.mark.parametrize("context", [32, 64, 512, 8192])
