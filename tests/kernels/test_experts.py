@@ -149,6 +149,8 @@ def test_idle_neurons_left_out_change_no_bit(isa):
     up[:], down[:] = 255, 255  # NaN
     poisoned = replace(skip, skip=SkipWeights(replace(skip.skip.up, data=up), down))
     assert np.isnan(RUN["native"](*(z[:1] for z in a), poisoned)).any()
+    gate = np.full_like(skip.gate.data, 255)  # NaN is not taken for a closed gate
+    assert np.isnan(RUN["native"](*(z[:1] for z in a), replace(skip, gate=replace(skip.gate, data=gate)))).any()
 
 
 @cache
@@ -209,6 +211,9 @@ def test_the_router_breaks_ties_by_index_and_divides_as_llama_cpp_does(backend):
     np.testing.assert_allclose(weights[1], low, rtol=1e-5)
     experts, weights = choose(backend, np.zeros((2, 4)), k=2, normalised=False)
     np.testing.assert_allclose(weights, 0.25, rtol=1e-6)  # not divided by their sum
+    for gating in ("softmax", "sigmoid", "chosen"):
+        _, weights = choose(backend, [[1.0, 2.0, np.nan, 0.0]], k=2, gating=gating)
+        assert np.isnan(weights).all()  # not passed over
 
 
 @pytest.mark.parametrize("isa", ISAS)

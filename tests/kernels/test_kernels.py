@@ -233,6 +233,21 @@ def test_products_do_not_depend_on_the_shape_or_the_neighbours(name):
         assert (np.asarray(y)[~drop] == 0).all() and np.isnan(np.asarray(y)[2]).all()
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_single_nan_is_never_lost(isa):
+    """In any lane of a block that is quantised, and behind the gate of a ReLU."""
+    use(isa)
+    w = weights("Q8_0")[0]
+    x = np.ones((40, w.shape[1]), np.float32)
+    x[np.arange(40), 8 + np.arange(40)] = np.nan
+    n_valid = jnp.array([40], jnp.int32)
+    (y,) = BACKENDS["native"].linear(jnp.asarray(x), (w,), n_valid=n_valid)
+    assert np.isnan(y).all()
+    for act in ("relu", "relu2", "silu", "gelu_tanh"):
+        (y,) = BACKENDS["native"].linear(jnp.asarray(x[:2]), (w, w), n_valid=n_valid[:1] // 20, act=act)
+        assert np.isnan(y).all()
+
+
 @pytest.mark.parametrize("pair", [("Q4_K", "Q6_K"), ("Q4_0", "F16"), ("BF16", "Q8_0"), ("Q4_1", "Q5_0")])
 def test_matrices_of_two_types_in_one_call(pair):
     use("portable", 1)

@@ -31,7 +31,7 @@ inline F exp16(F x) {
 // One block of 32: scale = max|x| / 127, codes rounded to nearest even.
 void quantise_block(const float* x, QBlock* out) {
   const F a = load(x), b = load(x + 16);
-  const float largest = reduce_max(max(abs(a), abs(b)));
+  const float largest = largest_magnitude(a, b);  // NaN if there is one: its codes would hide it, its scale does not
   const F inverse = set1(largest > 0 ? 127.0f / largest : 0.0f);
   store_i8(out->q, to_int(mul(a, inverse)));
   store_i8(out->q + 16, to_int(mul(b, inverse)));

@@ -202,10 +202,11 @@ void choose_experts(const float* logits, int64_t count, int64_t ranks, Gating ga
     exponentials(scores, 0.0f, -1.0f);
     for (float& each : scores) each = 1.0f / (1.0f + each);
   }
+  const auto before = [&](int32_t a, int32_t b) { return scores[a] > scores[b] || (scores[a] != scores[a] && scores[b] == scores[b]); };
   for (int64_t j = 0; j < ranks; ++j) {
-    int32_t best = -1;
+    int32_t best = -1;  // a NaN is the best: passed over, it would be lost
     for (int32_t e = 0; e < count; ++e)
-      if (std::find(experts, experts + j, e) == experts + j && (best < 0 || scores[e] > scores[best])) best = e;
+      if (std::find(experts, experts + j, e) == experts + j && (best < 0 || before(e, best))) best = e;
     experts[j] = best, chosen.push_back(scores[best]);
   }
   if (gating == Gating::kChosen) soften(chosen);

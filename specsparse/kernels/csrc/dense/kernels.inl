@@ -101,7 +101,7 @@ void glu(float* gate, const float* up, int64_t count, Act act) {
       a = div(g, add(set1(1.0f), exp16(mul(set1(-1.702f), g))));
       u = add(where_less(u, least, least, u), set1(1.0f));
     } else {
-      a = max(g, zero());
+      a = where_less(g, zero(), zero(), g);  // a NaN stays one
       if (act == Act::kRelu2) a = mul(a, a);
     }
     store(gate + i, mul(a, u));

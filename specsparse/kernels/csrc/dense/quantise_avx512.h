@@ -10,18 +10,18 @@
 namespace specsparse {
 inline namespace SPECSPARSE_ISA {
 
-// The largest of each of sixteen vectors: lane i is of v[i].
-inline __m512 maxima(const __m512* v) {
-  __m512 a[8], b[4], c[2];
+// The largest of each of sixteen vectors of magnitudes: lane i is of v[i]. As integers, where NaN is above all.
+inline __m512 maxima(const __m512i* v) {
+  __m512i a[8], b[4], c[2];
   for (int i = 0; i < 8; ++i) {
     const int low = i % 4 + 8 * (i / 4);
-    a[i] = _mm512_max_ps(_mm512_shuffle_f32x4(v[low], v[low + 4], 0x44), _mm512_shuffle_f32x4(v[low], v[low + 4], 0xEE));
+    a[i] = _mm512_max_epi32(_mm512_shuffle_i32x4(v[low], v[low + 4], 0x44), _mm512_shuffle_i32x4(v[low], v[low + 4], 0xEE));
   }
   for (int i = 0; i < 4; ++i)
-    b[i] = _mm512_max_ps(_mm512_shuffle_f32x4(a[i], a[i + 4], 0x88), _mm512_shuffle_f32x4(a[i], a[i + 4], 0xDD));
-  for (int i = 0; i < 2; ++i) c[i] = _mm512_max_ps(_mm512_unpacklo_ps(b[2 * i], b[2 * i + 1]), _mm512_unpackhi_ps(b[2 * i], b[2 * i + 1]));
-  const __m512d first = _mm512_castps_pd(c[0]), second = _mm512_castps_pd(c[1]);
-  return _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(first, second)), _mm512_castpd_ps(_mm512_unpackhi_pd(first, second)));
+    b[i] = _mm512_max_epi32(_mm512_shuffle_i32x4(a[i], a[i + 4], 0x88), _mm512_shuffle_i32x4(a[i], a[i + 4], 0xDD));
+  for (int i = 0; i < 2; ++i)
+    c[i] = _mm512_max_epi32(_mm512_unpacklo_epi32(b[2 * i], b[2 * i + 1]), _mm512_unpackhi_epi32(b[2 * i], b[2 * i + 1]));
+  return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_unpacklo_epi64(c[0], c[1]), _mm512_unpackhi_epi64(c[0], c[1])));
 }
 
 // Block i of x goes to out[i * stride].
@@ -33,10 +33,11 @@ inline void quantise_row(const float* x, int64_t blocks, QBlock* out, int64_t st
   const __m128i less = _mm_setr_epi32(1, -128, -128, -128);
   for (int64_t first = 0; first < blocks; first += kSome) {
     const int some = blocks - first < kSome ? static_cast<int>(blocks - first) : kSome;
-    __m512 v[kSome];
+    __m512i v[kSome];
     for (int i = 0; i < kSome; ++i) {
       const float* from = x + kBlock * (i < some ? i : 0);
-      v[i] = _mm512_max_ps(_mm512_abs_ps(_mm512_loadu_ps(from)), _mm512_abs_ps(_mm512_loadu_ps(from + 16)));
+      const __m512 a = _mm512_abs_ps(_mm512_loadu_ps(from)), b = _mm512_abs_ps(_mm512_loadu_ps(from + 16));
+      v[i] = _mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b));
     }
     const __m512 largest = maxima(v);
     alignas(64) float scale[kSome], inverse[kSome];

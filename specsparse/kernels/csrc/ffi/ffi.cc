@@ -56,14 +56,15 @@ ffi::Error linear(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> norm, ffi::Buff
   constexpr size_t kMost = 3;
   const Operands operands{args, matrices};
   const size_t count = operands.count();
-  if (count > kMost || (glu && count != 2) || rets.size() != (glu ? 1 : count))
+  if (!count || count > kMost || (glu && count != 2) || rets.size() != (glu ? 1 : count))
     return ffi::Error::InvalidArgument("specsparse linear: one to three matrices, or two with an activation");
   Description weights[kMost];
   const Description* pointers[kMost];
   Output outs[kMost];
   bool quantise = false;
   for (size_t m = 0; m < count; ++m) {
-    if (!operands.read_biased(m, &weights[m]) || weights[m].matrix.cols != cols)
+    if (!operands.read_biased(m, &weights[m]) || weights[m].matrix.cols != cols ||
+        (glu && weights[m].matrix.rows != weights[0].matrix.rows))
       return ffi::Error::InvalidArgument("specsparse linear: matrix " + std::to_string(m) + " does not fit");
     pointers[m] = &weights[m];
     quantise |= !weights[m].matrix.is_float();
@@ -164,7 +165,10 @@ AttendShape attend_shape(const ffi::AnyBuffer& values, int64_t rows, int64_t wid
   s.cos = cos.typed_data(), s.sin = sin.typed_data(), s.length = length.typed_data(), s.n_valid = n_valid.typed_data();
   s.parents = parents.element_count() ? parents.typed_data() : nullptr;
   s.shift = shift.element_count() ? shift.typed_data() : nullptr;
-  if (s.positions < s.capacity) s.capacity = -1;  // does not fit
+  const auto has = [](const auto& operand, int64_t count) { return static_cast<int64_t>(operand.element_count()) == count; };
+  if (s.positions < s.capacity || s.n * s.batch != rows || !has(length, s.batch) || !has(n_valid, s.batch) ||
+      (s.parents && !has(parents, rows)) || (s.shift && !has(shift, s.batch)) || 2 * s.rope > s.d || !has(sin, cos.element_count()))
+    s.capacity = -1;  // does not fit
   return s;
 }
 
@@ -186,6 +190,10 @@ ffi::Error attend(ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<
   const int64_t rows = q.dimensions()[0], width = q.dimensions()[1];
   const AttendShape shape = attend_shape(cache_v, rows, width, cos, sin, length, n_valid, parents, shift, neox != 0);
   if (!shape.fits()) return ffi::Error::InvalidArgument("specsparse attend: head size and capacity must be multiples of 16");
+  const int64_t own = rows * shape.kv_heads * shape.d;
+  if (static_cast<int64_t>(k.element_count()) != own || v.element_count() != k.element_count() ||
+      cache_k.size_bytes() != cache_v.size_bytes())
+    return ffi::Error::InvalidArgument("specsparse attend: keys, values and caches do not go together");
   AttendKind kind;
   if (!attend_kind(shape, q_norm, k_norm, window, table, eps, &kind))
     return ffi::Error::InvalidArgument("specsparse attend: norms or table do not fit");
@@ -209,6 +217,14 @@ ffi::Error attend(ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<
 
 // How the FFNs of a call of `layers` are computed.
 enum class Ffns : int64_t { kDense, kSkipping, kPredicted, kMasked };
+
+// Whether a layer's matrices have the sizes that its phases read; `by_rows`: those of attention alone.
+bool go_together(const LayerWeights& l, const AttendShape& s, int64_t width, bool by_rows) {
+  const auto is = [&](LayerMatrix m, int64_t rows, int64_t cols) { return l.matrices[m].matrix.rows == rows && l.matrices[m].matrix.cols == cols; };
+  const int64_t kv = s.kv_heads * s.d, hidden = by_rows ? 0 : l.matrices[kGate].matrix.rows;
+  return is(kQ, s.heads * s.d, width) && is(kK, kv, width) && is(kV, kv, width) && is(kO, width, s.heads * s.d) &&
+         (by_rows || (is(kGate, hidden, width) && is(kUp, hidden, width) && is(kDown, width, hidden)));
+}
 
 // The neurons' rows of a sparse FFN; false if the data do not hold them or they do not fit each other.
 bool read_rows(const LayerDescriptor& d, const Operands& operands, NeuronDescription* rows, SparseFfn* out) {
@@ -353,6 +369,10 @@ ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffe
   if (!shape.fits()) return ffi::Error::InvalidArgument("specsparse layers: head size and capacity must be multiples of 16");
   for (size_t i = 0; i < count; ++i) {
     const LayerDescriptor& d = described[i];
+    const size_t bytes = operands.at(described[0].values)->size_bytes();
+    if (operands.at(d.keys)->size_bytes() != bytes || operands.at(d.values)->size_bytes() != bytes ||
+        !go_together(all[i], shape, width, by_rows))
+      return ffi::Error::InvalidArgument("specsparse layers: the matrices or caches of layer " + std::to_string(i) + " do not go together");
     if (!attend_kind(shape, operands.at(d.attn_q_norm), operands.at(d.attn_k_norm), d.window, d.table, eps, &all[i].kind))
       return ffi::Error::InvalidArgument("specsparse layers: norms or table of layer " + std::to_string(i) + " do not fit");
   }

@@ -101,6 +101,14 @@ inline float reduce_max(F x) {
   s = _mm_max_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
+// As integers the bits of magnitudes are in the same order, with NaN above all.
+inline float largest_magnitude(F x, F y) {
+  const auto bits = [](__m256 v) { return _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x7fffffff)); };
+  const __m256i t = _mm256_max_epi32(_mm256_max_epi32(bits(x.a), bits(x.b)), _mm256_max_epi32(bits(y.a), bits(y.b)));
+  __m128i s = _mm_max_epi32(_mm256_castsi256_si128(t), _mm256_extracti128_si256(t, 1));
+  s = _mm_max_epi32(s, _mm_shuffle_epi32(s, 0x4E));
+  return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epi32(s, _mm_shuffle_epi32(s, 0xB1))));
+}
 
 constexpr int kSlice = 8;  // rows of a group that share a register
 struct S {

@@ -58,8 +58,8 @@ std::deque<Ops> find_tables() {
 }
 
 std::deque<Ops>& tables() {
-  static std::deque<Ops> all = find_tables();
-  return all;
+  static auto* all = new std::deque<Ops>(find_tables());  // never destroyed: workers outlive main
+  return *all;
 }
 
 const Ops*& current() {

@@ -72,6 +72,12 @@ inline float reduce_add(F x) {
   return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
 inline float reduce_max(F x) { return _mm512_reduce_max_ps(x.v); }
+// As integers the bits of magnitudes are in the same order, with NaN above all.
+inline float largest_magnitude(F x, F y) {
+  const __m512i mask = _mm512_set1_epi32(0x7fffffff);
+  const __m512i a = _mm512_and_si512(_mm512_castps_si512(x.v), mask), b = _mm512_and_si512(_mm512_castps_si512(y.v), mask);
+  return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(_mm512_reduce_max_epi32(_mm512_max_epi32(a, b)))));
+}
 
 #include "simd/whole_slices.inl"
 

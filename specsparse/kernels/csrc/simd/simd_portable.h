@@ -161,6 +161,13 @@ SPECSPARSE_SHARED float reduce_max(const F& a) {
   for (int i = 1; i < 16; ++i) m = m > a.v[i] ? m : a.v[i];
   return m;
 }
+// NaN if there is one, as no maximum of floats says.
+SPECSPARSE_SHARED float largest_magnitude(const F& a, const F& b) {
+  float m = 0;
+  for (int i = 0; i < 16; ++i)
+    for (const float x : {std::fabs(a.v[i]), std::fabs(b.v[i])}) m = m != m || m > x ? m : x;
+  return m;
+}
 
 #include "simd/whole_slices.inl"
 

@@ -113,7 +113,7 @@ void ZeroSkip::hidden_of_kept(int64_t item) const {
     }
     for (int64_t i = 0; i < count; ++i) {  // a closed gate's up is not read
       js[live] = js[i], gates[live] = gates[i];
-      live += !closes || gates[i] > 0;
+      live += !closes || !(gates[i] <= 0);  // a NaN is none of a closed gate
     }
     multiply(js, gates, live, t, all + last, t + 1 < rows_ ? 0 : kept_->count - last);
   }
@@ -138,7 +138,7 @@ void ZeroSkip::hidden_of_open(int64_t item) const {
     for (int64_t r = g * kRows; r < end; ++r) {  // no branch: which are active cannot be guessed
       const float value = found[(r / kRows - g) * kStride + r % kRows];
       live[count] = static_cast<int32_t>(r), gates[count] = value;
-      count += value > 0;
+      count += !(value <= 0);  // a NaN is live
     }
     if (!few_of(count - before, end - g * kRows, up.row_bytes)) {
       together ? void(ops().dot_groups(up_->matrix, g, z_, 0, 1, ups)) : ops().dot(up_->matrix, g, z_, 0, 1, ups);
