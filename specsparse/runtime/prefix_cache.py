@@ -16,6 +16,7 @@ from specsparse.engine.cache import KVCache
 from specsparse.engine.model import Model
 from specsparse.engine.prefill import CHUNKS
 from specsparse.errors import UserError
+from specsparse.support.files import need_memory
 from specsparse.support.options import shown
 
 
@@ -60,8 +61,12 @@ class PrefixCache:
 
     def keep(self, new: ReadText, prompt: int) -> None:
         """Keeps a text whose prompt had so many tokens, in place of those that know no more of it."""
-        old = (t for t in self._texts if shared(t.tokens, new.tokens) < min(len(t.tokens), prompt - 1))
-        self._texts = [*old, new][-self._most :] if self._most else []
+
+        def replaced(old: ReadText) -> bool:
+            serves = old.model is new.model and (not old.wants or old.wants == new.wants)
+            return serves and shared(old.tokens, new.tokens) >= min(len(old.tokens), prompt - 1)
+
+        self._texts = [*(t for t in self._texts if not replaced(t)), new][-self._most :] if self._most else []
 
     def forget(self) -> bool:
         """Drops all texts; whether there were any."""
@@ -80,7 +85,10 @@ def shared(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def shortened(cache: KVCache, capacity: int) -> KVCache:
-    """The first slots of a cache: one for a long context mostly holds nothing. By numpy, which compiles nothing."""
+    """The first slots of a cache: one for a long context mostly holds nothing. By numpy, which compiles nothing.
+    UserError: there is no memory for them."""
+    size = sum(a.nbytes for a in (*cache.k, *cache.v)) * capacity // cache.capacity
+    need_memory("a text that is kept", size, "keep fewer")
     keys = [np.asarray(k)[:, :, : capacity // kv.LANES].copy() for k in cache.k]
     values = [np.asarray(v)[:, :, :capacity].copy() for v in cache.v]
     return cache._replace(k=tuple(jax.device_put(keys)), v=tuple(jax.device_put(values)))

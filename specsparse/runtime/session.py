@@ -311,7 +311,8 @@ class Session:
         self.loop.advance(self, max_rounds)
 
     def keep(self) -> None:
-        """Leaves what was read and written to the prefix cache, if the prompt was not there already."""
+        """Leaves what was read and written to the prefix cache, if the prompt was not there already. Without room for
+        it, texts that are kept are forgotten."""
         prompt = self.sequences[0].prompt
         if self._prefix_cache is None or self.cached == len(prompt) - 1:
             return
@@ -319,7 +320,11 @@ class Session:
         tokens = np.asarray(self.state.tokens)[0, :held].copy()
         hidden = None if self._hidden is None else np.asarray(self._hidden)[:, : len(prompt) - 1]
         wants = self.method.drafter.wants_hidden if self.method.drafter is not None else False
-        cache = shortened(self.state.cache, self.model.capacity_for(held))
+        try:
+            cache = shortened(self.state.cache, self.model.capacity_for(held))
+        except UserError:
+            self._prefix_cache.forget()
+            return
         self._prefix_cache.keep(ReadText(self.model, tokens, cache, hidden, wants), len(prompt))
 
     def end(self, kept: Mapping[int, int]) -> None:

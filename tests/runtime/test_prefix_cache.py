@@ -1,12 +1,14 @@
 """Prefix caching: less is read, and texts and log probabilities stay those without it, bit for bit."""
 
+from itertools import chain, repeat
+
 import numpy as np
 import pytest
 
 import specsparse
 from specsparse import PrefixCache
 from specsparse.engine import devices
-from specsparse.runtime.prefix_cache import applies
+from specsparse.runtime.prefix_cache import ReadText, applies
 from specsparse.support import files
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import random_head
@@ -60,8 +62,28 @@ def test_a_text_is_kept_in_its_own_length_and_forgotten_where_another_has_no_roo
     found = cache.find(model, np.array([*FIRST[::-1], 3]), False)
     assert found is not None and found[1].cache.capacity == 256
     monkeypatch.setattr(devices, "_LARGE", 0)
-    monkeypatch.setattr(files, "memory_available", iter([1, 1 << 40]).__next__)
+    monkeypatch.setattr(files, "memory_available", chain([1], repeat(1 << 40)).__next__)
     assert specsparse.generate(model, FIRST[::-1], max_tokens=2, prefix_cache=cache).stats.cached_tokens == 0
+
+
+def test_a_text_is_not_kept_where_its_copy_has_no_room(model, monkeypatch):
+    cache = PrefixCache()
+    specsparse.generate(model, FIRST, max_tokens=2, prefix_cache=cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "memory_available", lambda: 1)
+        specsparse.generate(model, FIRST[::-1], max_tokens=2, prefix_cache=cache)
+    assert not cache.forget()
+
+
+def test_a_text_stays_beside_one_that_cannot_serve_in_its_place(model):
+    ids, rows = np.array(FIRST, np.int32), np.zeros((1, len(FIRST), 4), np.float32)
+    of_head = ReadText(model, ids, model.new_cache(1, 256), rows, True)
+    for replacing, stays in (((None, False), True), ((rows, (0, 1)), True), ((rows, True), False)):
+        cache = PrefixCache(2)
+        cache.keep(of_head, len(ids))
+        cache.keep(ReadText(model, ids, of_head.cache, *replacing), len(ids))
+        found = cache.find(model, ids, True)
+        assert found is not None and (found[1] is of_head) == stays
 
 
 def test_mistakes_are_said(model):
@@ -72,8 +94,7 @@ def test_mistakes_are_said(model):
 
 
 def test_the_cache_serves_its_own_model_and_only_exact_kernels(model, path):
-    cache = PrefixCache()
-    specsparse.generate(model, FIRST, max_tokens=2, prefix_cache=cache)
-    again = specsparse.load(path, kv_dtype="f32")
-    assert specsparse.generate(again, FIRST, max_tokens=2, prefix_cache=cache).stats.cached_tokens == 0
+    cache, again = PrefixCache(2), specsparse.load(path, kv_dtype="f32")
+    passes = (specsparse.generate(m, FIRST, max_tokens=2, prefix_cache=cache) for m in (model, again, model, again))
+    assert [found.stats.cached_tokens for found in passes] == [0, 0, 69, 69]
     assert not applies(specsparse.load(path, backend="xla"), 1)
