@@ -129,7 +129,7 @@ def timing_lines(record: RunRecord) -> list[Text]:
     for name, side in record.groups["all"].sides.items():
         c = side.counters
         lines.append(Text(name, style="bold"))
-        lines.append(line("prompt eval time", side.prefill_s, side.prefill_tokens))
+        lines.append(line("prompt eval time", side.prefill_s, side.prefill_tokens - side.cached_tokens))
         lines.append(line("eval time", side.decode_s, c.num_emitted_tokens))
         if c.times.sample:
             lines.append(line("sample time", c.times.sample, c.num_emitted_tokens))

@@ -66,6 +66,7 @@ class Pass:
     decode_s: float
     compile_s: float
     seed: int = 0
+    cached_tokens: int = 0  # of the prompt's, those that were not read for this pass
 
     @classmethod
     def from_generation(cls, prompt_id: str, task: str, side: str, repeat: int, generation: Any) -> "Pass":
@@ -75,12 +76,12 @@ class Pass:
             prompt_id, task, side, repeat, ids, generation.text, str(generation.finish_reason),
             counters=dataclasses.replace(stats.counters, times=times), prefill_s=float(stats.prefill_s),
             prefill_tokens=int(stats.prefill_tokens), decode_s=float(stats.decode_s),
-            compile_s=float(stats.compile_s), seed=int(generation.seed),
+            compile_s=float(stats.compile_s), seed=int(generation.seed), cached_tokens=int(stats.cached_tokens),
         )  # fmt: skip
 
     @classmethod
     def from_row(cls, row: Json) -> "Pass":
-        """The inverse of `row`; older rows have no seed."""
+        """The inverse of `row`; older rows have no seed and no cached tokens."""
         own = {f.name: row[f.name] for f in dataclasses.fields(cls) if f.name in row}
         return cls(**own | {"token_ids": tuple(row["token_ids"]), "counters": metrics.from_dict(row["counters"])})
 
@@ -125,6 +126,7 @@ class SidePasses:
     bytes_per_second: float | None
     bandwidth_share: float | None
     draws_z: float | None = None
+    cached_tokens: int = 0  # of `prefill_tokens`, those that were not read again
 
 
 @dataclass(frozen=True)
@@ -262,6 +264,7 @@ def groups(passes: Sequence[Pass], *, bytes_per_pass: int, read_bandwidth: float
                     bytes_per_second=achieved,
                     bandwidth_share=achieved / read_bandwidth if achieved and read_bandwidth else None,
                     draws_z=draws_z(own),
+                    cached_tokens=sum(p.cached_tokens for p in own),
                 )
         out[task] = Group(sides, speedup_of(some) if len(sides) == 2 else None)
     return out

@@ -25,8 +25,9 @@ from tests.experiments.playing import run_config
 
 def stats(counters, decode_s=2.0):
     return GenerationStats(
-        counters, load_s=0.0, compile_s=0.25, prefill_s=0.5, prefill_tokens=10, decode_s=decode_s, decode_tokens=20
-    )
+        counters, load_s=0.0, compile_s=0.25, prefill_s=0.5, prefill_tokens=10, decode_s=decode_s, decode_tokens=20,
+        cached_tokens=4,
+    )  # fmt: skip
 
 
 @dataclass
@@ -176,6 +177,7 @@ def test_the_numbers(cfg, tmp_path):
     assert found.result.compile_s == 0.25 * (24 + 4 + 2)
     for part in ("plain text", "speed-up", "2.00", "100 %", "all 546 tokens", "prompt eval time", "ms per token"):
         assert part in text
+    assert "/     72 tokens" in text  # of prompts, that were read: 6 of 10 in each pass
     assert "time in draft, verify, sample and commit: not measured" in text
     said = " ".join(text.split())
     assert "over 26 passes, untimed ones and repeats included, each beside its prompt's first plain one" in said
