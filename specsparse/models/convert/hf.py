@@ -272,7 +272,7 @@ def _sources(checkpoint: Checkpoint, config: HfConfig) -> Iterator[Source]:
             continue
         stem, _, kind = (name + ".weight" * name.endswith(".sinks")).rpartition(".")
         number, _, rest = stem.removeprefix("model.layers.").partition(".")
-        in_layer = stem.startswith("model.layers.") and number.isdecimal() and rest in layer
+        in_layer = stem.startswith("model.layers.") and len(number) < 10 and number.isdecimal() and rest in layer
         if stem in _TOP:
             named[f"{_TOP[stem]}.{kind}"] = name
         elif in_layer and kind in ("weight", "bias"):

@@ -14,8 +14,10 @@ from specsparse.models.convert.write import Source
 if TYPE_CHECKING:
     from specsparse.models.convert.hf import Checkpoint
 
-_ONE = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(gate|up|down)(?:_proj)?\.weight")
-_ALL = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(_bias|_blocks|_scales|)")
+_ONE = re.compile(
+    r"model\.layers\.(\d{1,9})\.(?:mlp|block_sparse_moe)\.experts\.(\d{1,9})\.(gate|up|down)(?:_proj)?\.weight"
+)
+_ALL = re.compile(r"model\.layers\.(\d{1,9})\.mlp\.experts\.(gate_up|down)_proj(_bias|_blocks|_scales|)")
 """Of gpt-oss: a matrix of all experts [E, inputs, outputs], or in MXFP4 `_blocks` [E, outputs, blocks, 16] and
 `_scales` [E, outputs, blocks], and `_bias` [E, outputs]. Outputs of gate and up stand in turn."""
 
