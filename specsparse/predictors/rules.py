@@ -91,8 +91,8 @@ class UnionCap(Predictor):
 
     Row i of a draft counts only if all before it are accepted, so a neuron is worth the sum of decay^i over the rows i
     that keep it; ties go to the lower index. The same idea for experts is MoE-Spec's (arXiv:2602.16052). Lossy, and
-    contract C1 does not hold: a row's neurons depend on the rows beside it, so speculation may write another text than
-    plain decoding. Rows are taken to be a chain; nodes of a tree count by their order.
+    contract C1 does not hold: a row's neurons depend on the rows beside it, so speculation and prefix caching may write
+    another text than plain decoding. Rows are taken to be a chain; nodes of a tree count by their order.
 
     Attributes:
         inner: the predictor that is capped.

@@ -68,7 +68,7 @@ def tokenizer_keys(folder: Path, config: Json, *, vocab_size: int, pre: str | No
     if fast is not None:
         added |= {i: (token.content, token.special) for i, token in fast.get_added_tokens_decoder().items()}
     if wrong := [i for i, (text, _) in added.items() if not (0 <= i < _MOST_TOKENS and isinstance(text, str))]:
-        raise UserError(f"{folder}: the added token {wrong[0]} is no text, or its id is not from 0 to {_MOST_TOKENS}")
+        raise UserError(f"{folder}: the added token {wrong[0]} is no text, or its id is not 0 to {_MOST_TOKENS - 1}")
     for i, (text, special) in sorted(added.items()):
         extend(i + 1)
         tokens[i] = text
@@ -154,7 +154,7 @@ def _from_json(folder: Path, fast: tokenizers.Tokenizer, pre: str | None) -> tup
         raise UserError(f"{folder}: tokenizer.json is of type {model.get('type')}; only BPE is supported")
     by_id = {i: token for token, i in fast.get_vocab(with_added_tokens=True).items()}
     if max(by_id, default=0) >= _MOST_TOKENS:
-        raise UserError(f"{folder}: tokenizer.json has the id {max(by_id)}; ids from 0 to {_MOST_TOKENS} are supported")
+        raise UserError(f"{folder}: tokenizer.json has the id {max(by_id)}; ids up to {_MOST_TOKENS - 1} are supported")
     tokens = [by_id.get(i, f"[PAD{i}]") for i in range(max(by_id, default=-1) + 1)]
     plain = set(model["vocab"].values())
     types = [int(TokenType.NORMAL if i in plain else TokenType.UNUSED) for i in range(len(tokens))]

@@ -405,7 +405,7 @@ def test_folders_that_are_refused(tmp_path):
     assert "type 'q9': choose one of f32, f16" in refused(tmp_path, folder, type_name="q9")
     checkpoints.save(folder, CONFIG, {**w, "model.layers.0.self_attn.sinks": np.ones(4, np.float32)})
     assert "a llama has no tensor model.layers.0.self_attn.sinks" in refused(tmp_path, folder)
-    checkpoints.save(folder, CONFIG, {**w, f"model.layers.{'1' * 5000}.mlp.up_proj.weight": np.ones((8, 8), np.float32)})
+    checkpoints.save(folder, CONFIG, {**w, f"model.layers.{'1' * 5000}.mlp.up_proj.weight": np.ones(8, np.float32)})
     assert "a llama has no tensor model.layers.1111" in refused(tmp_path, folder)
     checkpoints.save(folder, CONFIG, {**w, "model.norm.weight": np.full(64, np.nan, np.float32)})
     assert "model.norm.weight holds values that are not finite" in refused(tmp_path, folder)
