@@ -24,6 +24,7 @@ def choice(logits_E, *, k, gating, normalised):
         normalised: weights are divided by their sum or by 2^-14, float16's least normal number, as in llama.cpp.
     """
     scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "chosen": lambda x: x}[gating](logits_E)
+    scores = jnp.where(jnp.isnan(scores), jnp.float32(jnp.nan), scores)  # top_k passes over one with a minus sign
     weights, chosen = jax.lax.top_k(scores, k)
     if gating == "chosen":
         weights = jax.nn.softmax(weights)
