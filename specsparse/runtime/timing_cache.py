@@ -271,8 +271,8 @@ def save(model: Model, table: CostTable) -> CostTable:
 
 
 GUESSED_V = {
-    "avx2": (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.35, 2.7),  # the slower of two machines, two cores (docs/LOG.md)
-    "avx512": (1.0, 1.08, 1.2, 1.37, 1.58, 1.82, 2.0, 2.2),
+    "avx2": (1.0, 1.08, 1.19, 1.3, 1.55, 1.75, 1.95, 2.15),  # between a quiet and a busy hour (docs/vn.md)
+    "avx512": (1.0, 1.08, 1.15, 1.22, 1.3, 1.39, 1.5, 1.63),
     "batched": (1.0, 1.1),  # the xla backend and accelerators
     "row by row": (1.0, 2.0),  # the reference kernels
 }

@@ -39,10 +39,11 @@ WRITTEN, CAPACITY = 128, 1088
 STATUS = timing_cache.kernels.status()
 
 MACHINES = {
-    "avx2": (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.35, 2.7, 3.05, 3.4, 3.75),
-    "avx512": (1.0, 1.08, 1.2, 1.37, 1.58, 1.82, 2.0, 2.2, 2.4, 2.6, 2.8),
+    "avx2": (1.0, 1.07, 1.22, 1.4, 1.62, 1.84, 2.06, 2.28, 2.54, 2.79, 3.05),
+    "avx512": (1.0, 1.05, 1.12, 1.19, 1.27, 1.36, 1.47, 1.58, 1.73, 1.88, 2.03),
+    "older kernels": (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.35, 2.7, 3.05, 3.4, 3.75),
 }
-"""v(1)..v(11) of SmolLM2-135M Q4_1, two cores (docs/LOG.md); beyond v(8) by the last slope."""
+"""v(1)..v(11) of SmolLM2-135M Q4_1, two cores, AVX2 in a busy hour (docs/vn.md); between measured rows by a line."""
 ROUND = 0.02
 """What a round of the speculative loop takes besides, in plain steps, with a draft or without."""
 COSTS = {"head": (0.06, 0.03), "smollm2-draft": (0.2, 0.0), "layer_skip": (0.8, 0.0)}
@@ -164,9 +165,9 @@ def test_a_lookup_by_its_name_is_never_much_slower_than_plain_decoding(replay, n
 
 def test_a_processor_with_avx512_is_guessed_to_be_one(replay, monkeypatch):
     """Its rows are cheaper, so lookups gain more there than by the guess for AVX2."""
+    by_avx2 = replay.speeds(replay.by_default("prompt_lookup"), MACHINES["avx512"])
     monkeypatch.setattr(timing_cache.kernels, "status", lambda: {**STATUS, "isa": "avx512"})
     here = replay.speeds(replay.rounds(replay.method("prompt_lookup")), MACHINES["avx512"])
-    by_avx2 = replay.speeds(replay.by_default("prompt_lookup"), MACHINES["avx512"])
     assert min(of_tasks(here, 0.0).values()) >= 0.97 and min(of_tasks(here, 0.8).values()) >= 0.93
     assert here.mean() > by_avx2.mean()
 
@@ -194,7 +195,7 @@ def test_in_a_batch_what_pays_is_what_pays_the_batch(replay):
     together = resolve(MethodSpec("prompt_lookup"), replay.model, batch=8)
     rows = guessed_v("native", 40)
     v = tuple(t / rows[7] for t in rows[7::8])
-    assert v[1] > 1.9  # nothing like a second row of one sequence
+    assert v[1] > 1.7  # nothing like a second row of one sequence
     alone, here = (replay.speeds(rounds, v) for rounds in (replay.by_default("prompt_lookup"), replay.rounds(together)))
     assert min(of_tasks(here, 0.8).values()) >= 0.93 > min(of_tasks(alone, 0.8).values())
     assert here.mean() > alone.mean()
@@ -217,5 +218,5 @@ def test_a_text_that_depends_on_its_drafts_is_drafted_in_a_batch_as_alone(replay
 def test_what_generate_drafted_before_is_told_from_what_pays(replay):
     """Ten tokens a round after a match of one, as in the original: slower than plain decoding on most tasks."""
     method = Method(get_drafter("prompt_lookup", gamma=10, ngram_min=1), get_verifier("greedy"))
-    found = of_tasks(replay.speeds(replay.rounds(method), MACHINES["avx512"]), 0.0)
+    found = of_tasks(replay.speeds(replay.rounds(method), MACHINES["older kernels"]), 0.0)
     assert found["chat"] < 0.8 and sum(speed < 0.97 for speed in found.values()) > 4, found
