@@ -36,7 +36,7 @@ def experts_ffn(config: ModelConfig, kernels: Kernels, *, neurons: bool = False)
     assert routing is not None
 
     def ffn(layer: Layer, x_RD, n_valid_B, entered_RD):
-        zeros_RD = jnp.zeros_like(x_RD)
+        zeros_RD = jnp.zeros_like(x_RD)  # the fused norm is that of a sum
         z_RD = kernels.add_normed(zeros_RD, x_RD, layer.ffn_norm, n_valid=n_valid_B, eps=config.norm_eps)
         read_RD, biases = entered_RD if routing.early else z_RD, layer.bias(ROUTER)
         (logits_RE,) = kernels.linear(read_RD, (layer.router,), biases=biases, n_valid=n_valid_B)

@@ -43,9 +43,9 @@ class PrefixCache:
         self._most, self._texts = texts, list[ReadText]()
 
     def find(self, model: Model, prompt: np.ndarray, wants: bool | tuple[int, ...]) -> tuple[int, ReadText] | None:
-        """The text that spares `prompt`, int32[n], most tokens, and how many (at most n - 1).
+        """How many tokens of `prompt`, int32[n], need not be read (at most n - 1), and the text that has most of them.
 
-        None if that is less than a chunk of a prompt, for which it pays to copy no cache.
+        None if they are fewer than the smallest chunk: reading them takes no longer than copying a cache.
         """
 
         def spared(text: ReadText) -> int:
@@ -75,11 +75,12 @@ class PrefixCache:
 
 
 def applies(model: Model, batch: int) -> bool:
+    """Whether a row's bits are the same whatever is read beside it, and the batch is one text on one device."""
     return batch == 1 and model.devices.ways is None and not kernels.depends_on_rows(model.kernels.name)
 
 
 def shared(a: np.ndarray, b: np.ndarray) -> int:
-    """Tokens that two texts begin with alike."""
+    """Tokens that two texts, int32[n] and int32[m], begin with alike."""
     n = min(len(a), len(b))
     return int(np.append(a[:n] != b[:n], True).argmax())
 
@@ -95,7 +96,7 @@ def shortened(cache: KVCache, capacity: int) -> KVCache:
 
 
 def continued(_: object, old: KVCache, empty: KVCache, length_B: jax.Array) -> KVCache:
-    """`empty` with the first `length` tokens of `old`, which stays as it is. A program without weights."""
+    """`empty` with the first `length_B`, int32[1], tokens of `old`, which stays as it is. A program without weights."""
     n = min(old.capacity, empty.capacity)
 
     def copied(axis: int, n: int, source: jax.Array, target: jax.Array) -> jax.Array:

@@ -156,8 +156,8 @@ class Session:
         self.sampling, self.job = self._job(limits)
         self.cached = 0
         self._hidden: jax.Array | None = None
-        self._prefix_cache = prefix_cache if applies(model, len(sequences)) else None
-        self.state: DecodeState = model.everywhere(self._prefill(limits, prefix_cache))
+        self._prefix_cache = prefix_cache
+        self.state: DecodeState = model.everywhere(self._prefill(limits))
 
     def _limit(self, request: Request) -> int:
         """The length at which a sequence ends."""
@@ -239,7 +239,7 @@ class Session:
         self.log.add(Times(prefill=spent))
         return hidden, cache
 
-    def _prefill(self, limits: np.ndarray, kept: PrefixCache | None) -> DecodeState:
+    def _prefill(self, limits: np.ndarray) -> DecodeState:
         """The state after all tokens of each prompt but the last, which the first round feeds. Texts that are kept are
         forgotten if this one has no room beside them."""
         prompts = [s.prompt for s in self.sequences]
@@ -252,10 +252,11 @@ class Session:
         try:
             cache, known = self.model.new_cache(batch, self.capacity), None
         except UserError:
-            if kept is None or not kept.forget():
+            if self._prefix_cache is None or not self._prefix_cache.forget():
                 raise
             cache, known = self.model.new_cache(batch, self.capacity), None
-        if self._prefix_cache and (found := self._prefix_cache.find(self.model, prompts[0], wants_hidden)):
+        kept = self._prefix_cache if applies(self.model, batch) else None
+        if kept and (found := kept.find(self.model, prompts[0], wants_hidden)):
             self.cached, text = found
             known = text.hidden
             begun, held = self.clock(), np.array([self.cached], np.int32)
@@ -278,7 +279,7 @@ class Session:
                 rows = np.concatenate([known[:, : self.cached], *map(np.asarray, hidden)], axis=1)[:, :fed]
                 hidden = [np.pad(rows, ((0, 0), (0, sum(chunk_rows(fed)) - fed), (0, 0)))]
             features = jnp.concatenate(hidden, axis=1) if wants_hidden and hidden else None
-            self._hidden = features if self._prefix_cache else None
+            self._hidden = features if kept else None
 
             def begin(weights, job, state, text, features):
                 return round_of(self).init(weights, job, state, text=text, hidden=features)
@@ -314,7 +315,8 @@ class Session:
         """Leaves what was read and written to the prefix cache, if the prompt was not there already. Without room for
         it, texts that are kept are forgotten."""
         prompt = self.sequences[0].prompt
-        if self._prefix_cache is None or self.cached == len(prompt) - 1:
+        read = len(prompt) - 1 - self.cached
+        if self._prefix_cache is None or not read or not applies(self.model, len(self.sequences)):
             return
         held = min(int(self.state.cache.length[0]), int(self.state.length[0]) - 1)
         tokens = np.asarray(self.state.tokens)[0, :held].copy()
