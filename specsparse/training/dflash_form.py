@@ -23,7 +23,7 @@ from specsparse.speculative.drafters.heads.dflash import BlockKeys, BlockLayer, 
 from specsparse.speculative.drafters.heads.dspark import DSparkFile, MarkovWeights, SparkShape
 from specsparse.training import form
 from specsparse.training.corpus import Text, Window, fill, pack
-from specsparse.training.form import Aim, FeatureForm, Frozen, ridge, unit
+from specsparse.training.form import Aim, FeatureForm, Frozen, Loss, ridge, unit
 from specsparse.training.layer import Keys, attention, linear, times
 
 _ROWS, _DRAFTING = 512, 224  # size of the windows that the first weights are fitted on
@@ -229,6 +229,7 @@ class DSparkForm(DFlashForm):
 
     name: ClassVar[str] = "dspark"
     drafter: ClassVar[str] = "dspark"
+    loss: ClassVar[Loss] = "kl_tv"
 
     rank: int = 64  # of the Markov head
 
@@ -265,14 +266,12 @@ class DSparkForm(DFlashForm):
     def losses(
         self, weights: BlockWeights, frozen: Frozen, embedding: QTensor, window: Window, count: int, aim: Aim
     ) -> list[tuple[jax.Array, jax.Array]]:
-        """0.1 times the divergence, 0.9 times the total variation, and the cross entropy of the confidence against the
-        acceptance, which is 1 less the total variation."""
+        """And the cross entropy of the confidence against the acceptance."""
         before_mr, found = self._before(weights, window), []
         for y_mN, h_mD in self._places(weights, frozen, embedding, window, count):
-            tv_m = 0.5 * jnp.sum(jnp.abs(jax.nn.softmax(y_mN, axis=-1) - aim.p), axis=-1)
             c_m = dspark.confidence_logits(linear, self.shape, weights.markov, before_mr, h_mD)
-            surprise_m = jax.nn.softplus(c_m) - (1 - jax.lax.stop_gradient(tv_m)) * c_m
-            found.append((y_mN, 0.1 * aim.divergence(y_mN) + 0.9 * tv_m + surprise_m))
+            surprise_m = jax.nn.softplus(c_m) - jax.lax.stop_gradient(aim.acceptance(y_mN)) * c_m
+            found.append((y_mN, aim.loss(y_mN) + surprise_m))
         return found
 
     def _own(self, weights: BlockWeights, ids: np.ndarray) -> tuple[type[DFlashFile], dict[str, np.ndarray]]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,15 +44,37 @@ class Frozen(NamedTuple):
     sin: jax.Array
 
 
+Loss = Literal["kl", "tv", "nla", "lk_hybrid", "kl_tv"]
+
+
 class Aim(NamedTuple):
     """The target's distribution at the drafting rows: float32[m, N], and its entropy in nats, float32[m]."""
 
     p: jax.Array
     entropy: jax.Array
+    name: Loss  # of the loss
 
-    def divergence(self, logits_mN: jax.Array) -> jax.Array:
-        """KL(target, drafter) of each row in nats, float32[m]."""
-        return jax.nn.logsumexp(logits_mN, axis=-1) - jnp.sum(self.p * logits_mN, axis=-1) - self.entropy
+    def loss(self, logits_mN: jax.Array) -> jax.Array:
+        """What training lowers at each row, float32[m]: the divergence KL(p, q) in nats, the total variation of p and
+        q, -log of its complement, which is the share of q's tokens that verification accepts, or a mixture of the
+        first two: `lk_hybrid` weighs the divergence by exp(-3 acceptance) (LK losses, arXiv:2602.23881), `kl_tv` by
+        0.1 (DSpark, arXiv:2607.05147)."""
+        kl_m = jax.nn.logsumexp(logits_mN, axis=-1) - jnp.sum(self.p * logits_mN, axis=-1) - self.entropy
+        accepted_m = self.acceptance(logits_mN)
+        match self.name:
+            case "kl":
+                return kl_m
+            case "nla":
+                return -jnp.log(jnp.maximum(accepted_m, 1e-6))
+            case "lk_hybrid":
+                share_m = jax.lax.stop_gradient(jnp.exp(-3 * accepted_m))
+            case "kl_tv" | "tv":
+                share_m = 0.1 if self.name == "kl_tv" else 0.0
+        return share_m * kl_m + (1 - share_m) * (1 - accepted_m)
+
+    def acceptance(self, logits_mN: jax.Array) -> jax.Array:
+        """The share of the drafter's tokens that rejection sampling accepts, sum of min(p, q): float32[m]."""
+        return jnp.minimum(self.p, jax.nn.softmax(logits_mN, axis=-1)).sum(axis=-1)
 
 
 @dataclass(frozen=True)
@@ -62,6 +84,7 @@ class Form(abc.ABC):
     name: ClassVar[str]  # the end of its file's name
     drafter: ClassVar[str]  # runs the file
     option: ClassVar[str]  # of that drafter, which takes the file
+    loss: ClassVar[Loss] = "kl"  # if `train.loss` is not given
 
     model: Model  # the target
 
@@ -106,8 +129,8 @@ class Form(abc.ABC):
     def losses(
         self, weights: Pytree, frozen: Frozen, embedding: QTensor, window: Window, count: int, aim: Aim
     ) -> list[tuple[jax.Array, jax.Array]]:
-        """`logits`, and with each float32[m], what training lowers: by default the divergence from the target."""
-        return [(y_mN, aim.divergence(y_mN)) for y_mN in self.logits(weights, frozen, embedding, window, count)]
+        """`logits`, and with each float32[m], what training lowers."""
+        return [(y_mN, aim.loss(y_mN)) for y_mN in self.logits(weights, frozen, embedding, window, count)]
 
     @abc.abstractmethod
     def write(self, path: Path, weights: Pytree, ids: np.ndarray, *, quant: str) -> Path:

@@ -21,7 +21,7 @@ from specsparse.kernels.qtensor import take_rows
 from specsparse.kernels.reference.dense import rms_norm
 from specsparse.support.options import Count, Internal, Positive, Range, Size
 from specsparse.training.corpus import Text, Window, fill, pack, spans
-from specsparse.training.form import Aim, Form, Frozen, id_counts
+from specsparse.training.form import Aim, Form, Frozen, Loss, id_counts
 from specsparse.training.layer import Precision, halved, times
 from specsparse.training.training_loop import OnStep, endless, train, trapezoid, updated
 
@@ -35,6 +35,7 @@ class TrainOptions:
     rows: Count = 512
     drafting: Count = 224
     streams: Count = 2  # tokens of a draft that are trained
+    loss: Loss | None = None  # at each row, of `Aim.loss`; None: dspark kl_tv, the others kl
     stream_weight: Positive = 0.8  # of each stream in the loss against the one before it
     # ids of the draft vocabulary that a step's softmax runs over, others in every step: those that follow its rows and
     # further ones, drawn as often as they occur; 0 for all of them, which costs more
@@ -196,7 +197,7 @@ class Trainer:
         z_mN = times(rms_norm(window.after, frozen.output_norm, self.config.norm_eps), frozen.head)  # the target's own
         log_sum, best = jax.nn.logsumexp(z_mN, axis=-1), jnp.argmax(z_mN, axis=-1)
         p_mN = jnp.exp(z_mN - log_sum[:, None])
-        aim = Aim(p_mN, log_sum - jnp.sum(p_mN * z_mN, axis=-1))
+        aim = Aim(p_mN, log_sum - jnp.sum(p_mN * z_mN, axis=-1), o.loss or self.form.loss)
         drafts = self.form.losses(halved(weights, o.precision), frozen, embedding, window, o.streams, aim)
         counts_sm = jnp.stack([window.depth >= s for s in range(len(drafts))])
         if replay:

@@ -1,6 +1,7 @@
 """EAGLE-3 heads as functions to differentiate: what other software computes. DSpark drafters: what decodes."""
 
 from pathlib import Path
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from specsparse.testing.drafting import draft_context, on_target, target_rows
 from specsparse.training.corpus import Window
 from specsparse.training.dflash_form import DSparkForm
 from specsparse.training.eagle_form import EAGLE3_NAMES, Eagle3Form
-from specsparse.training.form import Aim, Frozen, last_inputs
+from specsparse.training.form import Aim, Frozen, Loss, last_inputs
 from tests.speculative.test_dspark import along, asked
 from tests.tolerances import HEAD_NMSE
 
@@ -54,6 +55,29 @@ def test_eagle3_on_its_own_rows_is_what_speculators_compute():
     found = jax.jit(lambda w: form.logits(w, frozen, model.params.embedding, rows, 3))(weights)
     for s, (ours, theirs) in enumerate(zip(found, io["library_ttt_logits"], strict=True)):
         assert nmse(ours[s:], theirs[: n - s]) < 1e-8, s
+
+
+def test_losses_are_those_of_their_papers():
+    """With gradients: the weight of the divergence in `lk_hybrid` is not differentiated."""
+    rng = np.random.default_rng(0)
+    p_mN, y_mN = jax.nn.softmax(jnp.asarray(rng.normal(0, 2, (5, 9)))), jnp.asarray(rng.normal(0, 2, (5, 9)))
+
+    def kl(y):
+        return jnp.sum(p_mN * (jnp.log(p_mN) - jax.nn.log_softmax(y)), axis=-1)
+
+    def tv(y):
+        return 0.5 * jnp.sum(jnp.abs(p_mN - jax.nn.softmax(y)), axis=-1)
+
+    weight_m = jnp.exp(-3 * (1 - tv(y_mN)))
+    wanted = {
+        "kl": kl, "tv": tv, "nla": lambda y: -jnp.log(1 - tv(y)), "kl_tv": lambda y: 0.1 * kl(y) + 0.9 * tv(y),
+        "lk_hybrid": lambda y: weight_m * kl(y) + (1 - weight_m) * tv(y),
+    }  # fmt: skip
+    assert set(wanted) == set(get_args(Loss))
+    for name, loss in wanted.items():
+        found = Aim(p_mN, -jnp.sum(p_mN * jnp.log(p_mN), axis=-1), name).loss
+        for ours, theirs in ((found, loss), (jax.jacrev(found), jax.jacrev(loss))):
+            np.testing.assert_allclose(ours(y_mN), theirs(y_mN), rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +143,7 @@ def test_dspark_trains_the_function_that_decodes(tmp_path):
     rows = window(np.asarray(features)[0, :n], text[1:].astype(np.int32), [n])
     frozen = Frozen(None, jnp.asarray(form.output_rows(ids)), jnp.asarray(ids, jnp.int32), None, None)
     p_nN = jax.nn.softmax(jnp.asarray(rng.normal(0, 1, (n, len(ids))), jnp.float32))
-    aim = Aim(p_nN, -jnp.sum(p_nN * jnp.log(p_nN), axis=-1))
+    aim = Aim(p_nN, -jnp.sum(p_nN * jnp.log(p_nN), axis=-1), form.loss)
     found = jax.jit(lambda w: form.losses(w, frozen, model.params.embedding, rows, 3, aim))(weights)
     decoded = along(made.drafter)
     for row in (0, n - 3):
