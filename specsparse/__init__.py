@@ -1,8 +1,7 @@
 """Speculative and sparse-activation decoding of GGUF models in JAX: exact, measured, explained."""
 
 import os
-import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specsparse.errors import UserError
 from specsparse.support.cgroup import cpus
@@ -38,14 +37,5 @@ _HOMES = dict.fromkeys(__all__, "specsparse.api") | {
     "load": "specsparse.runtime.load",  # a model is loaded without what drafts and verifies
     "register": "specsparse.speculative.drafters",
 }
-_RENAMED = {"Handed": "ExternalVerifier"}  # the old names go with the next version
-
-_named, __dir__ = lazy_names(__name__, _HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    """The public names, imported when first used: `python -m specsparse --help` need not wait for JAX."""
-    if name in _RENAMED:
-        warnings.warn(f"specsparse.{name} is specsparse.{_RENAMED[name]} now", DeprecationWarning, stacklevel=2)
-        name = _RENAMED[name]
-    return _named(name)
+# Imported when first used: `python -m specsparse --help` need not wait for JAX.
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -39,7 +39,7 @@ COMMANDS = {
 TOOLS = ("advise", "audit", "bench", "chat", "inspect", "profile", "replay", "serve")
 """Commands that are a package of `specsparse.tools`; the others are modules of `specsparse.cli`."""
 REWRITING = ("audit", "bench")
-"""Tools with a default sub-command: their `rewritten` puts it in front, and old flags into the form of today."""
+"""Tools with a default sub-command: their `rewritten` puts it in front."""
 
 
 class Parser(argparse.ArgumentParser):

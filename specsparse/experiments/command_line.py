@@ -45,7 +45,6 @@ _SAID = {
 _MOST_LISTED = 24  # keys of one group that a line may list
 _NEAR = 0.7  # least likeness of two keys of which one may be a slip for the other
 _AS_NEAR = 0.15  # a key less like than the best by more than this is not named beside it
-_OLD_KEYS = {"certify.museum": "certify.known_bugs"}
 _FLAGS = ("-m", "--multirun", "-h", "--help", "-r", "--run", "--resolve")
 
 
@@ -60,7 +59,7 @@ def shorthand(argv: list[str]) -> list[str]:
     out = []
     for arg in argv:
         key, eq, value = arg.partition("=")
-        key = _OLD_KEYS.get(key) or config_key(key)
+        key = config_key(key)
         if key == "drafter.model" != arg.partition("=")[0] and "drafter" not in keys:  # assistant_model=FILE says both
             out.append("drafter=model")
         value = ",".join(PARTS[key].canonical(name) for name in value.split(",")) if key in PARTS else value

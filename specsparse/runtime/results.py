@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import warnings
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 
@@ -105,12 +104,6 @@ class Generation:
 
     def __str__(self) -> str:
         return self.text
-
-    @property
-    def origins(self) -> tuple[TokenSource, ...] | None:
-        """The old name of `token_sources`; it goes with the next version."""
-        warnings.warn("Generation.origins is Generation.token_sources now", DeprecationWarning, stacklevel=2)
-        return self.token_sources
 
     def __repr__(self) -> str:
         """The beginning of the text, then how many tokens it has and why it ended, in one line."""

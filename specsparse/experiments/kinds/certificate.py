@@ -13,7 +13,7 @@ from specsparse.speculative.proof.external import ExternalVerifier, external
 from specsparse.speculative.proof.results import COLUMNS, DRIVER, LEGEND, POWER, RULE
 from specsparse.speculative.verifiers import VERIFIERS, get_verifier
 from specsparse.support import registry, tables, terminal
-from specsparse.support.options import Also, Range, Seed
+from specsparse.support.options import Range, Seed
 
 DEFINITIONS = {
     "tv": "total variation between the joint distribution of the tokens of one round, continued by plain sampling, and "
@@ -31,7 +31,7 @@ class CertifySpec:
     vocab: Annotated[int, Range(2, 6)] | None = None
     gamma: Annotated[int, Range(1, 3)] | None = None
     mutants: bool = True
-    known_bugs: Annotated[bool, Also("museum")] = True
+    known_bugs: bool = True
     also: tuple[str, ...] = ()
 
     def callables(self) -> list[ExternalVerifier | Policy]:

@@ -13,7 +13,6 @@ draft-length policy is certified by the driver on the drafts that it leaves (`po
 
 import dataclasses
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -111,7 +110,7 @@ class _Options:
 def certify(
     verifiers: "Sequence[Certifiable] | Certifiable | None" = None, *, vocab: int | None = None,
     gamma: int | None = None, seed: int = 0, mutants: bool | None = None, driver: bool = True, known_bugs: bool = False,
-    museum: bool | None = None, progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> CertificateReport:  # fmt: skip
     """Measures verifiers (all of `VERIFIERS` if None) and the mutants; most of a minute for all.
 
@@ -125,15 +124,11 @@ def certify(
         mutants: whether to run the mutants too; by default they run unless callables alone are certified.
         driver: whether to certify, beside the rules, the jitted driver of the lossless verifiers.
         known_bugs: whether to run `KNOWN_BUGS` too, real mistakes and methods that were called lossy.
-        museum: the old name of `known_bugs`, for one version.
         progress: gets a line before each part of what may take long.
 
     Raises:
         UserError: an unknown name, a case too large to enumerate, or a callable that cannot be certified so.
     """
-    if museum is not None:
-        warnings.warn("certify(museum=) is known_bugs= now", DeprecationWarning, stacklevel=2)
-        known_bugs = museum
     given = {"vocab": vocab, "gamma": gamma, "seed": seed, "mutants": mutants, "driver": driver}
     read(_Options, {**given, "known_bugs": known_bugs}, group="", null=True)
     alone = verifiers is not None and (isinstance(verifiers, str) or not isinstance(verifiers, Sequence))

@@ -22,7 +22,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -69,7 +68,6 @@ class ExternalVerifier:
         samples: sequences of each case; for a callable of uniforms, twice the random points for a length of draft.
         shortest: tokens of the shortest draft that it gets; at 0 it must know empty ones.
         lossless: its promise.
-        target_law, draft_law: old names of `target_transform` and `draft_transform`, for one version.
     """
 
     call: Callable
@@ -87,16 +85,9 @@ class ExternalVerifier:
     samples: Annotated[int, Range(0, 10**8)] = 0  # arrays of them fit into memory
     shortest: Annotated[int, Range(0, 64)] = 0
     lossless: bool = True
-    target_law: dataclasses.InitVar[Transform | None] = None
-    draft_law: dataclasses.InitVar[Transform | None] = None
 
-    def __post_init__(self, target_law: Transform | None, draft_law: Transform | None):
+    def __post_init__(self):
         fill = functools.partial(object.__setattr__, self)
-        for old, value in (("target_law", target_law), ("draft_law", draft_law)):
-            if value is not None:
-                new = old.replace("law", "transform")
-                warnings.warn(f"ExternalVerifier({old}=) is {new}= now", DeprecationWarning, stacklevel=3)
-                fill(new, value)
         fill("name", self.name or getattr(self.call, "__name__", type(self.call).__name__))
         fill("dtype", self.dtype or ARRAYS.get(self.arrays, ""))
         names = _parameters(self.call)

@@ -16,9 +16,7 @@ interleaved with ours.
 
 import argparse
 import importlib
-import shlex
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -209,54 +207,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Options of several sub-commands."""
 
-# The form of the version before, which had flags for sub-commands; it is rewritten for one version.
-_OLD_COMMANDS = {
-    "--device": "device", "--products": "products", "--ablation": "lut", "--ffn-shape": "ffn", "--batch": "batch",
-    "--drafter": "draft",
-}  # fmt: skip
-"""The first that is given counts."""
-_OLD_FLAGS = {
-    "speed": {"--n": "--widths"},
-    "batch": {"--n": "--gamma"},
-    "draft": {"--n": "--gamma"},
-    "ffn": {"--n": "--widths", "--quantise": "--types"},
-    "products": {"--n": "--widths", "--shapes": "--shape"},
-    "lut": {"--n": "--widths", "--quantise": "--types"},
-    "device": {},
-}
-"""By sub-command, its flags of today."""
-
 
 def rewritten(argv: Sequence[str]) -> list[str]:
-    """`speed` if no sub-command is named, and flags of the version before in the form of today, which is said."""
-    if argv and argv[0] in (*_BENCHES, "-h", "--help"):
-        return list(argv)
-    given = list(_pairs(argv))
-    flags = [flag for flag, _ in given]
-    old = next((flag for flag in _OLD_COMMANDS if flag in flags), None)
-    command = _OLD_COMMANDS.get(old or "", "speed")
-    renamed, first, rest = _OLD_FLAGS[command], [], []
-    for flag, value in given:
-        if flag == old and flag is not None:
-            first = [] if command == "lut" else [value]
-        elif flag is None and command in ("batch", "draft"):
-            rest += ["--model", value]
-        else:
-            rest += [renamed.get(flag or "", flag), value]
-    made = [command, *(word for word in (*first, *rest) if word is not None)]
-    if old or any(flag in renamed for flag in flags):
-        print(f"specsparse: this form ends with the next version; write: bench {shlex.join(made)}", file=sys.stderr)
-    return made
-
-
-def _pairs(argv: Sequence[str]) -> Iterator[tuple[str | None, str | None]]:
-    """(flag, its value): flag is None for an argument without one, the value of a switch is None."""
-    words = list(argv)
-    while words:
-        flag, equals, value = words.pop(0).partition("=")
-        if not flag.startswith("-"):
-            yield None, flag + equals + value
-        elif equals:
-            yield flag, value
-        else:
-            yield flag, words.pop(0) if flag not in ("--all", "--tiny") and words and words[0][:1] != "-" else None
+    """Puts `speed` in front if no sub-command is named."""
+    return [*argv] if argv and argv[0] in (*_BENCHES, "-h", "--help") else ["speed", *argv]

@@ -1,6 +1,5 @@
 """Anybody's callable: its arguments, what it may return, and the exact and the sampled distribution of its text."""
 
-import dataclasses
 import functools
 import sys
 
@@ -450,15 +449,6 @@ def test_an_island_between_two_corners_is_found():
     c = case(vocab=2)
     probs, _ = round_probs(few(island), [c], seed=0)[0]
     assert probs[1].sum() == pytest.approx(0.2 * c.q[0][1], abs=1e-9)
-
-
-def test_old_names_work_and_warn():
-    cut = keep_top(2)
-    with pytest.warns(DeprecationWarning, match="target_transform"):
-        how = few(leviathan, target_law=cut)
-    assert how.target_transform is cut and dataclasses.replace(how, samples=7).target_transform is cut
-    with pytest.warns(DeprecationWarning, match="known_bugs"), pytest.raises(UserError, match="certifies nothing"):
-        specsparse.certify([], museum=False)
 
 
 def test_a_report_is_one_line():

@@ -80,28 +80,11 @@ def test_newcomer_gives_a_model_and_gets_no_report_unless_it_is_asked_for(tiny, 
     assert code == 0 and json.loads(last)["results"] and not any("{" in line for line in tables)
 
 
-def test_old_flags_are_the_sub_commands_of_today_for_one_version(capsys):
-    old = {
-        "m.gguf --n 1,4 --tg=8": "speed m.gguf --widths 1,4 --tg 8",
-        "--model m.gguf --pp 0 --n none": "speed --model m.gguf --pp 0 --widths none",
-        "m.gguf --batch 1,2 --n 4 --drafter suffix --plot b.png":
-            "batch --model m.gguf 1,2 --gamma 4 --drafter suffix --plot b.png",
-        "--drafter smollm2-draft --model m --n 2,4": "draft smollm2-draft --model m --gamma 2,4",
-        "--ffn-shape 64x128 --active 0.1 --quantise Q4_0 --n 1": "ffn 64x128 --active 0.1 --types Q4_0 --widths 1",
-        "--products Q4_0 --shapes 64x64 --n 1,4 --json": "products Q4_0 --shape 64x64 --widths 1,4 --json",
-        "--ablation lut --shapes 64x64": "lut --shapes 64x64",
-        "--device gpu --all --json out.json": "device gpu --all --json out.json",
-    }  # fmt: skip
-    for given, wanted in old.items():
-        made = command.rewritten(given.split())
-        said = capsys.readouterr().err
-        assert sorted(made) == sorted(wanted.split()) and made[0] == wanted.split()[0]
-        assert said.count("\n") == 1 and f"write: bench {' '.join(made)}" in said
+def test_speed_is_the_sub_command_if_none_is_named():
     for given in ("m.gguf --widths 1,4", "--tg 4 m.gguf", "--model m.gguf -n 8 -p 4", ""):
         assert command.rewritten(given.split()) == ["speed", *given.split()]
     for given in ("speed m.gguf", "batch 1,2", "--help"):
         assert command.rewritten(given.split()) == given.split()
-    assert capsys.readouterr().err == ""
 
 
 def test_verify_in_a_program_of_more_rows(tiny, capsys):
