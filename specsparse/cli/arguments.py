@@ -161,7 +161,8 @@ def also(add: Callable[..., argparse.Action], here: str, *known: str, **form: An
 
 def add_model_options(add: Callable[..., argparse.Action]) -> None:
     add("-m", "--model", dest="model", metavar="MODEL", help="the same as MODEL")
-    add("-hf", "--hf-repo", dest="model", type=_on_hub, metavar="REPO", help="a model of the Hub: owner/repo:Q4_K_M")
+    on_hub, about = lambda text: f"hf://{text.removeprefix('hf://')}", "a model of the Hub: owner/repo:Q4_K_M"
+    add("-hf", "--hf-repo", dest="model", type=on_hub, metavar="REPO", help=about)
     about = "tokens that the context holds (as the file says)"
     add("-c", "--ctx-size", "--context", dest="context", type=positive, metavar="N", help=about)
     add("-t", "--threads", type=positive, metavar="N", help="threads of the native kernels (all cores)")
@@ -178,10 +179,6 @@ def add_model_options(add: Callable[..., argparse.Action]) -> None:
 def add_distributed(add: Callable[..., argparse.Action]) -> None:
     about = "one of several processes that hold the model: auto (Slurm, Kubernetes, Open MPI) or its place, from 0"
     add("--distributed", metavar="HOST:PORT,COUNT,INDEX", help=about)
-
-
-def _on_hub(text: str) -> str:
-    return text if text.startswith("hf://") else f"hf://{text}"
 
 
 def settle(args: argparse.Namespace) -> None:

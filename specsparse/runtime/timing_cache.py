@@ -105,9 +105,9 @@ class CostTable:
         """c0: verdict, commit and counters of a round of gamma tokens, in plain steps."""
         return (self.round_s + self.round_token_s * gamma) / self.step(kv_length, batch)
 
-    def round(self, rows: float, room: int, kv_length: float | None = None) -> float:
+    def round(self, rows: float, room: int) -> float:
         """Seconds of a round that verifies `rows` rows with room for `room` drafted ones, without the drafting."""
-        return self.v(rows, kv_length) * self.step(kv_length) + self.round_s + self.round_token_s * room
+        return self.v(rows) * self.step() + self.round_s + self.round_token_s * room
 
     def draft_costs(self, draft: DraftCost, gamma: int, kv_length: float | None = None) -> dict[str, float]:
         """c and c0 in plain steps, as `speculative.expected` takes them, of rounds with room for gamma tokens."""

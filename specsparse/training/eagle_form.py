@@ -151,7 +151,7 @@ class HeadForm(Form):
         """The ids of the file that training begins with, if there is one."""
         return super().ids(texts, wanted) if self.begin is None else self.begin.ids
 
-    def first(self, texts: Sequence[Text], *, rows: int = 60_000) -> HeadWeights:
+    def first(self, texts: Sequence[Text]) -> HeadWeights:
         """The file's, or the best linear guess in a layer that passes it on; the rows below add nothing yet.
 
         `fc_hidden` and `fc_token` are the ridge regression of the target's next row on both inputs. Queries, keys,
@@ -162,7 +162,7 @@ class HeadForm(Form):
             weights = HeadWeights.from_params(self.begin.params)
         else:
             before, after, tokens = [], [], []
-            for text in self.features.of(form.beginning_with(texts, rows)):
+            for text in self.features.of(form.beginning_with(texts, form.GUESS_ROWS)):
                 start, last_rows = max(text.prompt - 2, 0), text.read[:, -model.config.d_model :]
                 before.append(last_rows[start:-1])
                 after.append(last_rows[start + 1 :])

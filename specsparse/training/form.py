@@ -30,6 +30,8 @@ from specsparse.support.options import Count
 from specsparse.training.corpus import Features, Text, Window
 from specsparse.training.layer import LayerWeights, attend, feed_forward, layer_shapes, times
 
+GUESS_ROWS = 60_000
+"""Tokens of answers that a first guess by regression is made of."""
 _ROOM = 1 << 30  # bytes of the target's rows that stay in memory
 
 
@@ -163,12 +165,12 @@ class FeatureForm(Form):
         """The layers in `read`, and the last rows, for the target's distribution."""
         return (*self.read, self.model.config.n_layers)
 
-    def fused(self, texts: Sequence[Text], *, rows: int = 60_000) -> np.ndarray:
+    def fused(self, texts: Sequence[Text]) -> np.ndarray:
         """float32[D, len(read) D]: the ridge regression of the target's next row on those that it reads, over the
-        first `rows` tokens of answers."""
+        first `GUESS_ROWS` tokens of answers."""
         D, E = self.model.config.d_model, len(self.read) * self.model.config.d_model
         gram, cross = np.zeros((E, E), np.float32), np.zeros((E, D), np.float32)
-        for text in self.features.of(beginning_with(texts, rows)):
+        for text in self.features.of(beginning_with(texts, GUESS_ROWS)):
             before, after = text.read[:-1, :E], text.read[1:, -D:]
             gram, cross = gram + before.T @ before, cross + before.T @ after
         return ridge(gram, cross).T
@@ -206,9 +208,9 @@ def owned(weights: Pytree) -> Pytree:
     return jax.tree.map(lambda a: jnp.array(a, jnp.float32, copy=True), weights)
 
 
-def ridge(gram_II: np.ndarray, cross_IO: np.ndarray, share: float = 3e-3) -> np.ndarray:
-    """[I, O]: the ridge regression whose penalty is `share` of the inputs' mean square."""
-    penalty = share * np.trace(gram_II) / len(gram_II)
+def ridge(gram_II: np.ndarray, cross_IO: np.ndarray) -> np.ndarray:
+    """[I, O]: the ridge regression whose penalty is 0.3 % of the inputs' mean square."""
+    penalty = 3e-3 * np.trace(gram_II) / len(gram_II)
     return np.linalg.solve(gram_II + np.eye(len(gram_II), dtype=gram_II.dtype) * penalty, cross_IO)
 
 

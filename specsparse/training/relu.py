@@ -260,13 +260,13 @@ def hoyer(a_nF: jax.Array) -> jax.Array:
     return jnp.square(a_nF.sum(axis=1)) / (a_nF.shape[1] * jnp.sum(a_nF * a_nF, axis=1) + 1e-12)
 
 
-def nearly_counted(a_nF: jax.Array, softness: float = 0.1) -> jax.Array:
-    """[n], mean of a / (a + t) for a >= 0, t that part of the active ones' root mean square: nearly their share.
+def nearly_counted(a_nF: jax.Array) -> jax.Array:
+    """[n], mean of a / (a + t) for a >= 0, t a tenth of the active ones' root mean square: nearly their share.
 
     Its slope is steep near 0, where a model misses a neuron least, and flat at large activations.
     """
     active = jnp.sum((a_nF > 0).astype(jnp.float32), axis=1)
-    t = softness * jnp.sqrt(jnp.sum(a_nF * a_nF, axis=1) / jnp.maximum(active, 1.0))
+    t = 0.1 * jnp.sqrt(jnp.sum(a_nF * a_nF, axis=1) / jnp.maximum(active, 1.0))
     t = jax.lax.stop_gradient(t)[:, None] + 1e-9
     return jnp.mean(a_nF / (a_nF + t), axis=1)
 

@@ -138,15 +138,12 @@ def vllm_greedy() -> ExternalVerifier:
     return ExternalVerifier(greedy, name="vLLM greedy", batched=True, randomness="uniforms", greedy=True)
 
 
-def llama_cpp_match(*, seed: int = 1, top_k: int = 0) -> ExternalVerifier:
+def llama_cpp_match(*, top_k: int = 0) -> ExternalVerifier:
     """llama.cpp's rule, by samples.
 
     At each row the sampler chain draws a token from the target's logits, which is emitted; the drafts go on as long as
-    it is the draft. The C++ function is not in the library's C interface: the loop is ours, the draws are live.
-
-    Args:
-        seed: of the sampler, one for all rounds as in a server's slot.
-        top_k: of the chain; the distribution to keep is then p's top k.
+    it is the draft. The C++ function is not in the library's C interface: the loop is ours, the draws are live, of one
+    seed for all rounds as in a server's slot. With `top_k` the distribution to keep is p's top k.
     """
     try:
         lib = importlib.import_module("llama_cpp")
@@ -155,7 +152,7 @@ def llama_cpp_match(*, seed: int = 1, top_k: int = 0) -> ExternalVerifier:
     chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
     if top_k:
         lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_top_k(top_k))
-    lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_dist(seed))
+    lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_dist(1))
 
     def verify(p, q, drafts):
         emitted = []
@@ -204,18 +201,10 @@ LIBRARIES = (
 """The other libraries' verifiers on the page."""
 
 
-def page(
-    *, date: str, libraries: Sequence[Library] = LIBRARIES, progress: Callable[[str], None] = lambda name: None
-) -> str:
-    """The whole page in Markdown; minutes.
-
-    Args:
-        date: of the measurement.
-        libraries: the other libraries' verifiers.
-        progress: gets the name of the next one.
-    """
+def page(*, date: str, progress: Callable[[str], None]) -> str:
+    """The whole page in Markdown, measured at this date; minutes. `progress` gets the name of the next verifier."""
     rows = []
-    for library in libraries:
+    for library in LIBRARIES:
         how = library.how()
         progress(how.name)
         rows.append(library_row(library, how, measure_external(how, vocab=VOCAB, gamma=library.gamma, seed=0), date))
