@@ -1,6 +1,7 @@
 """A run of an experiment in a test: its config in few words, its texts, and what it found, printed and wrote."""
 
 import dataclasses
+import functools
 import io
 import json
 from pathlib import Path
@@ -40,6 +41,20 @@ class OneModel:
         return self.model
 
 
+class KeptModels:
+    """The library as an engine that loads a file once: its programs are traced for the first run alone."""
+
+    generate, stream = staticmethod(api.generate), staticmethod(api.stream)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4)
+    def _loaded(spec, written, **overrides):
+        return api.load(spec, **overrides)
+
+    def load(self, spec, *, progress=None, **overrides):
+        return self._loaded(spec, Path(spec).exists() and Path(spec).stat().st_mtime_ns, **overrides)
+
+
 def run_config(
     model, *, drafter="none", options=None, gamma=1, verifier="greedy", text=None, chat=True, **changes
 ) -> RunConfig:
@@ -75,7 +90,7 @@ def random_texts(path: Path, count: int, length: int, **fields) -> Path:
 def play(cfg: RunConfig, directory: Path, *, model=None, engine=None, width=200) -> Played:
     """Runs a config; `model` is handed out instead of loading one."""
     out = io.StringIO()
-    engine = engine if model is None else OneModel(model)
+    engine = (engine or KeptModels()) if model is None else OneModel(model)
     found = runner.run(cfg, directory, engine=engine, console=Console(file=out, width=width))
     return Played(found, out.getvalue(), json.loads((directory / "record.json").read_text()))
 
