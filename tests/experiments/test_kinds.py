@@ -325,8 +325,12 @@ def test_certify_prints_one_table_and_fails_where_the_promise_is_broken(cfg, tmp
 
 
 def test_certify_takes_callables_and_the_known_bugs(cfg, tmp_path, monkeypatch):
-    source = "def lazy(p, q, drafts, uniforms):\n    return [int(uniforms[0] >= p[0, 0])]\n"
-    (tmp_path / "mine_own.py").write_text(source + "\n\ndef eager(p, q, drafts, u):\n    return len(drafts), 0\n")
+    (tmp_path / "mine_own.py").write_text(
+        "from specsparse import ExternalVerifier\n"
+        "first = lambda p, q, drafts, uniforms: [int(uniforms[0] >= p[0, 0])]\n"
+        "lazy = ExternalVerifier(first, name='lazy', samples=2000)\n"
+        "def eager(p, q, drafts, u):\n    return len(drafts), 0\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     shown = {name: known_bugs.KNOWN_BUGS[name] for name in ("coin_is_0", "argmax_drafts_q_1")}
     monkeypatch.setattr(known_bugs, "KNOWN_BUGS", shown)
