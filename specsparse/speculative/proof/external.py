@@ -169,9 +169,8 @@ class ExternalVerifier:
                 # numpy and torch name the length of the array whose index is too large
                 hint = f"; ExternalVerifier(..., uniforms=n) gives more than {np.shape(random)[-1]}"
             raise UserError(f"{self.name} raised {type(error).__name__}: {error}{at}{hint}") from error
-        if (plain := self._plain(back, parents, K)) and 0 <= plain[1] < V:
-            path, token = plain
-            return np.array([*(drafts[i] for i in path), token] + [PAD] * (K - len(path)), np.int64)
+        if plain := self._plain(back, drafts, parents, V):
+            return np.array(plain + [PAD] * (K + 1 - len(plain)), np.int64)
         batch = (back, drafts) if self.batched else (self._as_batch(back), drafts[None])
         emitted = _emitted(*batch, V, parents if self.tree else None)
         if emitted is None:
@@ -182,22 +181,27 @@ class ExternalVerifier:
             )
         return emitted if self.batched else emitted[0]
 
-    def _plain(self, back: object, parents: AnyArray, K: int) -> tuple[Sequence[int], int] | None:
-        """Accepted nodes and token of a result of one sequence in plain numbers, None of any other.
+    def _plain(self, back: object, drafts: np.ndarray, parents: AnyArray, V: int) -> list[int] | None:
+        """The emitted tokens of a result of one sequence in plain numbers, None of any other.
 
         A hundred thousand calls return these, and arrays would take most of the time.
         """
+        K = drafts.shape[-1]
+        if not self.batched and type(back) is list:
+            return back if len(back) <= K + 1 and all(type(t) is int and 0 <= t < V for t in back) else None
         if self.batched or not isinstance(back, tuple) or len(back) != 2 or type(back[1]) is not int:
             return None
         path, token = back
+        if not 0 <= token < V:
+            return None
         if not self.tree:
-            return (range(path), token) if type(path) is int and 0 <= path <= K else None
+            return [*drafts[:path], token] if type(path) is int and 0 <= path <= K else None
         above = ROOT
         for node in path if type(path) is list else [None]:
             if type(node) is not int or not 0 <= node < K or parents[node] != above:
                 return None
             above = node
-        return path, token
+        return [*drafts[path], token]
 
     def _as_batch(self, back: object) -> object:
         """The result of one sequence as that of a batch of one."""
