@@ -22,7 +22,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import numpy as np
