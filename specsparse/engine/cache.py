@@ -93,6 +93,11 @@ class LayerWindows:
     def __bool__(self) -> bool:
         return any(window for window, _ in self.shares)
 
+    @property
+    def endless(self) -> float:
+        """Share of the layers without a window."""
+        return sum(share for window, share in self.shares if not window)
+
     def read(self, rows: float, before: float) -> float:
         """Positions that `rows` rows in sequence read together, `before` tokens before the first: each once."""
         return sum(

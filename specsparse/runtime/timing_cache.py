@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from specsparse import kernels
 from specsparse.engine import hosts
 from specsparse.engine.cache import WHOLE, LayerWindows
@@ -136,15 +138,17 @@ class CostTable:
         return max(((g, self.predict(alpha, g, **costs)) for g in range(17)), key=lambda pair: pair[1])
 
     def policy_options(self, gamma: int, drafter: str | None = None, *, batch: int = 1) -> dict[str, Any]:
-        """The options `v`, `c`, `c0` of the policies `cost` and `auto_off`, for drafts of up to gamma tokens.
+        """The options `v`, `c`, `c0`, `kv`, `kv_row` of the policies `cost` and `auto_off`, for drafts of up to gamma
+        tokens.
 
         They are in rounds without a draft, of the same loop: a round costs what it does, whether or not it drafts. Of
         `batch` sequences v(n) is the time of batch n rows over that of batch; drafting is taken to grow as that does.
         """
         alone, draft = self.round(batch, gamma), self.drafts.get(drafter or "", FREE)
         v = [max(self.round(batch * n, gamma) / alone, 1e-3) for n in range(1, gamma + 2)]
-        each = self.round(1, gamma)
-        return {"v": v, "c": draft.token_s / each, "c0": draft.fixed_s / each}
+        each, thousand = self.round(1, gamma), 1000 * batch * self.windows.endless / alone
+        kv = {"kv": thousand * self.kv_s, "kv_row": thousand * self.kv_row_s}
+        return {"v": v, "c": draft.token_s / each, "c0": draft.fixed_s / each, **kv}
 
     def tree_options(self, nodes: int, drafter: str) -> dict[str, Any]:
         """The options `cost`, `level_cost` of the tree `sequoia`, for trees of up to `nodes` nodes, in plain steps."""
@@ -277,19 +281,32 @@ GUESSED_V = {
     "row by row": (1.0, 2.0),  # the reference kernels
 }
 """v(1).. of a small model (SmolLM2-135M Q4_1)."""
+GUESSED_KV = {"avx2": (0.6, 0.24), "avx512": (0.6, 0.12), "batched": (1.0, 0.0), "row by row": (0.0, 0.5)}
+"""The cost of a token in the cache, in bytes of weights: to a round for each byte of its keys and values, to a row for
+each of its multiply-adds there (SmolLM2-135M behind 8,000 tokens, docs/LOG.md)."""
 STEP_FLOOR = 0.02
 """Cost of a drafted token besides reading weights, as a share of a plain step: small calls and the draw."""
 
 
 def guessed_v(backend: str, rows: int) -> list[float]:
     """v(1)..v(rows) if nothing was measured: no draft is far cheaper or dearer. Beyond these by the last slope."""
-    if backend == "native":
-        kind = "avx512" if kernels.status()["isa"] in ("avx512", "amx") else "avx2"
-    else:
-        kind = "batched" if backend in ("xla", "packed", "bf16") else "row by row"
-    known = GUESSED_V[kind]
+    known = GUESSED_V[_kind(backend)]
     slope = known[-1] - known[-2]
     return [known[n] if n < len(known) else known[-1] + slope * (n + 1 - len(known)) for n in range(rows)]
+
+
+def guessed_kv(model: Model) -> dict[str, float]:
+    """`kv` and `kv_row` if nothing was measured."""
+    c, (by_byte, by_product) = model.config, GUESSED_KV[_kind(model.kernels.name)]
+    endless = LayerWindows.from_config(c).endless * 1000 * c.n_layers / max(model.footprint.file, 1)
+    held = 2 * c.n_kv_heads * c.head_dim * jnp.dtype(model.cache_dtype).itemsize
+    return {"kv": endless * by_byte * held, "kv_row": endless * by_product * 2 * c.n_heads * c.head_dim}
+
+
+def _kind(backend: str) -> str:
+    if backend == "native":
+        return "avx512" if kernels.status()["isa"] in ("avx512", "amx") else "avx2"
+    return "batched" if backend in ("xla", "packed", "bf16") else "row by row"
 
 
 def policy_times(
@@ -302,7 +319,8 @@ def policy_times(
     levels: int | None = None,
     batch: int = 1,
 ) -> dict[str, object]:
-    """The options `v`, `c`, `c0` of the policies `cost` and `auto_off`: as kept on this machine, else a guess.
+    """The options `v`, `c`, `c0`, `kv`, `kv_row` of the policies `cost` and `auto_off`: as kept on this machine, else a
+    guess.
 
     Args:
         gamma: most tokens of a draft.
@@ -316,6 +334,7 @@ def policy_times(
         guess = enumerate(guessed_v(model.kernels.name, batch * (gamma + 1)), 1)
         rows = [max(time, model.footprint.v(n)) for n, time in guess]  # more rows wake more experts
         found: dict[str, Any] = {"v": [t / rows[batch - 1] for t in rows[batch - 1 :: batch]], "c": share, "c0": 0.0}
+        found |= {key: batch * time / rows[batch - 1] for key, time in guessed_kv(model).items()}
     else:
         key = None if name is None else cost_key(name, options)
         found = table.policy_options(gamma, key, batch=batch)

@@ -105,9 +105,8 @@ class Round:
         ctx = self.context(params, job, state)._replace(text=text)
         with traced(self.drafter, "init"):
             own = self.drafter.init(params[1], ctx, hidden=hidden)
-        batch = ctx.length.shape[0]
-        sources = tuple(policy.init(batch) for policy in self.policies)
-        return own, PolicyState(sources, jnp.zeros((batch,), jnp.int32)) if sources else None
+        sources = tuple(policy.begin(ctx.length) for policy in self.policies)
+        return own, PolicyState(sources, jnp.zeros_like(ctx.length)) if sources else None
 
     def draft(self, params, job: Job, state: DecodeState, *, text: Pytree = None) -> Drafted:
         """The drafter's proposal; `text` is what `Drafter.read_text` made."""

@@ -84,11 +84,11 @@ def test_a_table_knows_what_followed_three_tokens_or_two_most_often():
 
 @pytest.mark.parametrize(("slope", "nodes", "at_rate"), [(0.01, 4, 4), (0.15, 3, 2), (0.35, 1, 1), (0.7, 0, 0)])
 def test_as_many_nodes_as_pay(slope, nodes, at_rate):
-    reach = jnp.array([[0.6, 0.3, 0.17, 0.1]])
+    reach, nowhere = jnp.array([[0.6, 0.3, 0.17, 0.1]]), jnp.zeros((1,), jnp.int32)
     cost = CostModel(tuple(1 + slope * n for n in range(6)), c=0.1, prior=0.5)
-    assert int(cost.worth(reach, jnp.ones(1))[0]) == nodes
+    assert int(cost.worth(reach, jnp.ones(1), nowhere)[0]) == nodes
     for gain in (0.05, 0.2, 0.5, 1.0):
-        assert bool(cost.deeper(jnp.array([gain]), jnp.ones(1))[0]) == (gain >= 0.1 + slope)
+        assert bool(cost.deeper(jnp.array([gain]), jnp.ones(1), nowhere)[0]) == (gain >= 0.1 + slope)
     # Beside the run's own rate, which is above 1 where drafts pay; one that is on keeps on learning.
     exact, on = CostOptimal(gamma=K, cost=cost, least=0), AutoOff(gamma=K, cost=cost, margin=0.1)
     least, some = (int(policy.worth(policy.init(1), reach)[0]) for policy in (exact, on))

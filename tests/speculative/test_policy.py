@@ -210,12 +210,24 @@ def best_length(alpha, cost, gamma):
     return int(np.argmax(speed)), speed
 
 
+@pytest.mark.parametrize("make", [CostOptimal, AutoOff])
+def test_long_texts_have_the_drafts_that_pay_there(make):
+    """Dear rows make them shorter, and what all rows share makes them longer, as the text grows."""
+    texts_B, v = jnp.array([10, 10_000], jnp.int32), (1.0, 1.3, 1.6, 1.9, 2.2)
+    for kv, kv_row in ((0.1, 0.5), (1.0, 0.0)):
+        policy = make(4, cost=CostModel(v, kv=kv, kv_row=kv_row, prior=0.7))
+        short, long = policy.length(policy.begin(texts_B)).tolist()
+        assert (short > long) == (kv_row > 0) and short != long
+        state = policy.begin(jnp.array([10, 9_998], jnp.int32))
+        assert policy.update(state, verdict([2, 2], [2, 2]), jnp.array([2, 2])).length.tolist() == [13, 10_001]
+
+
 @pytest.mark.parametrize("cost", [CostModel(V_TABLE), CostModel(V_TABLE, c=0.2), CostModel(V_TABLE, c=0.05, c0=0.3)])
 def test_cost_optimal_is_the_best_length(cost):
     policy = CostOptimal(8, cost=cost, least=0)
     alphas = np.array([0.02, 0.2, 0.4, 0.55, 0.7, 0.85, 0.97])
     expected = [best_length(a, cost, 8) for a in alphas]
-    got = cost.speedups(jnp.array(alphas, jnp.float32), 8)
+    got = cost.speedups(jnp.array(alphas, jnp.float32), 8, jnp.zeros((7,), jnp.int32))
     np.testing.assert_allclose(got, [speed for _, speed in expected], rtol=1e-5)
     state = policy.init(7)._replace(accepted=jnp.array(alphas * 1e6, jnp.float32), tested=jnp.full((7,), 1e6))
     assert policy.length(state).tolist() == [g for g, _ in expected]
@@ -237,14 +249,14 @@ def test_acceptance_counted_from_verdicts_gives_the_best_length(name):
     tested, accepted = (float(jnp.sum(x)) for x in (got.tested, got.accepted))
     assert accepted / tested == pytest.approx(alpha, abs=4 * np.sqrt(alpha * (1 - alpha) / tested))  # 4 sd = 0.016
     cost = CostModel(V_TABLE, c=0.05, c0=0.3, weight=1e-3, memory=1.0)
-    sums = cost.update(cost.init(rounds), got, count_B)
+    sums = cost.update(cost.begin(jnp.zeros((rounds,), jnp.int32)), got, count_B)
     total = jax.tree.map(lambda a: jnp.sum(a, keepdims=True), sums)
     assert CostOptimal(8, cost=cost, least=0).length(total).tolist() == [best_length(alpha, cost, 8)[0]]
 
 
 def test_acceptance_estimate_fades_and_ignores_rounds_without_a_draft():
     cost = CostModel(V_TABLE, prior=0.5, weight=2.0, memory=0.5)
-    state = cost.init(1)
+    state = cost.begin(jnp.zeros((1,), jnp.int32))
     assert float(cost.alpha(state)[0]) == 0.5
     some, none = jnp.array([4], jnp.int32), jnp.array([0], jnp.int32)
     state = cost.update(cost.update(state, verdict([4], [4]), some), verdict([0], [0]), none)
@@ -355,12 +367,13 @@ def test_auto_off_predicts_from_the_tokens_that_drafts_brought():
     assert float(policy.predicted(state)[0]) == pytest.approx(2 / V_TABLE[4], rel=1e-5)
 
 
-def test_auto_off_judges_the_length_the_inner_policy_asks_for():
-    """At alpha 0.4 one token pays and seven do not."""
-    cost = CostModel(V_TABLE, prior=0.4, weight=1e6)
-    assert not AutoOff(7, inner=Fixed(7), cost=cost).pays(AutoOff(7, inner=Fixed(7), cost=cost).init(1)).any()
-    policy = AutoOff(7, inner=Fixed(1), cost=cost)
-    assert policy.pays(policy.init(1)).all()
+def test_auto_off_begins_with_the_length_that_is_best_by_the_prior():
+    """At alpha 0.4 one token pays: of a tree whose nodes are cut to what pays, too. Where none does, it begins off."""
+    for inner in (None, Fixed(1), Fixed(7)):
+        policy = AutoOff(7, inner=inner, cost=CostModel(V_TABLE, prior=0.4, weight=1e6))
+        assert policy.pays(policy.init(1)).all()
+    dear = AutoOff(7, inner=Fixed(7), cost=CostModel((1.0, 1.5, *V_TABLE[2:]), prior=0.1))
+    assert not dear.pays(dear.init(1)).any()
 
 
 # Names

@@ -17,6 +17,7 @@ from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, Feedback
+from specsparse.speculative.drafters.heads.head import DRAFT_IDS, shipped_for
 from specsparse.speculative.drafters.sources import DraftWeights, KeptRows, ModelSource, VocabMap
 from specsparse.speculative.drafters.spec import DrafterSpec, Load, LoadedDrafter, bytes_of
 from specsparse.support.options import Count, Size
@@ -145,6 +146,8 @@ def _with_last(small: KVCache, cache: KVCache, new_B: jax.Array) -> KVCache:
 class SparseKv(DrafterSpec):
     """The target on the slots of its own cache where it looks most; it pays behind long texts.
 
+    Without ids of its own it scores those of the head that was trained for the target, if there is one.
+
     Attributes:
         slots: chosen by the weights of attention, for each layer and key/value head; in blocks of sixteen.
         window: last slots, which are always there, as the first sixteen are.
@@ -159,11 +162,15 @@ class SparseKv(DrafterSpec):
         if not target.devices.one_program:
             raise UserError("drafter=sparse_kv needs the whole model on one device: load it without placement")
         c, in_blocks = target.config, lambda tokens: -(-tokens // LANES)
-        weights, columns = self.style.trim(target, target.params.output, c.vocab_size)
+        style = self.style
+        if style.draft_vocab is None and (head := shipped_for(target.params.output_norm)) is not None:
+            # Most tokens of texts are among them, and scores of the whole vocabulary are a third of a draft's time.
+            style = dataclasses.replace(style, draft_vocab=tuple(head.get(DRAFT_IDS, "numbers").tolist()))
+        weights, columns = style.trim(target, target.params.output, c.vocab_size)
         source = ChosenSlots(
             VocabMap(c.vocab_size, c.vocab_size, columns), target.forward, c.context_length, layers=None,
             blocks=in_blocks(self.slots), window=in_blocks(self.window), refresh=min(self.refresh, c.context_length),
             attends=tuple(c.kind(i).window for i in range(c.n_layers)),
         )  # fmt: skip
         reads = bytes_of(target.params.layers, target.params.output if weights.head is None else weights.head)
-        return LoadedDrafter(self.style.drafter(source, target), lambda capacity: weights, reads)
+        return LoadedDrafter(style.drafter(source, target), lambda capacity: weights, reads)

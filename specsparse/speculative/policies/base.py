@@ -121,6 +121,10 @@ class Policy:
         """State before the first round; by default int32[B], the length of every draft."""
         return jnp.full((batch,), self.gamma, jnp.int32)
 
+    def begin(self, length_B: jax.Array) -> Any:
+        """`init` behind texts of so many tokens, int32[B], for policies that look at it."""
+        return self.init(len(length_B))
+
     def length(self, state: Any) -> jax.Array:
         """Nodes to draft next, int32[B] in 0..gamma."""
         return state

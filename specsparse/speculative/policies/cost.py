@@ -5,7 +5,8 @@ for what a draft takes whatever its length. With acceptance alpha a draft of g t
 
     E(g) = (1 - alpha^(g+1)) / (1 - alpha)   tokens (Leviathan et al. 2211.17192, eq. 1)
 
-in time T(g) = v(g+1) + c g + c0 (T(0) = v(1)), so the predicted speed-up is E(g) / T(g).
+in time T(g) = v(g+1) + c g + c0 (T(0) = v(1)), so the predicted speed-up is E(g) / T(g). Behind a long text attention
+adds to that: for each 1,000 tokens in the cache `kv` to a round and `kv_row` to each of its rows.
 
 A tree that shows the chance of each node (`worth`) is verified as far as its nodes bring more tokens than the run does
 in the time that they take. CaDDTree (arXiv:2606.01813) maximises the ratio of each round instead; over many rounds the
@@ -14,6 +15,7 @@ ratio of the sums is the speed.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
@@ -35,11 +37,13 @@ PROBES = 0.005
 
 
 class FadingCounts(NamedTuple):
-    """Fading counts of a sequence: float32[B] accepted and tested tokens, and int32[B] rounds since the last draft."""
+    """Fading counts of a sequence: float32[B] accepted and tested tokens, and int32[B] rounds since the last draft and
+    tokens of the text."""
 
     accepted: jax.Array
     tested: jax.Array
     idle: jax.Array
+    length: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +55,8 @@ class CostModel:
             here, else a safe guess; null: measured before the run.
         c: time to draft a token; by default as v, or by the bytes that a drafted token reads.
         c0: time that a drafting round takes besides; by default as v.
+        kv: time that 1,000 tokens in the cache add to a round; by default as v.
+        kv_row: time that they add to each of its rows; by default as v.
         prior: acceptance expected before there is evidence; null: measured on the built-in prompts, 0.6 in the API.
         weight: tests (of `auto_off`: drafts) that the prior is worth.
         memory: by which evidence fades in each round with a draft.
@@ -59,6 +65,8 @@ class CostModel:
     v: tuple[Positive, ...] | Literal["kept"] | None = None
     c: Annotated[float | None, Range(0, 1e6), Also("draft_cost")] = None
     c0: Annotated[float | None, Range(0, 1e6)] = None
+    kv: Annotated[float | None, Range(0, 1e6)] = None
+    kv_row: Annotated[float | None, Range(0, 1e6)] = None
     prior: Unit | None = None
     weight: Annotated[float, Range(1e-3, 1e6)] = 3.0
     memory: Annotated[float, Range(1e-3, 1)] = 0.9
@@ -83,9 +91,9 @@ class CostModel:
         """The same for drafts that take no time."""
         return dataclasses.replace(self, c=0.0, c0=0.0)
 
-    def init(self, batch: int) -> FadingCounts:
-        zero_B = jnp.zeros((batch,), jnp.float32)
-        return FadingCounts(zero_B, zero_B, jnp.zeros((batch,), jnp.int32))
+    def begin(self, length_B: jax.Array) -> FadingCounts:
+        zero_B = jnp.zeros(length_B.shape, jnp.float32)
+        return FadingCounts(zero_B, zero_B, jnp.zeros_like(length_B), length_B)
 
     def update(self, state: FadingCounts, verdict: Verdict, count_B: jax.Array) -> FadingCounts:
         """Counts after a round; one without a draft says nothing."""
@@ -95,32 +103,45 @@ class CostModel:
             memory_B * state.accepted + jnp.where(drafted_B, verdict.accepted, 0).astype(jnp.float32),
             memory_B * state.tested + jnp.where(drafted_B, verdict.tested, 0).astype(jnp.float32),
             jnp.where(drafted_B, 0, state.idle + 1),
+            state.length + verdict.count,
         )
 
     def alpha(self, state: FadingCounts) -> jax.Array:
         """float32[B], posterior mean of the acceptance of a tested token."""
         return (state.accepted + self.acceptance * self.weight) / (state.tested + self.weight)
 
-    def speedups(self, alpha_B: jax.Array, gamma: int) -> jax.Array:
-        """float32[B, gamma+1]: E(g) / T(g) for g = 0..gamma, each divided by that of g = 0."""
+    def speedups(self, alpha_B: jax.Array, gamma: int, length_B: jax.Array) -> jax.Array:
+        """float32[B, gamma+1]: E(g) / T(g) for g = 0..gamma behind so many tokens, each divided by that of g = 0."""
         tokens_B = reach_B = jnp.ones_like(alpha_B)
         found = [tokens_B]
-        for g in range(1, gamma + 1):
+        for _ in range(gamma):
             reach_B = reach_B * alpha_B
             tokens_B = tokens_B + reach_B
-            found.append(tokens_B * jnp.float32(self.times[0] / self.time(g)))
-        return jnp.stack(found, axis=1)
+            found.append(tokens_B)
+        return jnp.stack(found, axis=1) / self.rounds([self.time(g) for g in range(gamma + 1)], length_B)
 
-    def worth(self, reach_BK: jax.Array, rate_B: jax.Array) -> jax.Array:
+    def worth(self, reach_BK: jax.Array, rate_B: jax.Array, length_B: jax.Array) -> jax.Array:
         """int32[B]: the first nodes, of falling chance, that are worth most beside `rate` tokens in a plain step."""
         most = min(reach_BK.shape[1], len(self.times) - 1)
-        v_n = jnp.array(self.times[: most + 1], jnp.float32) / jnp.float32(self.times[0])
         tokens_Bn = jnp.pad(jnp.cumsum(reach_BK[:, :most], axis=1), ((0, 0), (1, 0)))
-        return jnp.argmax(tokens_Bn - rate_B[:, None] * v_n[None], axis=1).astype(jnp.int32)
+        v_Bn = self.rounds(self.times[: most + 1], length_B)
+        return jnp.argmax(tokens_Bn - rate_B[:, None] * v_Bn, axis=1).astype(jnp.int32)
 
-    def deeper(self, gain_B: jax.Array, rate_B: jax.Array) -> jax.Array:
+    def deeper(self, gain_B: jax.Array, rate_B: jax.Array, length_B: jax.Array) -> jax.Array:
         """bool[B]: whether `gain` tokens are worth the time c of drafting one and that of a row."""
-        return gain_B >= rate_B * jnp.float32(((self.c or 0.0) + self.times[1] - self.times[0]) / self.times[0])
+        v_B2 = self.rounds((self.times[0], self.times[1] + (self.c or 0.0)), length_B)
+        return gain_B >= rate_B * (v_B2[:, 1] - v_B2[:, 0])
+
+    def rounds(self, times: Sequence[float], length_B: jax.Array) -> jax.Array:
+        """Times of rounds of 1, 2, .. rows behind a short text, in ones without a draft behind so many tokens:
+        float32[B, n]."""
+        more_n = [(self.kv or 0.0) + (self.kv_row or 0.0) * n for n in range(1, len(times) + 1)]
+        times_n, first = np.minimum(times, 2.0**30).astype(np.float32), self.times[0]
+        if not any(more_n):
+            return jnp.broadcast_to(times_n / np.float32(first), (*length_B.shape, len(times)))
+        thousands_B1 = length_B[:, None].astype(jnp.float32) / 1000
+        time_Bn = jnp.array([times_n]) + thousands_B1 * jnp.array([more_n], jnp.float32)
+        return time_Bn / (jnp.float32(first) + thousands_B1 * jnp.float32(more_n[0]))
 
     def time(self, g: int) -> float:
         return expected.round_cost(lambda n: self.times[n - 1], g, c=self.c or 0.0, c0=self.c0 or 0.0)
@@ -154,11 +175,14 @@ class CostOptimal(Policy):
         return dataclasses.replace(self, cost=self.cost.zero_cost())
 
     def init(self, batch: int) -> FadingCounts:
-        return self.cost.init(batch)
+        return self.begin(jnp.zeros((batch,), jnp.int32))
+
+    def begin(self, length_B: jax.Array) -> FadingCounts:
+        return self.cost.begin(length_B)
 
     def length(self, state: FadingCounts) -> jax.Array:
         """argmax of the predicted speed-up (the shortest of equals)."""
-        best_B = jnp.argmax(self.cost.speedups(self.cost.alpha(state), self.gamma), axis=1).astype(jnp.int32)
+        best_B = jnp.argmax(self._speedups(state), axis=1).astype(jnp.int32)
         return jnp.maximum(best_B, self._least(state))
 
     def update(self, state: FadingCounts, verdict: Verdict, count_B: jax.Array) -> FadingCounts:
@@ -166,21 +190,25 @@ class CostOptimal(Policy):
         return after._replace(idle=state.idle) if self.least else after  # nobody reads it then: operations saved
 
     def worth(self, state: FadingCounts, reach_BK: jax.Array) -> jax.Array:
-        return jnp.maximum(self.cost.worth(reach_BK, self._rate(state)), self._least(state))
+        return jnp.maximum(self.cost.worth(reach_BK, self._rate(state), state.length), self._least(state))
 
     def deeper(self, state: FadingCounts, gain_B: jax.Array) -> jax.Array:
-        return self.cost.deeper(gain_B, self._rate(state))
+        return self.cost.deeper(gain_B, self._rate(state), state.length)
 
     def _least(self, state: FadingCounts) -> jax.Array:
         """int32[B] or a number: nodes to verify whatever is predicted, 1 at least if a probe is due."""
         if self.least:
             return jnp.int32(self.least)
-        lost_B = jnp.float32(min(self.cost.time(1) / self.cost.times[0] - 1, 2**30)) - self.cost.alpha(state)
+        time_B = self.cost.rounds((self.cost.times[0], self.cost.time(1)), state.length)[:, 1]
+        lost_B = time_B - 1 - self.cost.alpha(state)
         return (PROBES * state.idle.astype(jnp.float32) >= lost_B).astype(jnp.int32)
 
     def _rate(self, state: FadingCounts) -> jax.Array:
         """The best speed-up that is predicted, float32[B]."""
-        return jnp.max(self.cost.speedups(self.cost.alpha(state), self.gamma), axis=1)
+        return jnp.max(self._speedups(state), axis=1)
+
+    def _speedups(self, state: FadingCounts) -> jax.Array:
+        return self.cost.speedups(self.cost.alpha(state), self.gamma, state.length)
 
 
 class AutoOffState(NamedTuple):
@@ -190,6 +218,7 @@ class AutoOffState(NamedTuple):
     tokens, time: float32, fading sums over rounds with a draft: tokens emitted, and what the rounds took.
     idle: int32, rounds since the last draft while off.
     wait: int32, of those, after how many a probe comes.
+    length: int32, tokens of the text.
     """
 
     inner: Any
@@ -197,6 +226,7 @@ class AutoOffState(NamedTuple):
     time: jax.Array
     idle: jax.Array
     wait: jax.Array
+    length: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,12 +306,18 @@ class AutoOff(Policy):
         return max(self.every, least), max(most, least)
 
     def init(self, batch: int) -> AutoOffState:
-        """The prior decides the first rounds, and fades like all evidence."""
-        inner, count = self.paying.init(batch), jnp.zeros((batch,), jnp.int32)
-        length_B, alpha, weight = self.paying.length(inner), self.cost.acceptance, self.cost.weight
-        tokens_G = jnp.array([weight * expected.expected_tokens(alpha, g) for g in range(self.gamma + 1)], jnp.float32)
-        time_B = jnp.float32(weight) * self._times()[length_B]
-        return AutoOffState(inner, tokens_G[length_B], time_B, count, count + self.waits[0])
+        return self.begin(jnp.zeros((batch,), jnp.int32))
+
+    def begin(self, length_B: jax.Array) -> AutoOffState:
+        """The prior decides the first rounds, at the length that is best by it, and fades like all evidence."""
+        inner, count = self.paying.begin(length_B), jnp.zeros_like(length_B)
+        alpha, weight = self.cost.acceptance, jnp.float32(self.cost.weight)
+        gain_BG = self.cost.speedups(jnp.full(length_B.shape, alpha), self.gamma, length_B)
+        best_B = 1 + jnp.argmax(gain_BG[:, 1:], axis=1).astype(jnp.int32)
+        drafted_B = jnp.minimum(self.paying.length(inner), best_B)
+        tokens_G = jnp.array([expected.expected_tokens(alpha, g) for g in range(self.gamma + 1)], jnp.float32)
+        time_B = weight * self._time(drafted_B, length_B)
+        return AutoOffState(inner, weight * tokens_G[drafted_B], time_B, count, count + self.waits[0], length_B)
 
     def pays(self, state: AutoOffState) -> jax.Array:
         """bool[B]: whether drafts of `inner`'s length are predicted to be worth it. False is auto-off in reports."""
@@ -299,11 +335,12 @@ class AutoOff(Policy):
     def update(self, state: AutoOffState, verdict: Verdict, count_B: jax.Array) -> AutoOffState:
         """Sums after a round; the idle rounds begin anew with every draft."""
         on_B, asked_B, drafted_B = self.pays(state), self.length(state), count_B > 0
-        cost_B = self._times()[count_B]
+        cost_B = self._time(count_B, state.length)
         if self.needs:  # a distribution that was looked at and not drawn from took the time of a token
             drafted_B = drafted_B | ((asked_B > 0) & (verdict.tested == 0))
             refused_B = (count_B < asked_B).astype(jnp.float32)
-            cost_B = cost_B + refused_B * jnp.float32((self.cost.c or 0.0) / self.cost.times[0])
+            first = self.cost.times[0]
+            cost_B = cost_B + refused_B * (self.cost.rounds((first + (self.cost.c or 0.0),), state.length)[:, 0] - 1)
         accepted_B = jnp.where(count_B > 0, verdict.accepted, 0)
         whole_B = drafted_B & ~on_B & (accepted_B >= self.probe)
         fade_B = jnp.where(drafted_B, jnp.where(on_B, self.cost.memory, self.probe_memory), jnp.float32(1))
@@ -316,6 +353,7 @@ class AutoOff(Policy):
             fade_B * state.time + drafted_B.astype(jnp.float32) * cost_B,
             jnp.where(on_B | drafted_B, 0, state.idle + 1),
             jnp.where(on_B | whole_B, every, jnp.where(drafted_B, longer_B, state.wait)),
+            state.length + verdict.count,
         )
 
     def stop(self, state: AutoOffState, view: DraftView) -> jax.Array:
@@ -329,11 +367,11 @@ class AutoOff(Policy):
         """The nodes that pay beside the tokens over time of the run, but one at least, since a round without a draft
         says nothing; a probe is verified whole."""
         whole_B = super().worth(state, reach_BK)
-        some_B = jnp.maximum(self.cost.worth(reach_BK, jnp.maximum(self.predicted(state), 1)), 1)
+        some_B = jnp.maximum(self.cost.worth(reach_BK, jnp.maximum(self.predicted(state), 1), state.length), 1)
         return jnp.where(self.pays(state), some_B, whole_B)
 
     def deeper(self, state: AutoOffState, gain_B: jax.Array) -> jax.Array:
-        return self.cost.deeper(gain_B, jnp.maximum(self.predicted(state), 1))
+        return self.cost.deeper(gain_B, jnp.maximum(self.predicted(state), 1), state.length)
 
     def reports(self, state: AutoOffState, off_B: np.ndarray) -> list[PolicyReport]:
         """Whether it was off at the end, too, and what it predicted."""
@@ -341,6 +379,7 @@ class AutoOff(Policy):
         rows = zip(off_B.tolist(), pays_B.tolist(), predicted_B.tolist(), strict=True)
         return [PolicyReport(off, not pays, predicted) for off, pays, predicted in rows]
 
-    def _times(self) -> jax.Array:
-        """T(g) of g = 0..gamma in plain steps, float32[gamma+1]."""
-        return jnp.array([self.cost.time(g) / self.cost.times[0] for g in range(self.gamma + 1)], jnp.float32)
+    def _time(self, drafted_B: jax.Array, length_B: jax.Array) -> jax.Array:
+        """T of so many drafted tokens in plain steps, float32[B]."""
+        times_BG = self.cost.rounds([self.cost.time(g) for g in range(self.gamma + 1)], length_B)
+        return jnp.take_along_axis(times_BG, drafted_B[:, None], axis=1)[:, 0]
