@@ -59,6 +59,7 @@ constexpr SPECSPARSE_INLINE int64_t stored(int64_t d) {
 template <KvType TYPE, int BLOCKS, class G>
 SPECSPARSE_INLINE void each_key(const void* keys, int64_t block, int64_t d, G&& f) {
   constexpr int64_t kAhead = kAheadBytes / kBytes<TYPE>;
+  constexpr int kLine = 4 / kBytes<TYPE>;  // vectors of a cache line
   const int64_t rows = stored<TYPE>(d);
   if constexpr (TYPE == KvType::kQ8) {
     for (int64_t i0 = 0; i0 < d; i0 += kScaled) {
@@ -66,19 +67,19 @@ SPECSPARSE_INLINE void each_key(const void* keys, int64_t block, int64_t d, G&& 
       each<BLOCKS>([&](auto b) SPECSPARSE_EACH {
         scale[b] = load_split_f16(static_cast<const uint8_t*>(keys) + ((block + b) * rows + d + i0 / (kScaled / 2)) * 16);
       });
-      for (int64_t i = i0; i < i0 + kScaled; ++i)
+      for (int64_t i = i0; i < i0 + kScaled; i += kLine)
         each<BLOCKS>([&](auto b) SPECSPARSE_EACH {
           const int64_t at = ((block + b) * rows + i) * 16;
           fetch<TYPE>(keys, at + kAhead);
-          f(i, b, mul(scale[b], load_kv<TYPE>(keys, at)));
+          each<kLine>([&](auto l) SPECSPARSE_EACH { f(i + l, b, mul(scale[b], load_kv<TYPE>(keys, at + 16 * l))); });
         });
     }
   } else {
-    for (int64_t i = 0; i < d; ++i)
+    for (int64_t i = 0; i < d; i += kLine)
       each<BLOCKS>([&](auto b) SPECSPARSE_EACH {
         const int64_t at = ((block + b) * rows + i) * 16;
         fetch<TYPE>(keys, at + kAhead);
-        f(i, b, load_kv<TYPE>(keys, at));
+        each<kLine>([&](auto l) SPECSPARSE_EACH { f(i + l, b, load_kv<TYPE>(keys, at + 16 * l)); });
       });
   }
 }

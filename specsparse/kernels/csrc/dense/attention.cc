@@ -1,5 +1,7 @@
 #include "dense/attention.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -10,13 +12,18 @@ namespace specsparse {
 namespace {
 
 constexpr int64_t kRowsPerItem = 4;  // of rotate
-constexpr int64_t kTileQueries[] = {4, 6, 12, 24};  // of a tile that one thread computes, if there is enough for many
-// From so many slots on, and up to so many scores, tiles are cut where there would be too few of so many queries: two more steps
-// cost less than reading twice, but another core's scores come late.
+constexpr int64_t kLongText = 2048;  // tokens from which on huge pages save more than they cost
+constexpr int64_t kTileQueries = 24;  // of a tile that one thread computes
+// From so many slots on, and up to so many scores, tiles are cut if a thread has fewer queries: two more steps cost less than
+// reading twice, but another core's scores come late.
 constexpr int64_t kCutSlots = 512, kCutQueries = 12, kCutScores = 32 << 20;
 
-// Floats of the scores of a query that sees at most `slots`: rows of a power of two would share their lines of the first cache.
-int64_t score_stride(int64_t slots) { return (slots + 15) / 16 * 16 + 16; }
+// Floats of the scores of a query that sees at most `slots`, and one more: seven cache lines more than a multiple of sixteen,
+// since at other strides the lines of a tile's queries crowd into few sets of the first cache.
+int64_t score_stride(int64_t slots) { return ((slots + 15) / 16 + 9) / 16 * 256 + 112; }
+
+// The first cache line from p on: a vector in two lines is read twice.
+float* aligned(float* p) { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64); }
 
 void rotate_head(float* x, const float* cos, const float* sin, int64_t pairs, bool neox) {
   for (int64_t i = 0; i < pairs; ++i) {
@@ -26,6 +33,16 @@ void rotate_head(float* x, const float* cos, const float* sin, int64_t pairs, bo
     a = a0 * cos[i] - b0 * sin[i];
     b = a0 * sin[i] + b0 * cos[i];
   }
+}
+
+// Asks for huge pages where these bytes lie, and for what shares them: each page of 4 KiB is a walk of the page table and ends
+// a hardware prefetch. A system that has none to give leaves things as they are.
+void gather_pages(void* from, int64_t bytes) {
+  constexpr uintptr_t kHugePage = 2 << 20;
+  constexpr int kCollapse = 25;  // MADV_COLLAPSE, of Linux 6.1
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(from) / kHugePage * kHugePage;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(from) + bytes + kHugePage - 1) / kHugePage * kHugePage;
+  madvise(reinterpret_cast<void*>(begin), end - begin, kCollapse);
 }
 
 // A head's elements, normalised where there is a norm.
@@ -65,35 +82,37 @@ void AttendPlan::make(const AttendShape& s) {
     for (int64_t i = 0; i < counts_[b]; ++i) rows_.push_back(static_cast<int32_t>(b * s.n + i));
     vectors += counts_[b] * s.heads;
   }
-  // A tile is (row, head) pairs of one key/value head, which read its keys and values once; fewer where there would be too few
-  // tiles. Over long sequences threads share the tiles of a step of few rows.
-  const int64_t per_kv = s.heads / s.kv_heads, wanted = 3 * threads();
-  int64_t scores = 0, slots = 0;
+  // A tile is (row, head) pairs of one key/value head, which read its keys and values once. Each thread has a share of all
+  // pairs, one head after the other, so that few heads are read by two; many pairs are divided evenly. Over long sequences
+  // threads share the tiles of a step of few rows, unless each has heads of its own.
+  const int64_t per_kv = s.heads / s.kv_heads;
+  int64_t total = 0, slots = 0, heads = 0;  // scores; of the longest sequence; key/value heads
   for (int64_t b = 0; b < s.batch; ++b) {
-    scores += counts_[b] * s.heads * score_stride(s.length[b] + s.n);
-    if (counts_[b]) slots = std::max<int64_t>(slots, s.length[b]);
+    total += counts_[b] * s.heads * score_stride(s.length[b] + s.n);
+    if (counts_[b]) slots = std::max<int64_t>(slots, s.length[b]), heads += s.kv_heads;
   }
-  cut_ = threads() > 1 && slots >= kCutSlots && vectors / kCutQueries < wanted && scores <= kCutScores;
-  int64_t size = cut_ ? kMostQueries : vectors > 2 * threads() ? 2 : 1;
-  for (const int64_t larger : kTileQueries)
-    if (!cut_ && vectors / larger >= wanted) size = larger;
-  int64_t most = 0;
-  scores = 0;
-  for (int64_t b = 0; b < s.batch; ++b)
+  cut_ = heads % threads() && slots >= kCutSlots && vectors < kCutQueries * threads() && total <= kCutScores;
+  const bool many = vectors / kTileQueries >= 3 * threads();
+  int64_t most = 0, scores = 0;
+  for (int64_t b = 0; b < s.batch; ++b) {
+    const int64_t stride = score_stride(s.length[b] + s.n);
     for (int64_t g = 0; g < s.kv_heads; ++g)
-      for (int64_t p = 0, all = counts_[b] * per_kv; p < all; p += size) {
-        tiles_.push_back({b, g, p, std::min(size, all - p), scores});
-        scores += tiles_.back().count * score_stride(s.length[b] + s.n);
-        most = std::max(most, tiles_.back().count);
+      for (int64_t p = 0, all = counts_[b] * per_kv, size; p < all; p += size, scores += size * stride) {
+        size = std::min(all - p, cut_ ? kMostQueries : kTileQueries);
+        const int64_t share = total * (scores * threads() / total + 1) / threads();  // where the thread's ends
+        if (!cut_ && !many) size = std::clamp<int64_t>((share - scores + stride - 1) / stride, 1, size);
+        tiles_.push_back({b, g, p, size, scores});
+        most = std::max(most, size);
       }
+  }
   std::reverse(tiles_.begin(), tiles_.end());  // the longest rows first
   std::fill_n(parts_, kAttendSteps, cut_);
   parts_[kScore] = 1;
   if (!cut_) return;
-  const int64_t count = std::max<int64_t>(tiles_.size(), 1);
-  parts_[kScore] = std::max<int64_t>(threads(), (wanted + count - 1) / count / threads() * threads()), parts_[kSoften] = most;
+  const int64_t count = tiles_.size();
+  parts_[kScore] = std::max<int64_t>(threads(), (3 * threads() + count - 1) / count / threads() * threads()), parts_[kSoften] = most;
   while (parts_[kWeigh] * count < 2 * threads() && s.d % (32 * parts_[kWeigh]) == 0) parts_[kWeigh] *= 2;
-  if (static_cast<int64_t>(scores_.size()) < scores) scores_.resize(scores);
+  if (static_cast<int64_t>(scores_.size()) < scores + 16) scores_.resize(scores + 16);
 }
 
 int64_t AttendPlan::items(int step) const {
@@ -109,6 +128,13 @@ void Attention::rotate(int64_t item) const {
   const float scale = 1.0f / std::sqrt(static_cast<float>(s.d));
   thread_local std::vector<float> key;
   key.resize(s.d);
+  // A text that reaches 2,048 tokens, or a larger power of two, may become twice as long.
+  for (int64_t b = 0; item == 0 && b < s.batch; ++b)
+    for (int64_t length = kLongText; length <= s.length[b] + plan->counts_[b]; length *= 2)
+      for (int64_t head = b * s.kv_heads; s.length[b] < length && head < (b + 1) * s.kv_heads; ++head) {
+        const int64_t bytes = head_bytes / s.capacity * std::min(2 * length, s.capacity);
+        for (void* from : {keys, values}) gather_pages(static_cast<char*>(from) + head * head_bytes, bytes);
+      }
   for (int64_t r = item * kRowsPerItem; r < std::min(total, (item + 1) * kRowsPerItem); ++r) {
     const int64_t b = plan->rows_[r] / s.n, i = plan->rows_[r] % s.n, row = index(r), slot = s.length[b] + i;
     const auto& seen = plan->seen_[b];
@@ -186,10 +212,10 @@ void Attention::run(int step, int64_t item) const {
   if (step == kSoften && part >= tile.count) return;
   AttendTile t = describe(tile);
   thread_local std::vector<float> own;
-  const int64_t copy = kAttendChunk * t.d, needed = copy + (plan->cut_ ? 0 : t.queries * t.stride);
+  const int64_t copy = kAttendChunk * t.d, needed = copy + (plan->cut_ ? 0 : t.queries * t.stride) + 16;
   if (static_cast<int64_t>(own.size()) < needed) own.resize(needed);
-  t.copy = own.data();
-  t.scores = plan->cut_ ? plan->scores_.data() + tile.scores : own.data() + copy;
+  t.copy = aligned(own.data());
+  t.scores = plan->cut_ ? aligned(plan->scores_.data()) + tile.scores : t.copy + copy;
   if (!plan->cut_) {
     op.score(t, t.block, t.stop);
     for (int j = 0; j < t.queries; ++j) op.soften(t, j), add_mass(tile, t, j);
