@@ -65,7 +65,7 @@ class Forward final : public Phases {
     switch (stage - chosen_steps_) {
       case kAddFfn: return f.add_ffn.norm ? f.add_ffn.items() : 0;
       case kGateUp: return f.skips ? f.skip.hidden_items() : f.gate_up.items();
-      case kCount: return !counted_ || (f.skips && !l.predicted) ? 0 : (f.width + f.counted - 1) / f.counted;
+      case kCount: return !counted_ || (f.skips && total_ == 1) ? 0 : (f.width + f.counted - 1) / f.counted;
       case kProjectDown: return by_neuron(f) ? f.skip.output_items() : f.down.items();
       default: return f.prepare_ffn.items();
     }
@@ -175,9 +175,7 @@ class Forward final : public Phases {
     // Neurons that rows do not keep are zero from here on.
     void count(float* hidden, const uint8_t* keep, int64_t rows, int64_t item) const {
       const int64_t begin = item * counted, end = std::min(width, begin + counted);
-      for (int64_t t = 0; keep && !skips && t < rows; ++t)
-        for (int64_t j = t * width + begin; j < t * width + end; ++j) hidden[j] = keep[j] ? hidden[j] : 0.0f;
-      count_neurons(hidden, width, rows, begin, end, counts);
+      count_neurons(hidden, skips ? nullptr : keep, width, rows, begin, end, counts);
     }
 
     Ffn(Forward& f, const LayerWeights& l, const SkipCounts& counts)

@@ -216,7 +216,7 @@ void PredictedFfn::run_range(int64_t range) {
 
 void PredictedFfn::collect() {
   if (weights_->masked) {
-    work_->kept.collect(work_->keep.data(), neurons_, work_->rows.data(), total_, counts_.kept);
+    work_->kept.count_kept(work_->keep.data(), neurons_, work_->rows.data(), total_, counts_.kept);
     counts_.read = static_cast<int32_t>(work_->kept.count);
     return;
   }

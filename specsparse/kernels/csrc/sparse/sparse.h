@@ -97,7 +97,8 @@ struct SparseOps {
   // Different bits of two packed rows of `words` words.
   int64_t (*differing)(const uint64_t* a, const uint64_t* b, int64_t words);
   // out[i] = what the dense kernels give for row js[i] of Q4_0, i < count <= 16; block b of the input is x[b * step]. out has room
-  // for sixteen, scratch for 16 * (blocks rounded up to 16). Meanwhile `count` rows `next` are fetched, unless it is null.
+  // for sixteen, scratch for 32 * (blocks of whole chunks, rounded up to 16). Meanwhile `count` rows `next` are fetched, unless it
+  // is null.
   void (*dot_neurons)(const NeuronRows& w, const int32_t* js, int count, const QBlock* x, int64_t step, const uint8_t* const* next,
                       float* out, float* scratch);
   // y += what the dense kernels give for the outputs of chunks [begin, end), y's first; read for the codes of x that are not 0.

@@ -86,30 +86,24 @@ inline F spread_scales(const float* s) {
           _mm256_set_m128(_mm_broadcast_ss(s + 3), _mm_broadcast_ss(s + 2))};
 }
 
-// Lane i: the codes of row i, without sign, at `offset`, times a in the low half of the bytes and times b in the high half.
-// Rows from 4 * quads on are not read.
-inline void chunk_sums(const uint8_t* const* rows, int64_t offset, const int8_t* a, const int8_t* b, int quads, I* sum_a,
-                       I* sum_b) {
+// to[i] and to[16 + i]: the codes of row i of four, without sign, at `offset`, times a in the low half of the bytes and times b in
+// the high half. Sums of eight products fit 16 bits.
+inline void chunk_sums(const uint8_t* const* rows, int64_t offset, const int8_t* a, const int8_t* b, int32_t* to) {
   const __m256i xa = load256(a), xb = load256(b), ones = _mm256_set1_epi16(1);
-  __m256i fours[2][4];
-  each<4>([&](auto g) SPECSPARSE_EACH {
-    fours[0][g] = fours[1][g] = _mm256_setzero_si256();
-    if (g >= quads) return;
-    __m256i va[4], vb[4];
-    each<4>([&](auto i) SPECSPARSE_EACH {
-      const Bytes w = load_nibbles(rows[4 * g + i] + offset);
-      va[i] = _mm256_madd_epi16(_mm256_maddubs_epi16(w.a, xa), ones);
-      vb[i] = _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, xb), ones);
-    });
-    fours[0][g] = _mm256_hadd_epi32(_mm256_hadd_epi32(va[0], va[1]), _mm256_hadd_epi32(va[2], va[3]));
-    fours[1][g] = _mm256_hadd_epi32(_mm256_hadd_epi32(vb[0], vb[1]), _mm256_hadd_epi32(vb[2], vb[3]));
+  __m256i va[4], vb[4];
+  each<4>([&](auto i) SPECSPARSE_EACH {
+    const Bytes w = load_nibbles(rows[i] + offset);
+    va[i] = _mm256_maddubs_epi16(w.a, xa), vb[i] = _mm256_maddubs_epi16(w.b, xb);
   });
-  const auto pair = [](__m256i p, __m256i q) {
-    return _mm256_add_epi32(_mm256_permute2x128_si256(p, q, 0x20), _mm256_permute2x128_si256(p, q, 0x31));
+  const auto fours = [&](const __m256i* v) {
+    return _mm256_madd_epi16(_mm256_hadd_epi16(_mm256_hadd_epi16(v[0], v[1]), _mm256_hadd_epi16(v[2], v[3])), ones);
   };
-  *sum_a = {pair(fours[0][0], fours[0][1]), pair(fours[0][2], fours[0][3])};
-  *sum_b = {pair(fours[1][0], fours[1][1]), pair(fours[1][2], fours[1][3])};
+  const __m256i one = fours(va), two = fours(vb);
+  const __m256i both = _mm256_add_epi32(_mm256_permute2x128_si256(one, two, 0x20), _mm256_permute2x128_si256(one, two, 0x31));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(both));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16), _mm256_extracti128_si256(both, 1));
 }
+inline I load_i(const int32_t* p) { return {load256(p), load256(p + 8)}; }
 
 // Sums of 16 bits of a chunk of 64 columns: eight of columns 32 i + 8 k and of 32 i + 8 k + 16 are v[2 i + k].
 struct Shorts {

@@ -89,29 +89,20 @@ inline F spread_scales(const float* s) {
                                 _mm512_castps128_ps512(_mm_loadu_ps(s)))};
 }
 
-// Lane i: the codes of row i, without sign, at `offset`, times a in the low half of the bytes and times b in the high half.
-// Rows from 4 * quads on are not read.
-inline void chunk_sums(const uint8_t* const* rows, int64_t offset, const int8_t* a, const int8_t* b, int quads, I* sum_a,
-                       I* sum_b) {
+// to[i] and to[16 + i]: the codes of row i of four, without sign, at `offset`, times a in the low half of the bytes and times b in
+// the high half.
+inline void chunk_sums(const uint8_t* const* rows, int64_t offset, const int8_t* a, const int8_t* b, int32_t* to) {
   const __m512i x = _mm512_inserti64x4(_mm512_castsi256_si512(load256(a)), load256(b), 1);
-  __m512i fours[4];
-  each<4>([&](auto g) SPECSPARSE_EACH {
-    fours[g] = _mm512_setzero_si512();
-    if (g >= quads) return;
-    __m512i v[4];
-    each<4>([&](auto i) SPECSPARSE_EACH {
-      v[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), load_nibbles(rows[4 * g + i] + offset).v, x);
-    });
-    const __m512i one = _mm512_add_epi32(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
-    const __m512i two = _mm512_add_epi32(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
-    fours[g] = _mm512_add_epi32(_mm512_unpacklo_epi64(one, two), _mm512_unpackhi_epi64(one, two));
-  });
-  const auto pair = [](__m512i p, __m512i q) {
-    return _mm512_add_epi32(_mm512_shuffle_i32x4(p, q, 0x88), _mm512_shuffle_i32x4(p, q, 0xdd));
-  };
-  const __m512i low = pair(fours[0], fours[1]), high = pair(fours[2], fours[3]);
-  sum_a->v = _mm512_shuffle_i32x4(low, high, 0x88), sum_b->v = _mm512_shuffle_i32x4(low, high, 0xdd);
+  __m512i v[4];
+  each<4>([&](auto i) SPECSPARSE_EACH { v[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), load_nibbles(rows[i] + offset).v, x); });
+  const __m512i one = _mm512_add_epi32(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
+  const __m512i two = _mm512_add_epi32(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
+  const __m512i fours = _mm512_add_epi32(_mm512_unpacklo_epi64(one, two), _mm512_unpackhi_epi64(one, two));
+  const __m512i both = _mm512_add_epi32(fours, _mm512_shuffle_i32x4(fours, fours, 0xb1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_castsi512_si128(both));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16), _mm512_extracti32x4_epi32(both, 2));
 }
+inline I load_i(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 
 // Sums of 16 bits of a chunk of 64 columns: eight of columns 32 i + 0, 16, 8, 24 are v[i].
 struct Shorts {

@@ -152,33 +152,50 @@ struct Union {
     return to - neurons.data() - at;
   }
 
-  // By `keep` [., width] of rows `ids`, of which there are up to kSparseRows; kept[id] is how many the row keeps.
-  void collect(const uint8_t* keep, int64_t width, const int32_t* ids, int64_t total, int32_t* kept) {
+  // By `keep` [., width] of rows `ids`, of which there are up to kSparseRows; kept[id] is how many the row keeps. The list of
+  // neurons is left to `list_kept`, if it is wanted.
+  void count_kept(const uint8_t* keep, int64_t width, const int32_t* ids, int64_t total, int32_t* kept) {
     make(width);
-    count = 0;
+    total_ = total, width_ = width, count = 0;
     if (total == 1) {
       kept[ids[0]] = static_cast<int32_t>(count = list(keep + ids[0] * width, 0, width, 0));
       std::fill_n(rows.begin(), count, 1);
       return;
     }
     for (int64_t t = 0; t < total; ++t) kept[ids[t]] = 0;
-    for (int64_t first = 0; first < width; first += 64) {
-      uint64_t words[kSparseRows], any = 0;
+    uint64_t* to = reserve(words_, (width + 63) / 64 * total);
+    for (int64_t first = 0; first < width; first += 64, to += total) {
+      uint64_t any = 0;
       for (int64_t t = 0; t < total; ++t) {
         const uint8_t* from = keep + ids[t] * width + first;
         uint8_t last[64] = {};
         if (first + 64 > width) from = std::copy_n(from, width - first, last) - (width - first);
-        any |= words[t] = set_bytes(from);
-        kept[ids[t]] += __builtin_popcountll(words[t]);
+        any |= to[t] = set_bytes(from);
+        kept[ids[t]] += __builtin_popcountll(to[t]);
       }
-      for (; any; any &= any - 1, ++count) {
+      count += __builtin_popcountll(any);
+    }
+  }
+
+  void list_kept() {
+    if (total_ == 1) return;
+    const uint64_t* from = words_.data();
+    int64_t at = 0;
+    for (int64_t first = 0; first < width_; first += 64, from += total_) {
+      uint64_t any = 0;
+      for (int64_t t = 0; t < total_; ++t) any |= from[t];
+      for (; any; any &= any - 1, ++at) {
         const int place = __builtin_ctzll(any);
         uint64_t mask = 0;
-        for (int64_t t = 0; t < total; ++t) mask |= (words[t] >> place & 1) << t;
-        neurons[count] = static_cast<int32_t>(first + place), rows[count] = mask;
+        for (int64_t t = 0; t < total_; ++t) mask |= (from[t] >> place & 1) << t;
+        neurons[at] = static_cast<int32_t>(first + place), rows[at] = mask;
       }
     }
   }
+
+ private:
+  int64_t total_ = 0, width_ = 0;
+  std::vector<uint64_t> words_;  // by 64 neurons, then row: which the row keeps
 };
 
 // Neurons that have something to add to a row, ascending, and what they are multiplied with.

@@ -24,7 +24,8 @@ class Call final : public SparseSteps {
   void prepare(const float* x, int64_t i) override { call_.inputs.prepare(x + call_.rows[i] * call_.ffn->up.cols, *call_.ffn, i); }
 
   void collect(const uint8_t* keep) override {
-    call_.kept.collect(keep, call_.ffn->up.rows, call_.rows, call_.count, counts_->kept);
+    call_.kept.count_kept(keep, call_.ffn->up.rows, call_.rows, call_.count, counts_->kept);
+    call_.kept.list_kept();
     reserve(call_.active, call_.read());
     one_ = call_.count == 1 && threads() <= OneRow::kMostThreads, ranged_ = false;
     one_ ? one_row_.begin(call_, call_.read()) : several_rows_.begin(call_);

@@ -92,17 +92,22 @@ inline NibbleScales nibble_scales(const float* s) {
 constexpr int64_t kWordsAtOnce = 1;
 inline int64_t count_differing(const uint64_t* a, const uint64_t* b) { return __builtin_popcountll(*a ^ *b); }
 
-// Lane i: the codes of row i, without sign, at `offset`, times a in the low half of the bytes and times b in the high half.
-// Rows from 4 * quads on are not read.
-SPECSPARSE_SHARED void chunk_sums(const uint8_t* const* rows, int64_t offset, const int8_t* a, const int8_t* b, int quads, I* sum_a,
-                       I* sum_b) {
-  I one{}, two{};
-  for (int i = 0; i < 4 * quads; ++i)
+// to[i] and to[16 + i]: the codes of row i of four, without sign, at `offset`, times a in the low half of the bytes and times b in
+// the high half.
+SPECSPARSE_SHARED void chunk_sums(const uint8_t* const* rows, int64_t offset, const int8_t* a, const int8_t* b, int32_t* to) {
+  for (int i = 0; i < 4; ++i) {
+    int32_t one = 0, two = 0;
     for (int k = 0; k < 32; ++k) {
       const uint8_t both = rows[i][offset + k];
-      one.v[i] += (both & 15) * a[k], two.v[i] += (both >> 4) * b[k];
+      one += (both & 15) * a[k], two += (both >> 4) * b[k];
     }
-  *sum_a = one, *sum_b = two;
+    to[i] = one, to[16 + i] = two;
+  }
+}
+inline I load_i(const int32_t* p) {
+  I r;
+  std::memcpy(r.v, p, sizeof r.v);
+  return r;
 }
 
 // Sixteen halves of each of sixteen rows at `offset`, turned: out[16 b + i] is half b of row i.

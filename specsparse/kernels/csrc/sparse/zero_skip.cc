@@ -14,34 +14,56 @@ constexpr int64_t kMostGroups = 32;   // of an item
 constexpr int64_t kMostChunks = 32;   // of an item's outputs: their sums stay in the first cache, and codes come in long pieces
 constexpr int64_t kShortRow = 512;    // bytes
 constexpr int64_t kSharedBlocks = 8;  // of neurons that rows of activations read in turn
-constexpr int64_t kSeveralOf = 10;    // of so many neurons several rows keep one each, or the dense kernels are faster
+constexpr int64_t kSeveralOf = 8;     // of so many neurons several rows keep one each, or the dense kernels are faster
+constexpr int64_t kAhead = 8;         // neurons that are on their way
 constexpr int64_t kMostNeurons = 64;  // of an item of a mask: rows of activations that share them find them in the cache
 
 // Whether `count` of `all` neurons are read by themselves sooner than all in order: short pieces come at a lower rate.
 bool few_of(int64_t count, int64_t all, int64_t row_bytes) { return count * (row_bytes < kShortRow ? 5 : 3) <= all; }
 
-// Up to sixteen neurons times row `row` of x. Meanwhile as many of `left` neurons `then` of `next` are fetched.
-void dot_some(const NeuronRows& w, const int32_t* js, int64_t count, const Activations& x, int64_t row, const NeuronRows& next,
-              const int32_t* then, int64_t left, float* out) {
-  thread_local std::vector<float> scratch;
-  const int64_t wanted = (w.cols / kBlock + 15) / 16 * 16 * kRows;
-  if (static_cast<int64_t>(scratch.size()) < wanted) scratch.resize(wanted);
-  const uint8_t* ahead[kRows];
-  for (int64_t i = 0; left > 0 && i < count; ++i) ahead[i] = next.row(then[std::min(i, left - 1)]);
-  sparse_ops().dot_neurons(w, js, static_cast<int>(count), x.at(row, 0), x.tile, left > 0 ? ahead : nullptr, out,
-                           scratch.data());
-}
+// Neurons of a list, and those of another matrix that are read after them, if any.
+struct Reading {
+  const NeuronRows& w;
+  const int32_t* js;
+  int64_t count;
+  const NeuronRows& next;
+  const int32_t* then;
+  int64_t left;
+
+  // Up to sixteen neurons from `at` on times row `row` of x; how many. Meanwhile those that stand `kAhead` behind them are fetched.
+  int64_t multiply(int64_t at, const Activations& x, int64_t row, float* out) const {
+    thread_local std::vector<float> scratch;
+    const int64_t wanted = (w.chunks() * 2 + 15) / 16 * 16 * 2 * kRows, some = std::min<int64_t>(kRows, count - at);
+    if (static_cast<int64_t>(scratch.size()) < wanted) scratch.resize(wanted);
+    const uint8_t* ahead[kRows];
+    for (int64_t i = 0; i < some; ++i) {
+      const int64_t k = at + i + kAhead;
+      if (k < count || left <= 0)
+        ahead[i] = w.row(js[std::min(k, count - 1)]);
+      else
+        ahead[i] = next.row(then[std::min(k - count, left - 1)]);
+    }
+    sparse_ops().dot_neurons(w, js + at, static_cast<int>(some), x.at(row, 0), x.tile, ahead, out, scratch.data());
+    return some;
+  }
+};
 
 }  // namespace
 
-void count_neurons(const float* hidden, int64_t width, int64_t rows, int64_t begin, int64_t end,
+void count_neurons(float* hidden, const uint8_t* keep, int64_t width, int64_t rows, int64_t begin, int64_t end,
                    const SkipCounts& counts) {
   constexpr int64_t kAtOnce = 256;
   for (int64_t first = begin; first < end; first += kAtOnce) {
     const int64_t count = std::min(kAtOnce, end - first);
     int32_t any[kAtOnce] = {}, bits[kAtOnce] = {};  // all of one width, so that the compiler makes vectors of them
+    uint8_t kept[kAtOnce] = {};
     for (int64_t t = 0; t < rows; ++t) {
       std::memcpy(bits, hidden + t * width + first, count * sizeof(float));
+      if (keep) {
+        std::memcpy(kept, keep + t * width + first, count);
+        for (int64_t j = 0; j < kAtOnce; ++j) bits[j] &= -static_cast<int32_t>(kept[j]);
+        std::memcpy(hidden + t * width + first, bits, count * sizeof(float));
+      }
       int32_t found = 0;
       for (int64_t j = 0; j < kAtOnce; ++j) {
         const int32_t live = (bits[j] & 0x7fffffff) != 0;
@@ -66,9 +88,10 @@ ZeroSkip::ZeroSkip(const Description* gate, const Description* up, const SkipWei
   output_items_ = std::min(chunks, std::max<int64_t>(threads(), (chunks + kMostChunks - 1) / kMostChunks));
 }
 
-bool ZeroSkip::choose(const Union& kept, const int32_t* counts) {
+bool ZeroSkip::choose(Union& kept, const int32_t* counts) {
   const int64_t pairs = std::accumulate(counts, counts + rows_, int64_t{0}), all = rows_ * gate_->matrix.rows;
   if (rows_ == 1 ? !few_of(pairs, all, weights_->up.row_bytes) : pairs * kSeveralOf > all) return false;
+  kept.list_kept();
   kept_ = &kept;
   step_ = std::clamp<int64_t>(kept.count / (8 * threads() * kRows) * kRows, kRows, kMostNeurons);
   items_ = std::max<int64_t>(1, (kept.count + step_ - 1) / step_);
@@ -82,12 +105,12 @@ int32_t ZeroSkip::multiply(const int32_t* js, const float* gates, int64_t count,
   const NeuronRows& up = weights_->up;
   float* to = hidden_ + row * up.rows;
   int32_t nonzero = 0;
-  for (int64_t i = 0; i < count; i += kRows) {
-    alignas(64) float ups[kRows], own[kRows] = {};
-    const int64_t some = std::min<int64_t>(kRows, count - i), more = count - i - some;
-    dot_some(up, js + i, some, z_, row, more ? up : weights_->gate, more ? js + i + some : then, more && then ? more : left, ups);
+  const Reading ups{up, js, count, weights_->gate, then, then ? left : 0};
+  for (int64_t i = 0, some; i < count; i += some) {
+    alignas(64) float found[kRows], own[kRows] = {};
+    some = ups.multiply(i, z_, row, found);
     std::copy_n(gates + i, some, own);
-    ops().glu(own, ups, kRows, act_);
+    ops().glu(own, found, kRows, act_);
     for (int64_t k = 0; k < some; ++k) to[js[i + k]] = own[k], nonzero += own[k] != 0;
   }
   return nonzero;
@@ -105,17 +128,20 @@ void ZeroSkip::hidden_of_kept(int64_t item) const {
     float gates[kMostNeurons + 1];
     int64_t count = 0, live = 0;
     for (int64_t i = first; i < last; ++i) js[count] = all[i], count += kept_->rows[i] >> t & 1;
-    for (int64_t i = 0; i < count; i += kRows) {
-      const int64_t some = std::min<int64_t>(kRows, count - i), more = count - i - some;
+    const Reading own{gate, js, count, up, js, count};
+    for (int64_t i = 0, some; i < count; i += some) {
       alignas(64) float found[kRows];
-      dot_some(gate, js + i, some, z_, t, more ? gate : up, more ? js + i + some : js, more ? more : count, found);
+      some = own.multiply(i, z_, t, found);
       std::copy_n(found, some, gates + i);
     }
     for (int64_t i = 0; i < count; ++i) {  // a closed gate's up is not read
       js[live] = js[i], gates[live] = gates[i];
       live += !closes || !(gates[i] <= 0);  // a NaN is none of a closed gate
     }
-    multiply(js, gates, live, t, all + last, t + 1 < rows_ ? 0 : kept_->count - last);
+    const int32_t nonzero = multiply(js, gates, live, t, all + last, t + 1 < rows_ ? 0 : kept_->count - last);
+    if (rows_ > 1) continue;  // counted when all are there
+    __atomic_fetch_add(counts_.nonzero, nonzero, __ATOMIC_RELAXED);
+    __atomic_fetch_add(counts_.active, nonzero, __ATOMIC_RELAXED);
   }
 }
 

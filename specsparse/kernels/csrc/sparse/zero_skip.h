@@ -22,8 +22,9 @@ struct SkipCounts {
   int32_t* active;   // neurons that are so in any row
 };
 
-// Counts the neurons [begin, end) of `rows` rows of `width`.
-void count_neurons(const float* hidden, int64_t width, int64_t rows, int64_t begin, int64_t end, const SkipCounts& counts);
+// Counts the neurons [begin, end) of `rows` rows of `width`, those that a row does not keep made 0: `keep` is 1 or 0, or null.
+void count_neurons(float* hidden, const uint8_t* keep, int64_t width, int64_t rows, int64_t begin, int64_t end,
+                   const SkipCounts& counts);
 
 // Hidden neurons from the gate, then the output from the hidden neurons. In between the caller quantises them.
 class ZeroSkip {
@@ -33,9 +34,9 @@ class ZeroSkip {
   ZeroSkip(const Description* gate, const Description* up, const SkipWeights* weights, const Activations& z, float* hidden,
            const Activations& h, const float* residual, float* out, Act act, const SkipCounts& counts, int64_t rows = 1);
 
-  // With a mask, before anything else: the neurons of the rows, `counts` of each. False if they are so many that the dense
+  // With a mask, before anything else: the neurons of the rows, `counts` of each, not listed yet. False if they are so many that the dense
   // kernels are faster.
-  bool choose(const Union& kept, const int32_t* counts);
+  bool choose(Union& kept, const int32_t* counts);
   int64_t hidden_items() const { return kept_ ? items_ : (groups_ + step_ - 1) / step_; }
   void hidden(int64_t item) const { kept_ ? hidden_of_kept(item) : hidden_of_open(item); }
   // From here on: whether so few neurons are active that `output` is faster than the dense product.
