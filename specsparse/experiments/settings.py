@@ -118,7 +118,7 @@ class FfnSpec:
     faithful_f16: bool = False  # PowerInfer's roundings
     weights: str | None = None  # file of trained predictors, for predictor=mlp
     tokens: Count = 1024  # of the text that a predictor is fitted to
-    masked: bool = False  # the neurons' mask lies on dense Q4_0 matrices (`powerinfer.fewer.gated`)
+    masked: bool | None = None  # the neurons' mask lies on dense matrices; None: where it can
     # share of the neurons that a verification pass may read; None: no cap. For kind=spec_sparse
     union_cap: Share | None = None
 

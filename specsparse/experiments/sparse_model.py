@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
+from rich.text import Text
 
 from specsparse import kernels
 from specsparse.data import prompts
@@ -25,6 +27,7 @@ from specsparse.support import terminal
 if TYPE_CHECKING:
     from specsparse.predictors import Predictor
 
+_MIB = 1 << 20
 WINDOW = 128
 """Tokens of a piece of text that is read at once."""
 
@@ -40,9 +43,9 @@ def check(cfg: ModelSettings, *, union_cap: bool = False, judged: bool = False) 
         f"predictor={given} does nothing with ffn={ffn.name or 'null'}: give ffn=predicted": named and not predicted,
         "ffn=predicted needs a predictor: give predictor=gate_threshold (SiLU) or predictor=signbit (ReLU)":
             predicted and not named,
-        "ffn.masked belongs to ffn=predicted": ffn.masked and not predicted,
+        "ffn.masked belongs to ffn=predicted": ffn.masked is not None and not predicted,
         "ffn.union_cap caps a sparse FFN, and ffn.masked makes a dense one: leave one of them out":
-            ffn.masked and ffn.union_cap is not None,
+            bool(ffn.masked) and ffn.union_cap is not None,
         "ffn.faithful_f16 and ffn.threshold belong to ffn=powerinfer":
             predicted and (ffn.faithful_f16 or ffn.threshold is not None),
     })  # fmt: skip
@@ -56,7 +59,7 @@ def check(cfg: ModelSettings, *, union_cap: bool = False, judged: bool = False) 
     refuse({
         f"predictor={given} {why}: judge it with +experiment=sweep_sparsity": why and not judged,
         f"ffn.masked=true with predictor={given}: masks are those of mlp, svd and signbit; leave it out":
-            ffn.masked and not masks(predictor),
+            bool(ffn.masked) and not masks(predictor),
         f"predictor={given} is trained: run +experiment=train_predictors model={cfg.model.path}, then give "
         "ffn.weights=predictors/<model>/predictors.safetensors":
             trained and weights_file(cfg) is None and not header_of(cfg.model)[1].predictor_ranks,
@@ -121,7 +124,13 @@ def sparse_of(cfg: ModelSettings, ctx: RunContext, dense: Model) -> GatedModel:
         return GatedModel(own, Mlp(FFN.from_config(dense.config, dense.kernels)), weights)
     predictor, weights = fitted(cfg, ctx, dense)
     assert weights is not None  # check()
-    return GatedModel(gated(dense, predictor, weights, masked=cfg.ffn.masked), predictor, weights)
+    masked = False if cfg.ffn.union_cap is not None else cfg.ffn.masked  # the capped run has rows of neurons
+    model = gated(dense, predictor, weights, masked=masked)
+    more, whole = (sum(leaf.nbytes for leaf in jax.tree.leaves(each)) for each in (
+        [layer.sparse for layer in model.params.layers], [layer.dense for layer in dense.params.layers]))  # fmt: skip
+    line = f"ffn {model.rule}: {more / _MIB:,.1f} MiB beside the dense FFNs' {whole / _MIB:,.1f} MiB"
+    ctx.console.print(Text(line, style="dim"), soft_wrap=True)
+    return GatedModel(model, predictor, weights)
 
 
 def fitted(

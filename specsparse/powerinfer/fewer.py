@@ -23,6 +23,7 @@ from gguf.constants import GGMLQuantizationType
 from specsparse.engine.llama import dense_ffn, make_forward
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
+from specsparse.engine.weights import Params
 from specsparse.errors import UserError, refuse
 from specsparse.kernels import QTensor, SkipWeights
 from specsparse.kernels.packing.dequant import dequantize, pack_float
@@ -44,8 +45,9 @@ _WINDOW = 128  # tokens of a window of the text that neurons are chosen by
 
 
 def gated(
-    model: Model, predictor: Predictor, weights: Sequence[Pytree], *, down_type: str | None = None, masked: bool = False
-) -> Model:
+    model: Model, predictor: Predictor, weights: Sequence[Pytree], *, down_type: str | None = None,
+    masked: bool | None = None,
+) -> Model:  # fmt: skip
     """The model that computes the neurons which `predictor` keeps.
 
     It shares all matrices with `model` and has the FFN's once more, as rows of neurons; the oracle of a ReLU model
@@ -59,23 +61,24 @@ def gated(
         down_type: of the transposed down projection, see `sparse_ffn.sparse_params`. By default floats stay as
             they are and codes become Q8_0: their blocks do not survive the transposition, eight bits lose next to
             nothing, and floats are twice as long.
-        masked: whether the FFN is the dense one with 0 for the neurons that a row does not keep, nothing rounded again.
-            Several rows are faster, one row of few neurons is slower.
+        masked: whether the FFN is the dense one with 0 for the neurons that a row does not keep, nothing rounded again:
+            each pass reads the neurons one by one or all of them, whichever is faster, with equal bits. None: wherever
+            it can be, unless `down_type` is given.
     """
     model.check_whole(f"predictor={predictor.name}")
     model.check_packed(f"predictor={predictor.name}")
     config, kernels, ffn = model.config, model.kernels, None
+    can_mask = down_type is None and maskable(model.params, config, kernels, predictor)
+    masked = can_mask if masked is None else masked
     refuse({
         f"ffn.masked=true with predictor={predictor.name}: masks are those of mlp, svd or signbit on gated Q4_0 "
         "models and native kernels; leave it out":
-            masked and not maskable(model.params, config, kernels, predictor),
+            masked and not can_mask,
     })  # fmt: skip
     if down_type is None and isinstance(predictor, Oracle) and zero_skip.in_params(model.params, config, kernels):
         params = zero_skip.skipping(model.params)
     else:
-        if down_type is None and not model.params.layers[0].dense.down.layout.is_float:
-            down_type = "Q8_0"
-        params = sparse_params(model.params, weights, down_type=down_type, keep_dense=True, masked=masked)
+        params = by_neuron(model.params, weights, down_type=down_type, masked=masked)
         ffn = make_ffn(config, kernels, predictor)
     own = {name: getattr(predictor, name) for name in options_of(type(predictor))}
     rule = f"{predictor.name}({', '.join(f'{key}={value}' for key, value in own.items() if value is not None)})"
@@ -83,6 +86,13 @@ def gated(
     return dataclasses.replace(
         model, params=params, forward=make_forward(config, kernels, ffn), ffn=PREDICTED, rule=rule
     )
+
+
+def by_neuron(params: Params, weights: Sequence[Pytree], *, down_type: str | None = None, masked: bool) -> Params:
+    """The parameters of `gated`, of a dense model's and the predictor's weights of each layer."""
+    if down_type is None and not params.layers[0].dense.down.layout.is_float:
+        down_type = "Q8_0"
+    return sparse_params(params, weights, down_type=down_type, keep_dense=True, masked=masked)
 
 
 def bytes_read(model: Model, predictor: Predictor) -> tuple[int, int]:

@@ -76,8 +76,15 @@ def make_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor) -> Cal
     return _OneByOne(config, kernels, predictor)
 
 
-MASK_FEW = 0.1
+MASK_FEW = 1 / 8
 """Share of the neurons that several rows keep in the mean, above which they run densely: kSeveralOf, zero_skip.cc."""
+
+
+def runs_densely(weights: SparseWeights, rows: int, kept: float) -> bool:
+    """Whether a native pass of rows that keep this share of the neurons in the mean takes the dense kernels, as
+    `ZeroSkip::choose` decides it."""
+    one = 1 / 5 if weights.up.data.shape[1] < 512 else 1 / 3
+    return weights.blocks is not None and kept > (MASK_FEW if rows > 1 else one)
 
 
 def masks(predictor: Predictor) -> bool:

@@ -58,7 +58,8 @@ def passes(model, predictor, shapes, *, masked=False, threshold=None):
     weights = [weights_of(predictor, layer, i) for i, layer in enumerate(model.params.layers)]
     if threshold is not None:
         weights = [w._replace(threshold=jnp.float32(threshold)) for w in weights]
-    one = gated(model, predictor, weights, down_type=None if masked else "Q8_0", masked=masked)
+    one = gated(model, predictor, weights, down_type=None if masked else "Q8_0")
+    assert masked == (one.params.layers[0].sparse.blocks is not None)
     kernels = dataclasses.replace(model.kernels, layers=None)
     apart = make_forward(model.config, kernels, make_ffn(model.config, kernels, predictor))
     for batch, rows, tree in shapes:

@@ -188,7 +188,7 @@ class SpecSparse(Kind[SpecSparseSettings]):
             read[name] = FfnReading(1.0, ffn_bytes)
             if name in points:
                 own = bytes_read(model, predictors[name])
-                few = 0.0 if name in exact else MASK_FEW if cfg.ffn.masked else 1.0
+                few = 0.0 if name in exact else 1.0 if model.params.layers[0].sparse.blocks is None else MASK_FEW
                 read[name] = FfnReading.from_points(points[name], own, ffn_bytes, few=few)
         found = Joined(
             cells=_cells(passes, read, dense.footprint.packed, as_dense=exact | {PLAIN_DENSE, SPEC_DENSE}),
