@@ -27,15 +27,26 @@ from rich.console import Console
 from rich.table import Table
 
 from specsparse import kernels
+from specsparse.engine.cache import init
+from specsparse.engine.config import ModelConfig
+from specsparse.engine.llama import make_layers
+from specsparse.engine.pytree import Pytree
+from specsparse.engine.rope import RopeConfig, model_tables
+from specsparse.engine.weights import Layer, Params
 from specsparse.errors import UserError, refuse
 from specsparse.kernels import Experts, Kernels, processor, skipping
 from specsparse.kernels.native import cpu
-from specsparse.kernels.neurons import NeuronRows, SignRows, pack_neurons, pack_signs
+from specsparse.kernels.neurons import pack_signs
+from specsparse.kernels.packing.dequant import pack_float
 from specsparse.kernels.packing.pack import KINDS, SUPPORTED, aligned_empty, pack_qtensor
 from specsparse.kernels.packing.random_blocks import random_quantised
-from specsparse.kernels.qtensor import QTensor
+from specsparse.kernels.qtensor import BLOCK, QTensor
 from specsparse.measure import manifest
 from specsparse.measure.trials import MachinePeaks, paired_ratio, summary
+from specsparse.powerinfer.fewer import by_neuron
+from specsparse.powerinfer.sparse_ffn import make_ffn, maskable, runs_densely
+from specsparse.predictors import FFN
+from specsparse.predictors.scored import Factors, Mlp, SignBit, SignBitWeights, mlp_weights, settled
 from specsparse.report import plots
 from specsparse.report.plots import FAINT, Figure, Row
 from specsparse.support import tables, terminal
@@ -301,21 +312,17 @@ class ProductsBench(KernelBench):
 
 
 VARIANTS = ("ffn", "ffn+mlp", "ffn+signbit")
-"""Which neurons are kept is given; predicted by a two-layer MLP; predicted from sign bits."""
-_SEEDS = itertools.count()  # of activations and of the neurons that are kept: others in each call
+"""Neurons are chosen by an MLP of a rank so small that it costs next to nothing; of the bench's rank; by sign bits."""
+_LEAST_RANK = 32
+_HEAD = 16  # of attention, which has one
+_SEEDS = itertools.count()  # of activations, and so of the neurons that are kept: others in each call
 
 
 class _FfnWeights(NamedTuple):
-    norm: jax.Array
-    gate: NeuronRows
-    up: NeuronRows
-    down_t: NeuronRows
-    dense_gate: QTensor
-    dense_up: QTensor
-    dense_down: QTensor
-    fc1: QTensor
-    fc2: QTensor
-    signs: SignRows
+    layers: list[Layer]  # the copies, without a predictor
+    predictors: dict[str, list[Pytree]]  # of each copy, by variant
+    thresholds: dict[tuple[str, float], jax.Array]  # that keep a share of the neurons
+    program: Callable  # of a variant
 
 
 def active_share(report: Json) -> Figure:
@@ -330,9 +337,9 @@ def active_share(report: Json) -> Figure:
         for r in report["rows"] if r["what"] == "ffn"
     )  # fmt: skip
     caption = (
-        "Time of the sparse FFN, predictor excluded, over that of the dense one with as many tokens (medians, whiskers "
-        "from the fastest to the slowest); dashed: share of the neurons that some token of the pass keeps, which the "
-        "time would be if bytes were all."
+        "Time of a layer with a sparse FFN, predictor excluded, over that of the dense one with as many tokens "
+        "(medians, whiskers from the fastest to the slowest); dashed: share of the neurons that some token of the pass "
+        "keeps, which the time would be if bytes were all."
     )
     title = f"FFN of {plan['width']} x {plan['neurons']}: time against active share"
     return Figure("active_share", title, caption, rows, _draw_shares, size=(4.6 * len(plan["types"]), 4.2))
@@ -353,10 +360,10 @@ def _draw_shares(canvas: Canvas, rows: Sequence[Row]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class FfnBench(KernelBench):
-    """One FFN, sparse and dense, by the share of neurons that a token keeps.
+    """One layer, its FFN sparse and dense, by the share of neurons that a token keeps.
 
-    Each token keeps a random set of its own. Predictors are paid for and their verdict is not used, so that the share
-    stays exact.
+    The layer runs as a model's does: in one native call, with attention of one small head, and the predictor's verdict
+    is what it computes; so the share is kept on the average. Predictors are random, and rows choose independently.
     """
 
     title = "ffn"
@@ -384,114 +391,138 @@ class FfnBench(KernelBench):
 
     def bytes_of(self, kind: str, shape: tuple[int, int]) -> int:
         D, F = shape
-        rows = packed_bytes(kind, F, D)
+        rows, down = packed_bytes(kind, F, D), packed_bytes(kind, D, F)
         predictor = packed_bytes(kind, self.rank, D) + packed_bytes(kind, F, self.rank) + D * F // 8
-        each = 5 * rows + packed_bytes(kind, D, F) + predictor + 10 * max(self.ns) * F  # of a copy, with its masks
+        each = 4 * rows + down + max(2 * D * F, down) + 2 * predictor  # of a copy; rows of down are F16, Q8_0 or blocks
         return MADE_BYTES * max(D * F, self.rank * max(D, F)) + bounded(self.cold_bytes, 3 * rows) * each
 
-    def make(self, kind: str, shape: tuple[int, int]) -> list[_FfnWeights]:
+    def make(self, kind: str, shape: tuple[int, int]) -> _FfnWeights:
         D, F = shape
-        raws = [random_raw(kind, F, D, seed) for seed in range(2)]
-        gate, up = (pack_neurons(raw, GGML[kind], (F, D)) for raw in raws)
-        dense_gate, dense_up = (pack_qtensor(raw, GGML[kind], (F, D)) for raw in raws)
-        others = [((D, F), 2), ((self.rank, D), 3), ((F, self.rank), 4)]
-        dense_down, fc1, fc2 = (random_packed(kind, *other) for other in others)
-        signs = pack_signs(np.random.default_rng(5).normal(size=(F, D)).astype(np.float32))
-        norm, down_t = jnp.ones((D,), jnp.float32), copies_of(gate, 2)[1]
-        weights = _FfnWeights(norm, gate, up, down_t, dense_gate, dense_up, dense_down, fc1, fc2, signs)
-        return copies_of(weights, bounded(self.cold_bytes, 3 * gate.nbytes))
+        chosen, rng = kernels.get(self.backend), np.random.default_rng(5)
+        query, key, value = (random_packed(kind, (_HEAD, D), seed) for seed in range(3))
+        gate, up = (random_packed(kind, (F, D), seed) for seed in (3, 4))
+        # What is added is small: thresholds mean the same in each copy as long as the residual stays as large as it is.
+        down = pack_qtensor(random_quantised(GGML[kind], D, F, 5, std=2e-4, edges=False), GGML[kind], (D, F))
+        output = pack_float(jnp.full((D, _HEAD), 1e-3, jnp.float32), "f16")
+        norm = jnp.ones((D,), jnp.float32)
+        layer = Layer(norm, query, key, value, output, norm, gate, up, down, biases={})
+        config = self._config(1)
+        ffn = FFN.from_config(config, chosen)
+        codes = settled(Mlp(ffn), layer).codes
+
+        def mlp(rank: int) -> Factors:
+            fc1, fc2 = (rng.normal(size=size).astype(np.float32) for size in ((rank, D), (F, rank)))
+            # Without its mean: what all ReLUs have in common would choose the same neurons for all rows.
+            return mlp_weights(fc1, fc2 - fc2.mean(axis=1, keepdims=True), codes=codes)
+
+        signs = SignBitWeights(pack_signs(rng.normal(size=(F, D)).astype(np.float32)), jnp.float32(0))
+        own = dict(zip(VARIANTS, (mlp(_LEAST_RANK), mlp(self.rank), signs), strict=True))
+        x, _ = random_rows(64, D, 7)
+        thresholds = {
+            (name, share): self._predictor(name, ffn, share=share).on_text(own[name], layer, x).threshold
+            for name, share in itertools.product(VARIANTS, self.active)
+        } | {(name, 1.0): jnp.float32(-jnp.inf) for name in VARIANTS}
+        params = Params(gate, (layer,), norm, gate)
+        masked = maskable(params, config, chosen, Mlp(ffn))
+        (layer,) = by_neuron(params, [None], masked=masked).layers
+        count = bounded(self.cold_bytes, sum(m.nbytes for m in layer.dense if m is not None))
+        copies = copies_of((layer, own), count)
+        predictors = {name: [of_copy[name] for _, of_copy in copies] for name in VARIANTS}
+        programs = {name: self._program(name, count, chosen) for name in ("dense", *VARIANTS)}
+        return _FfnWeights([layer for layer, _ in copies], predictors, thresholds, programs.__getitem__)
+
+    def _config(self, layers: int) -> ModelConfig:
+        D, F = self.shape
+        return ModelConfig("llama", layers, D, 1, 1, _HEAD, F, 1, max(self.ns), 1e-5, RopeConfig(1e4, _HEAD, "norm"))
+
+    @staticmethod
+    def _predictor(name: str, ffn: FFN, **options: Any) -> SignBit | Mlp:
+        return SignBit(ffn, **options) if name == "ffn+signbit" else Mlp(ffn, **options)
+
+    def _program(self, name: str, layers: int, chosen: Kernels) -> Callable:
+        """(params, x_RD, cache, n_valid_B) -> (x_RD, `SparseStats` or None)."""
+        config = self._config(layers)
+        predictor = self._predictor(name, FFN.from_config(config, chosen))
+        run = make_layers(config, chosen, None if name == "dense" else make_ffn(config, chosen, predictor))
+
+        def program(params, x_RD, cache, n_valid_B):
+            x_RD, _, stats, *_ = run(params, x_RD, cache, n_valid_B, None, range(layers))
+            return x_RD, stats
+
+        return jax.jit(program)
 
     def cases(self) -> list[tuple[int, float, str]]:
         """(tokens, share, program); the dense one has share 1."""
         sparse = list(itertools.product(self.active, VARIANTS))
         return [(n, share, program) for n in self.ns for share, program in [(1.0, "dense"), *sparse]]
 
-    def once(self, chosen: Kernels, weights: list[_FfnWeights], case: tuple[int, float, str]) -> tuple[float, float]:
-        """Seconds of an FFN, and the neurons that a copy read on average."""
-        (n, share, name), seed = case, next(_SEEDS)
-        x, n_valid = random_rows(n, self.shape[0], [seed, n])
-        kept = np.random.default_rng([seed, n, 1]).random((len(weights), n, self.shape[1])) < share
-        keep = jax.block_until_ready(jnp.asarray(kept.astype(np.uint8)))
+    def once(self, chosen: Kernels, weights: _FfnWeights, case: tuple[int, float, str]) -> tuple[float, float, float]:
+        """Seconds of a layer, and the means over the copies of the neurons that a row keeps and that all rows read."""
+        n, share, name = case
+        (D, F), count = self.shape, len(weights.layers)
+        layers = weights.layers
+        if name != "dense":
+            kept = [w._replace(threshold=weights.thresholds[name, share]) for w in weights.predictors[name]]
+            sparse = [layer.sparse._replace(predictor=w) for layer, w in zip(layers, kept, strict=True)]
+            layers = [layer._replace(sparse=w) for layer, w in zip(layers, sparse, strict=True)]
+        cache = init(layers=count, batch=1, kv_heads=1, capacity=max(self.ns), head_dim=_HEAD)
+        cos, sin = map(jnp.asarray, model_tables(self._config(count).ropes, cache.capacity))
+        params = Params(layers[0].attn_q, tuple(layers), cos, layers[0].attn_q, cos, sin)  # the layers alone are read
+        x, n_valid = random_rows(n, D, [next(_SEEDS), n])
         start = time.perf_counter()
-        read = jax.block_until_ready(_ffn_programs(chosen)[name](weights, x, keep, n_valid))[1]
-        spent = time.perf_counter() - start
-        return spent / len(weights), self.shape[1] if name == "dense" else float(np.mean(read))
+        _, stats = jax.block_until_ready(weights.program(name)(params, x, cache, n_valid))
+        spent = (time.perf_counter() - start) / count
+        if stats is None:
+            return spent, F, F
+        return spent, float(np.mean(stats.kept)), float(np.mean(stats.union))
 
     def row(
-        self, weights: list[_FfnWeights], case: tuple[int, float, str], taken: Mapping[Any, list[tuple[float, float]]],
+        self, weights: _FfnWeights, case: tuple[int, float, str], taken: Mapping[Any, list[tuple[float, float, float]]],
         machine: MachinePeaks,
     ) -> Json:  # fmt: skip
-        (n, share, name), w = case, weights[0]
-        times, dense = ([s for s, _ in taken[key]] for key in (case, (n, 1.0, "dense")))
-        neurons, ms = float(np.mean([read for _, read in taken[case]])), summary([1e3 * s for s in times])
-        if name == "dense":
-            nbytes = sum(m.nbytes for m in (w.dense_gate, w.dense_up, w.dense_down))
-        else:  # its predictor's too
-            extra = {"ffn": 0, "ffn+mlp": w.fc1.nbytes + w.fc2.nbytes, "ffn+signbit": w.signs.nbytes}[name]
-            nbytes = neurons * 3 * w.gate.data.shape[1] + extra
+        (n, share, name), layer, (D, F) = case, weights.layers[0], self.shape
+        times, dense = ([s for s, *_ in taken[key]] for key in (case, (n, 1.0, "dense")))
+        kept, neurons = (float(np.mean([of[i] for of in taken[case]])) for i in (1, 2))
+        w, union, ms = layer.sparse, neurons / F, summary([1e3 * s for s in times])
+        if name == "dense" or runs_densely(w, n, kept / F):
+            path, nbytes = "dense", sum(m.nbytes for m in layer.dense if m is not None)
+        elif w.blocks is None:
+            path, nbytes = "rows", union * (w.gate.nbytes + w.up.nbytes + w.down_t.nbytes)
+        else:  # of a block's scales all, unless it has no neuron
+            down = union * D * F // 2 + (1 - (1 - union) ** BLOCK) * (w.blocks.nbytes - D * F // 2)
+            path, nbytes = "neurons", union * (w.gate.nbytes + w.up.nbytes) + down
+        if name != "dense":
+            nbytes += sum(leaf.nbytes for leaf in jax.tree.leaves(weights.predictors[name][0]))
         return {
-            "n": n, "active": share, "what": name, "ms": ms, "over_dense": paired_ratio(times, dense),
-            "neurons_read": neurons, "bytes": nbytes, "bytes_per_second": 1e3 * nbytes / ms["median"],
+            "n": n, "active": share, "what": name, "path": path, "ms": ms, "over_dense": paired_ratio(times, dense),
+            "kept": kept, "neurons_read": neurons, "bytes": nbytes, "bytes_per_second": 1e3 * nbytes / ms["median"],
             "over_bandwidth": ms["median"] / (1e3 * nbytes / statistics.median(machine.read)),
         }  # fmt: skip
 
     def table(self, report: Json) -> Table:
         """A row a type, number of tokens and active share.
 
-        "of bandwidth" is the share of the measured read bandwidth that the sparse FFN alone reaches; the last three
-        columns are times over the dense FFN of as many tokens: without a predictor, with the MLP, with sign bits.
+        "path" is what the call took: the rows of single neurons, neurons under a mask on the dense matrices, or these.
+        "union" are the neurons that some token keeps, "of bandwidth" the share of the measured read bandwidth; the last
+        three columns are times over the dense layer of as many tokens, making the mask among them: by next to no
+        predictor, by the MLP, by sign bits.
         """
-        columns = ("type", "tokens", "active", "rows read", "ms", "GB/s", "of bandwidth", "x dense", "+mlp", "+signbit")
+        columns = ("type", "tokens", "active", "kept", "union", "path", "ms", "GB/s", "of bandwidth", "x dense", "+mlp",
+                   "+signbit")  # fmt: skip
         made, plan = tables.new(*columns, close=True), report["plan"]
         rows = {(r["type"], r["n"], r["active"], r["what"]): r for r in report["rows"]}
         for kind, n, share in itertools.product(plan["types"], plan["ns"], (None, *plan["active"])):
             programs = ("dense",) if share is None else VARIANTS
             row, *_ = found = [rows[kind, n, 1.0 if share is None else share, name] for name in programs]
             ratios = [f"{r['over_dense']['median']:.2f}" for r in found] + [""] * (3 - len(found))
+            shares = [f"{row[key] / plan['neurons']:.1%}" for key in ("kept", "neurons_read")]
             rates = (f"{row['bytes_per_second'] / 1e9:.1f}", f"{1 / row['over_bandwidth']:.0%}")
-            cells = (f"{row['neurons_read']:.0f}", f"{row['ms']['median']:.3f}", *rates, *ratios)
+            cells = (*shares, row["path"], f"{row['ms']['median']:.3f}", *rates, *ratios)
             made.add_row(kind, str(n), "dense" if share is None else f"{share:.0%}", *cells)
         return made
 
     def about(self) -> str:
         return f"; {self.shape[0]}x{self.shape[1]}, predictor rank {self.rank}"
-
-
-@functools.cache
-def _ffn_programs(chosen: Kernels) -> dict[str, Callable]:
-    """Programs by name, (copies, x_RD, keep_CRF, n_valid) -> (x_RD, neurons read by each copy)."""
-    eps = 1e-5
-
-    def dense(w: _FfnWeights, x, keep, n_valid):
-        gates = (w.dense_gate, w.dense_up)
-        (h,) = chosen.linear(x, gates, act="silu", norm=w.norm, eps=eps, n_valid=n_valid)
-        return chosen.linear(h, (w.dense_down,), residual=x, n_valid=n_valid)[0], jnp.int32(keep.shape[1])
-
-    def ffn(w: _FfnWeights, x, keep, n_valid):
-        options = {"norm": w.norm, "eps": eps, "n_valid": n_valid, "act": "silu", "residual": x}
-        y, stats = chosen.sparse_ffn(x, keep, w.gate, w.up, w.down_t, **options)
-        return y, stats.union
-
-    def mlp(w: _FfnWeights, x, keep, n_valid):
-        (h,) = chosen.linear(x, (w.fc1,), n_valid=n_valid)
-        (score,) = chosen.linear(jnp.maximum(h, jnp.float32(0)), (w.fc2,), n_valid=n_valid)
-        return ffn(w, x, keep | (score >= jnp.float32(jnp.inf)).astype(jnp.uint8), n_valid)
-
-    def signbit(w: _FfnWeights, x, keep, n_valid):
-        return ffn(w, x, keep | chosen.signbit_keep(x, w.signs, threshold=jnp.inf, n_valid=n_valid), n_valid)
-
-    def over_copies(one):
-        def run(copies, x, keep_CRF, n_valid):
-            read = []
-            for w, keep in zip(copies, keep_CRF, strict=True):
-                x, count = one(w, x, keep, n_valid)
-                read.append(count)
-            return x, jnp.stack(read)
-
-        return jax.jit(run)
-
-    ways = {"dense": dense, "ffn": ffn, "ffn+mlp": mlp, "ffn+signbit": signbit}
-    return {name: over_copies(one) for name, one in ways.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
