@@ -189,7 +189,8 @@ def cost_key(name: str, options: Mapping[str, object] | None = None, *, among: R
         words.append(f"{key}={value}" + (f" #{_fingerprint([file])}" if file else ""))
     if ":" in name:
         words.append(f"#{_fingerprint(source_of(name))}")
-    elif "head" in takes(name) - given.keys():  # a target finds its own among those of the package
+    elif "head" in takes(name) - given.keys() or (name == "sparse_kv" and "draft_vocab" not in given):
+        # a target finds its own among those of the package
         from specsparse.speculative.drafters.heads.head import SHIPPED
 
         words.append(f"head=shipped #{_fingerprint(SHIPPED.glob('*.gguf'))}")
@@ -346,5 +347,10 @@ def policy_times(
 
 
 def rounded(times: Mapping[str, Any]) -> dict[str, object]:
-    """Options with two decimals, so that a program is not compiled anew for every digit."""
-    return {key: [round(t, 2) for t in x] if isinstance(x, list) else round(x, 2) for key, x in times.items()}
+    """Options with two decimals, those a thousand tokens with two digits, so that a program is not compiled anew for
+    every digit."""
+
+    def short(key: str, x: float) -> float:
+        return float(f"{x:.2g}") if key.startswith("kv") else round(x, 2)
+
+    return {key: [short(key, t) for t in x] if isinstance(x, list) else short(key, x) for key, x in times.items()}

@@ -112,7 +112,7 @@ def check_policy(policy: Policy) -> None:
 
     compiled, drops, counts_G = jax.jit(step), False, np.arange(policy.gamma + 1, dtype=np.int32)
     ctx = draft_context([[1], [2], [3]], capacity=4, budget=[0, 3, 100])
-    state, alone, rng = policy.init(batch), [policy.init(1)] * batch, np.random.default_rng(1)
+    state, alone, rng = policy.begin(ctx.length), [policy.begin(ctx.length[:1])] * batch, np.random.default_rng(1)
     for _ in range(4):
         tested = rng.integers(0, 5, batch)
         accepted_B = jnp.array(np.maximum(tested - rng.integers(0, 2, batch), 0), jnp.int32)

@@ -4,7 +4,7 @@ Prompts are a small grammar expanded at random, over the tasks of the built-in p
 (`make_shard`). Answers stand in files that a restart finds again. Texts get the target's rows (`Features`), and are
 packed side by side into windows of one shape, so that one program serves them all.
 
-The loss at a token is the divergence from the target's distribution there, whoever wrote the token. So a document
+The loss at a token compares with the target's distribution there, whoever wrote the token. So a document
 serves as well as a text of the target's making (EAGLE, arXiv:2401.15077, trains on fixed dialogues), and costs one
 forward pass instead of its decoding.
 """

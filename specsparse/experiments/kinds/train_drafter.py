@@ -39,8 +39,8 @@ DEFINITIONS = {
     "acceptance": "1 + tokens right before the first wrong one, over drafts begun at every position of those answers; "
     "on the curve, of the drafter as it was at that step",
     "live": "the same over the drafts that decoding begins, where the round before has ended",
-    "loss": "KL(target, drafter) in nats on the step's candidates, by place in the draft; of dspark 0.1 of it, 0.9 of "
-    "the total variation, and the cross entropy of its confidence",
+    "loss": "train.loss on the step's candidates, by place in the draft: KL(target, drafter) in nats unless another is "
+    "given; of dspark kl_tv and the cross entropy of its confidence",
 }
 
 
@@ -98,6 +98,7 @@ class TrainDrafter(Training):
         shape: dict[str, object] = {n: getattr(train, n) for n in ("draft_vocab", "seed")}
         shape |= asdict(small) if own.form == "model" else {"below": own.below, "begin": own.begin}
         shape |= {"streams": train.streams} if own.form in BLOCKS else {}
+        shape |= {"loss": train.loss} if train.loss else {}
         train_settings.claim(folder, cfg, model, {"text": vars(data), own.form: shape})
         ctx.tracker.follow(folder)
         found, written = texts(cfg, model, folder, ctx)

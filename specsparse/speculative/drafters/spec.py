@@ -121,7 +121,7 @@ class Drafting:
 
     def ids(self, target: Model, available: int) -> np.ndarray | None:
         """The ids to score, ascending, of those below `available`; None for all."""
-        if self.draft_vocab is None:
+        if self.draft_vocab is None or (isinstance(self.draft_vocab, int) and self.draft_vocab >= available):
             return None
         if isinstance(self.draft_vocab, int):
             stop_ids = {i for i in target.tokenizer.stop_ids if i < available}

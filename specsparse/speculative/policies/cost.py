@@ -309,7 +309,8 @@ class AutoOff(Policy):
         return self.begin(jnp.zeros((batch,), jnp.int32))
 
     def begin(self, length_B: jax.Array) -> AutoOffState:
-        """The prior decides the first rounds, at the length that is best by it, and fades like all evidence."""
+        """The prior decides the first rounds and fades like all evidence. It judges the length that is best by it, or
+        `inner`'s if that is shorter: trees that are verified as far as their nodes are worth are cut to about that."""
         inner, count = self.paying.begin(length_B), jnp.zeros_like(length_B)
         alpha, weight = self.cost.acceptance, jnp.float32(self.cost.weight)
         gain_BG = self.cost.speedups(jnp.full(length_B.shape, alpha), self.gamma, length_B)

@@ -65,7 +65,7 @@ class PolicyCase(Case):
             yield outcome._replace(draft=outcome.draft._replace(count=kept[tuple(outcome.draft.tokens)]))
 
     def _state(self, N: int) -> Any:
-        state, drafted = self.policy.init(N), jnp.full((N,), self.template.size, jnp.int32)
+        state, drafted = self.policy.begin(jnp.ones((N,), jnp.int32)), jnp.full((N,), self.template.size, jnp.int32)
         for whole in self.history:
             accepted, tested = (drafted, drafted) if whole else (drafted * 0, drafted * 0 + 1)
             said = Verdict(ABSENT, accepted + 1, ABSENT, accepted, tested, ABSENT, ABSENT, ABSENT)
