@@ -68,9 +68,10 @@ def gated(
     model.check_whole(f"predictor={predictor.name}")
     model.check_packed(f"predictor={predictor.name}")
     config, kernels, ffn = model.config, model.kernels, None
-    can_mask = down_type is None and maskable(model.params, config, kernels, predictor)
-    masked = can_mask if masked is None else masked
+    can_mask = maskable(model.params, config, kernels, predictor)
+    masked = can_mask and down_type is None if masked is None else masked
     refuse({
+        "down_type is of rows of neurons: leave it or masked out": masked and down_type is not None,
         f"ffn.masked=true with predictor={predictor.name}: masks are those of mlp, svd or signbit on gated Q4_0 "
         "models and native kernels; leave it out":
             masked and not can_mask,

@@ -34,6 +34,7 @@ from specsparse.kernels import (
     regroup_neurons,
     skippable,
 )  # fmt: skip
+from specsparse.kernels.native.layers import MOST_CHOSEN_ROWS
 from specsparse.kernels.packing.dequant import dequantize, pack_float
 from specsparse.kernels.packing.pack import pack_qtensor
 from specsparse.kernels.qtensor import BLOCK
@@ -76,15 +77,11 @@ def make_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor) -> Cal
     return _OneByOne(config, kernels, predictor)
 
 
-MASK_FEW = 1 / 8
-"""Share of the neurons that several rows keep in the mean, above which they run densely: kSeveralOf, zero_skip.cc."""
-
-
 def runs_densely(weights: SparseWeights, rows: int, kept: float) -> bool:
     """Whether a native pass of rows that keep this share of the neurons in the mean takes the dense kernels, as
     `ZeroSkip::choose` decides it."""
-    one = 1 / 5 if weights.up.data.shape[1] < 512 else 1 / 3
-    return weights.blocks is not None and kept > (MASK_FEW if rows > 1 else one)
+    few = 1 / 8 if rows > 1 else 1 / 5 if weights.up.data.shape[1] < 512 else 1 / 3
+    return weights.blocks is not None and (rows > MOST_CHOSEN_ROWS or kept > few)
 
 
 def masks(predictor: Predictor) -> bool:

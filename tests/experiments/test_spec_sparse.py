@@ -132,8 +132,8 @@ def test_mistakes_are_found_before_anything_is_loaded(cfg, what):
 def test_what_passes_read():
     """Wide passes of a model that skips zeros read everything, those of others their union."""
     points = [UnionPoint(1, 1, 3, 0.2, 0.2, 0.2), UnionPoint(4, 1, 1, 0.2, 0.6, 0.6)]
-    gathers = FfnReading.from_points(points, (100, 1000), 2000, few=0.2)
+    gathers = FfnReading.from_points(points, (100, 1000), 2000, whole=lambda rows, kept: rows > 1 and kept > 0.2)
     assert gathers == pytest.approx((0.3, 400.0))
-    skips = FfnReading.from_points(points, (100, 1000), 2000, few=0.0)
+    skips = FfnReading.from_points(points, (100, 1000), 2000, whole=lambda rows, kept: rows > 1)
     assert skips == pytest.approx(((3 * 0.2 + 1) / 4, (3 * 300 + 2000) / 4))
-    assert FfnReading.from_points([], (100, 1000), 2000, few=0.0) == (0.0, 0.0)
+    assert FfnReading.from_points([], (100, 1000), 2000, whole=lambda rows, kept: rows > 1) == (0.0, 0.0)

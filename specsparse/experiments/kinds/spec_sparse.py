@@ -5,8 +5,9 @@
 Bytes predict each cell: a pass reads what is dense, and of the FFNs the union of the neurons that its rows keep.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from specsparse.measure.conditions import UNKNOWN, Conditions
 from specsparse.measure.speedups import Repeats, Speedup
 from specsparse.powerinfer import zero_skip
 from specsparse.powerinfer.fewer import UnionPoint, UnionWatch, bytes_read, gated, kept_masks, union_of_text
-from specsparse.powerinfer.sparse_ffn import MASK_FEW
+from specsparse.powerinfer.sparse_ffn import runs_densely
 from specsparse.predictors.evaluate import ModelQuality, matrices, quality_in_chunks
 from specsparse.predictors.rules import UnionCap
 from specsparse.report import display, plots
@@ -127,14 +128,16 @@ class FfnReading(NamedTuple):
     size: float
 
     @classmethod
-    def from_points(cls, points: Sequence[UnionPoint], own: tuple[int, int], dense: int, *, few: float) -> "FfnReading":
-        """`own` as by `fewer.bytes_read`; passes of several rows that keep more than `few` of the neurons each run
-        densely and read `dense` bytes."""
+    def from_points(
+        cls, points: Sequence[UnionPoint], own: tuple[int, int], dense: int, *, whole: Callable[[int, float], bool]
+    ) -> "FfnReading":
+        """`own` as by `fewer.bytes_read`; passes of so many rows that keep such a share of the neurons each read all
+        `dense` bytes if `whole` says so."""
         passes, share, size = sum(p.passes for p in points), 0.0, 0.0
         for p in points:
-            whole = p.rows > 1 and p.kept > few
-            share += p.passes * (1.0 if whole else p.union)
-            size += p.passes * (dense if whole else own[0] + p.union * own[1])
+            every = whole(p.rows, p.kept)
+            share += p.passes * (1.0 if every else p.union)
+            size += p.passes * (dense if every else own[0] + p.union * own[1])
         return cls(share / passes, size / passes) if passes else cls(0.0, 0.0)
 
 
@@ -188,8 +191,11 @@ class SpecSparse(Kind[SpecSparseSettings]):
             read[name] = FfnReading(1.0, ffn_bytes)
             if name in points:
                 own = bytes_read(model, predictors[name])
-                few = 0.0 if name in exact else 1.0 if model.params.layers[0].sparse.blocks is None else MASK_FEW
-                read[name] = FfnReading.from_points(points[name], own, ffn_bytes, few=few)
+                # Of zeros, those of one row alone are skipped.
+                whole = (lambda rows, kept: rows > 1) if name in exact else partial(
+                    runs_densely, model.params.layers[0].sparse
+                )  # fmt: skip
+                read[name] = FfnReading.from_points(points[name], own, ffn_bytes, whole=whole)
         found = Joined(
             cells=_cells(passes, read, dense.footprint.packed, as_dense=exact | {PLAIN_DENSE, SPEC_DENSE}),
             text=text,

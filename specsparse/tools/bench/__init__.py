@@ -3,7 +3,7 @@
     bench [speed] [MODEL]      prompts (pp), decoding (tg) and v(n), the cost of n tokens in one pass over that of one
     bench batch 1,2,4,8        pp, tg and speculation by the number of sequences at once
     bench draft NAME           texts with drafts by a drafter, a known draft model or a GGUF file
-    bench ffn 4096x11008       one FFN, sparse and dense
+    bench ffn 4096x11008       one layer, its FFN sparse and dense
     bench experts              experts of a layer by rows of a pass
     bench products Q4_0,Q8_0   products by type of weights
     bench lut                  look-up tables beside integer products, four-bit weights

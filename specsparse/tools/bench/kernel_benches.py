@@ -337,9 +337,9 @@ def active_share(report: Json) -> Figure:
         for r in report["rows"] if r["what"] == "ffn"
     )  # fmt: skip
     caption = (
-        "Time of a layer with a sparse FFN, predictor excluded, over that of the dense one with as many tokens "
-        "(medians, whiskers from the fastest to the slowest); dashed: share of the neurons that some token of the pass "
-        "keeps, which the time would be if bytes were all."
+        "Time of a layer with a sparse FFN and an MLP of rank 32 as its predictor, over that of the dense one with as "
+        "many tokens (medians, whiskers from the fastest to the slowest); dashed: share of the neurons that some token "
+        "of the pass keeps, which the time would be if bytes were all."
     )
     title = f"FFN of {plan['width']} x {plan['neurons']}: time against active share"
     return Figure("active_share", title, caption, rows, _draw_shares, size=(4.6 * len(plan["types"]), 4.2))
@@ -503,7 +503,7 @@ class FfnBench(KernelBench):
         """A row a type, number of tokens and active share.
 
         "path" is what the call took: the rows of single neurons, neurons under a mask on the dense matrices, or these.
-        "union" are the neurons that some token keeps, "of bandwidth" the share of the measured read bandwidth; the last
+        "union" is the neurons that some token keeps, "of bandwidth" the share of the measured read bandwidth; the last
         three columns are times over the dense layer of as many tokens, making the mask among them: by next to no
         predictor, by the MLP, by sign bits.
         """

@@ -82,6 +82,15 @@ void AttendPlan::make(const AttendShape& s) {
     for (int64_t i = 0; i < counts_[b]; ++i) rows_.push_back(static_cast<int32_t>(b * s.n + i));
     vectors += counts_[b] * s.heads;
   }
+  // A text that reaches 2,048 tokens, or a larger power of two, may become twice as long. Drafts that reach it and are
+  // rejected ask once.
+  gathered_.resize(s.batch), gather_.assign(s.batch, 0);
+  for (int64_t b = 0; b < s.batch; ++b) {
+    if (2 * s.length[b] < gathered_[b]) gathered_[b] = 0;
+    for (int64_t length = kLongText; length <= s.length[b] + counts_[b]; length *= 2)
+      if (s.length[b] < length && gathered_[b] < length) gather_[b] = length;
+    gathered_[b] = std::max(gathered_[b], gather_[b]);
+  }
   // A tile is (row, head) pairs of one key/value head, which read its keys and values once. Each thread has a share of all
   // pairs, one head after the other, so that few heads are read by two; many pairs are divided evenly. Over long sequences
   // threads share the tiles of a step of few rows, unless each has heads of its own.
@@ -128,13 +137,11 @@ void Attention::rotate(int64_t item) const {
   const float scale = 1.0f / std::sqrt(static_cast<float>(s.d));
   thread_local std::vector<float> key;
   key.resize(s.d);
-  // A text that reaches 2,048 tokens, or a larger power of two, may become twice as long.
   for (int64_t b = 0; item == 0 && b < s.batch; ++b)
-    for (int64_t length = kLongText; length <= s.length[b] + plan->counts_[b]; length *= 2)
-      for (int64_t head = b * s.kv_heads; s.length[b] < length && head < (b + 1) * s.kv_heads; ++head) {
-        const int64_t bytes = head_bytes / s.capacity * std::min(2 * length, s.capacity);
-        for (void* from : {keys, values}) gather_pages(static_cast<char*>(from) + head * head_bytes, bytes);
-      }
+    for (int64_t head = b * s.kv_heads; plan->gather_[b] && head < (b + 1) * s.kv_heads; ++head) {
+      const int64_t bytes = head_bytes / s.capacity * std::min(2 * plan->gather_[b], s.capacity);
+      for (void* from : {keys, values}) gather_pages(static_cast<char*>(from) + head * head_bytes, bytes);
+    }
   for (int64_t r = item * kRowsPerItem; r < std::min(total, (item + 1) * kRowsPerItem); ++r) {
     const int64_t b = plan->rows_[r] / s.n, i = plan->rows_[r] % s.n, row = index(r), slot = s.length[b] + i;
     const auto& seen = plan->seen_[b];

@@ -46,6 +46,8 @@ class AttendPlan {
   AttendShape shape_;
   std::vector<int32_t> rows_;
   std::vector<int64_t> counts_;
+  // Of each sequence: the length up to which its cache was last asked to lie in huge pages, and the one to ask for now, or 0.
+  std::vector<int64_t> gathered_, gather_;
   std::vector<std::vector<std::vector<int32_t>>> seen_;  // of trees: for each sequence and row the new slots it sees
   std::vector<std::vector<int32_t>> chains_;             // the new slots of each sequence
   std::vector<Tile> tiles_;

@@ -34,8 +34,8 @@ class ZeroSkip {
   ZeroSkip(const Description* gate, const Description* up, const SkipWeights* weights, const Activations& z, float* hidden,
            const Activations& h, const float* residual, float* out, Act act, const SkipCounts& counts, int64_t rows = 1);
 
-  // With a mask, before anything else: the neurons of the rows, `counts` of each, not listed yet. False if they are so many that the dense
-  // kernels are faster.
+  // With a mask, before anything else: the neurons of the rows, `counts` of each, not listed yet. False if they are so many
+  // that the dense kernels are faster.
   bool choose(Union& kept, const int32_t* counts);
   int64_t hidden_items() const { return kept_ ? items_ : (groups_ + step_ - 1) / step_; }
   void hidden(int64_t item) const { kept_ ? hidden_of_kept(item) : hidden_of_open(item); }
