@@ -30,6 +30,7 @@ from specsparse.predictors.fit_mlp import save_predictors
 from specsparse.report import pages, runs
 from specsparse.support.registry import Choice
 from specsparse.testing import write_tiny_gguf
+from tests.experiments.playing import quiet_context
 
 DECLARED = (
     "spec_llama160m", "spec_llama160m_pq", "spec_tinyllama", "spec_qwen3", "spec_llama31_8b", "spec_smollm2_1.7b",
@@ -310,5 +311,5 @@ def test_a_stand_ins_predictors_take_the_experiments_threshold(tmp_path, options
     cfg = ModelSettings(
         model=ModelSpec(str(model.path)), ffn=FfnSpec("predicted", weights=str(file)), predictor=Choice("mlp", options)
     )
-    (weights,) = sparse_model.sparse_of(cfg, None, model).weights
+    (weights,) = sparse_model.sparse_of(cfg, quiet_context(), model).weights
     assert float(weights.threshold) == threshold

@@ -20,7 +20,16 @@ from specsparse.predictors.scored import as_mlp, factorise, mlp_weights, normed_
 from specsparse.support.registry import Choice
 from specsparse.testing import write_tiny_gguf
 from tests.cells import cells
-from tests.experiments.playing import changed, play, random_texts, replaced, run_config, settings, stop_at
+from tests.experiments.playing import (
+    changed,
+    play,
+    quiet_context,
+    random_texts,
+    replaced,
+    run_config,
+    settings,
+    stop_at,
+)
 from tests.predictors.planted import planted_model
 
 OPTIONS = {"rank": 16, "epochs": 3, "batch": 64}
@@ -119,7 +128,7 @@ def test_a_threshold_of_the_config_goes_before_the_files(cfg, model, tmp_path):
     x_RD, n, kept = jnp.asarray(np.random.default_rng(0).normal(size=(4, 64)), jnp.float32), jnp.asarray([4]), []
     for options in ({}, {"threshold": 1e9}):
         ffn, predictor = FfnSpec("predicted", weights=str(file)), Choice("mlp", options)
-        sparse = sparse_model.sparse_of(settings(replaced(cfg, ffn=ffn, predictor=predictor)), None, model)
+        sparse = sparse_model.sparse_of(settings(replaced(cfg, ffn=ffn, predictor=predictor)), quiet_context(), model)
         kept.append(int(sparse.predictor.keep(sparse.weights[0], model.params.layers[0], x_RD, n).sum()))
     assert kept[0] > 0 == kept[1]
 
