@@ -107,8 +107,9 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
     points = map(json.loads, (tmp_path / "b" / "metrics.jsonl").read_text().splitlines())
     assert [p["step"] for p in points if p["series"] == "training"] == [0, 2, 4, 6]  # the earlier ones too
     assert found.path.read_bytes() == whole.path.read_bytes() and found.drafting == whole.drafting
-    with pytest.raises(UserError, match="holds a training with another text: give train"):
-        play(changed(cfg, "train", options={**options, "answer": 20}), model, tmp_path / "c")
+    for name, other in {"text": {"answer": 20}, options.get("form", "head"): {"loss": "nla"}}.items():
+        with pytest.raises(UserError, match=f"holds a training with another {name}: give train"):
+            play(changed(cfg, "train", options={**options, **other}), model, tmp_path / "c")
 
     plain = specsparse.generate(model, "abc abc", max_tokens=40, ignore_eos=True)
     drafter = get_drafter(drafter, gamma=3, **{whole.form.option: whole.path})
