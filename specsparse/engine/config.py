@@ -5,7 +5,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -140,6 +140,11 @@ class ModelConfig:
         windowed = self.window > 0 and not self.family.is_nth(layer, self.full_every)
         table = self.family.is_nth(layer, self._unrotated_every) or (windowed and self.local_rope is not None)
         return LayerKind(self.window if windowed else 0, int(table))
+
+    def endless_kv(self, layers: Iterable[int] | None = None) -> int:
+        """Keys, as numbers, that a token leaves in those of the layers (None: all) that have no window."""
+        chosen = range(self.n_layers) if layers is None else layers
+        return sum(self.n_kv_heads * self.head_dim for layer in chosen if not self.kind(layer).window)
 
     @property
     def query_scale(self) -> float:

@@ -43,13 +43,14 @@ def filled(cfg: D, model: Model, bar: Bar) -> D:
         gamma = cfg.gamma  # the nodes of a tree are no draft length
         if shape is not None:
             gamma = over_tree(cfg.policy.name, {"gamma": gamma, **options}, shape.max_nodes)["gamma"]
+        method = resolve(MethodSpec(drafter, policy=Fixed(gamma)), model)
         if options["v"] == KEPT:
-            share = resolve(MethodSpec(drafter, policy=Fixed(gamma)), model).share
+            how = {"share": method.share, "kv_share": method.kv_share}
             levels = None if shape is None else shape.max_depth
-            policy |= policy_times(model, gamma, drafter.name, drafter.options, share=share, levels=levels)
+            policy |= policy_times(model, gamma, drafter.name, drafter.options, levels=levels, **how)
         else:
             table, key = measuring.table_for(model, drafter.name, drafter.options, bar=bar)
-            policy |= rounded(table.policy_options(gamma, key))
+            policy |= rounded(table.policy_options(gamma, key, kv_share=method.kv_share))
     if options.get("prior", 0) is None:
         policy["prior"] = round(rates(cfg, model, None, calibration(cfg, model), bar)[0], 2)
     if cfg.tree.name == SEQUOIA:

@@ -133,6 +133,7 @@ class Method(MethodParts):
     drafter: Drafter | None = None
     weights: Callable[[int], Pytree] | None = None  # cache capacity -> the drafter's weights; None if it has none
     share: float = 0.0  # guessed time of a drafted token in plain steps, by the bytes it reads; 0 if it has no weights
+    kv_share: float = 0.0  # of what a step of one row reads of a long text, what drafting a token reads
     # what records say of the drafter, such as how two vocabularies overlap
     about: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # the same in lines
@@ -156,19 +157,20 @@ def resolve(spec: MethodSpec, target: Model | None = None, *, batch: int = 1) ->
     verifier = _verifier(drafter, spec)
     if target is None:
         return MethodParts(drafter, verifier, policy)
-    loaded, share, name = load_drafter(target, drafter), 0.0, spec.bare_name
+    loaded, share, kv_share, name = load_drafter(target, drafter), 0.0, 0.0, spec.bare_name
     if loaded.weights is not None:
         share = loaded.bytes_per_token / max(target.footprint.file, 1) + STEP_FLOOR
+        kv_share = loaded.keys_per_token / max(target.config.endless_kv(), 1)
     made = loaded.drafter
     if name is not None or (spec.policy is None and drafter.any_length):
         gamma = made.max_nodes if made.tree else SHORT_GAMMA
         batch = batch if same_text(verifier.name) else 1
         levels = made.max_depth if made.tree and not made.asks_worth else None
-        times = policy_times(target, gamma, name, share=share, levels=levels, batch=batch)
+        times = policy_times(target, gamma, name, share=share, kv_share=kv_share, levels=levels, batch=batch)
         policy = default_policy(times, gamma=gamma, tree=made.tree)
     policy = _fitting(policy or drafter.length_policy, made)
     made = made if policy is None else made.with_room(policy.gamma)
-    return Method(made, verifier, policy, loaded.weights, share, loaded.about, loaded.notes)
+    return Method(made, verifier, policy, loaded.weights, share, kv_share, loaded.about, loaded.notes)
 
 
 def ready(spec: MethodSpec, target: Model, *, batch: int = 1) -> tuple[Model, Method]:

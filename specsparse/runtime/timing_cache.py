@@ -137,9 +137,11 @@ class CostTable:
         costs = {"draft": draft, "kv_length": kv_length, "share": share}
         return max(((g, self.predict(alpha, g, **costs)) for g in range(17)), key=lambda pair: pair[1])
 
-    def policy_options(self, gamma: int, drafter: str | None = None, *, batch: int = 1) -> dict[str, Any]:
-        """The options `v`, `c`, `c0`, `kv`, `kv_row` of the policies `cost` and `auto_off`, for drafts of up to gamma
-        tokens.
+    def policy_options(
+        self, gamma: int, drafter: str | None = None, *, kv_share: float = 0.0, batch: int = 1
+    ) -> dict[str, Any]:
+        """The options `v`, `c`, `c0`, `kv`, `kv_row`, `kv_draft` of `cost` and `auto_off`, for drafts of up to gamma
+        tokens; `kv_share` as `policy_times`.
 
         They are in rounds without a draft, of the same loop: a round costs what it does, whether or not it drafts. Of
         `batch` sequences v(n) is the time of batch n rows over that of batch; drafting is taken to grow as that does.
@@ -148,6 +150,7 @@ class CostTable:
         v = [max(self.round(batch * n, gamma) / alone, 1e-3) for n in range(1, gamma + 2)]
         each, thousand = self.round(1, gamma), 1000 * batch * self.windows.endless / alone
         kv = {"kv": thousand * self.kv_s, "kv_row": thousand * self.kv_row_s}
+        kv["kv_draft"] = kv_share * (kv["kv"] + kv["kv_row"])
         return {"v": v, "c": draft.token_s / each, "c0": draft.fixed_s / each, **kv}
 
     def tree_options(self, nodes: int, drafter: str) -> dict[str, Any]:
@@ -317,16 +320,18 @@ def policy_times(
     options: Mapping[str, object] | None = None,
     *,
     share: float = 0.0,
+    kv_share: float = 0.0,
     levels: int | None = None,
     batch: int = 1,
 ) -> dict[str, object]:
-    """The options `v`, `c`, `c0`, `kv`, `kv_row` of the policies `cost` and `auto_off`: as kept on this machine, else a
-    guess.
+    """The options `v`, `c`, `c0`, `kv`, `kv_row` and `kv_draft` of the policies `cost` and `auto_off`: as kept on this
+    machine, else a guess.
 
     Args:
         gamma: most tokens of a draft.
         name, options: of the drafter, whose cost may have been kept; None if the name is not known.
         share: c if it was not kept.
+        kv_share: of what a row of the target reads of a text, what drafting a token reads.
         levels: of the trees it drafts, which take the time of a token each; None for chains.
         batch: sequences that are decoded together; times are in their steps.
     """
@@ -336,13 +341,15 @@ def policy_times(
         rows = [max(time, model.footprint.v(n)) for n, time in guess]  # more rows wake more experts
         found: dict[str, Any] = {"v": [t / rows[batch - 1] for t in rows[batch - 1 :: batch]], "c": share, "c0": 0.0}
         found |= {key: batch * time / rows[batch - 1] for key, time in guessed_kv(model).items()}
+        found["kv_draft"] = kv_share * (found["kv"] + found["kv_row"])
     else:
         key = None if name is None else cost_key(name, options)
-        found = table.policy_options(gamma, key, batch=batch)
+        found = table.policy_options(gamma, key, kv_share=kv_share, batch=batch)
         if key not in table.drafts:
             found["c"] = share
     if levels is not None:
         found |= {"c": 0.0, "c0": found["c0"] + levels * found["c"]}
+        found["kv_draft"] *= levels / gamma  # drafted whole or not at all
     return rounded(found)
 
 

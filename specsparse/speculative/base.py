@@ -233,6 +233,7 @@ class LoadedDrafter(NamedTuple):
     # cache capacity of the target -> the drafter's weights; None if it has none
     weights: Callable[[int], Pytree] | None = None
     bytes_per_token: int = 0  # of weights that drafting a token reads
+    keys_per_token: int = 0  # for each token of the text, keys (as numbers) that drafting a token reads
     # what records say of it, as plain values by name, such as how two vocabularies overlap
     about: Mapping[str, object] = MappingProxyType({})
     notes: tuple[str, ...] = ()  # the same in lines

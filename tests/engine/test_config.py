@@ -82,6 +82,8 @@ def test_the_layers_of_the_architectures():
     assert tiny_config(architecture="smallthinker").ropes == (tiny_config(architecture="smallthinker").rope,)
     oss = tiny_config(architecture="gpt-oss", n_layers=3)
     assert [oss.kind(i).window for i in range(3)] == [8, 0, 8]
+    keys = oss.n_kv_heads * oss.head_dim
+    assert (oss.endless_kv(), oss.endless_kv([0, 2]), gemma.endless_kv([5, 6])) == (keys, 0, keys)
 
 
 def test_qwen2_is_a_llama_with_biases(tmp_path):

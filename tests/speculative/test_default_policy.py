@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import specsparse
 from specsparse.engine.cache import KVCache
 from specsparse.engine.generate import Finish
 from specsparse.engine.llama import ForwardOut
@@ -30,6 +31,8 @@ from specsparse.speculative.drafters.lookup import Either
 from specsparse.speculative.policies import default_policy
 from specsparse.speculative.trees.template import TreeTemplate
 from specsparse.speculative.verifiers import get_verifier
+from specsparse.support.registry import Choice
+from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import tiny_model
 from tests.cells import cells
 
@@ -213,6 +216,20 @@ def test_a_text_that_depends_on_its_drafts_is_drafted_in_a_batch_as_alone(replay
     for temperature, verifier in ((0.0, "greedy"), (0.8, "match")):
         alone, together = policies(temperature, verifier)
         assert alone.cost.v[1] < together.cost.v[1]
+
+
+def test_what_reads_the_text_is_dear_behind_a_long_one(tmp_path):
+    """A drafted token takes the part of a step's attention that its own layers have."""
+    model, short = (specsparse.load(write_tiny_gguf(tmp_path / f"{n}.gguf", n_layers=n)) for n in (4, 1))
+    drafters = {
+        0.5: Choice("layer_skip", {"layers": [0, 3]}), 1.0: Choice("sparse_self"), 0.0: Choice("sparse_kv"),
+        0.25: Choice("model", {"model": str(short.path)}),
+    }  # fmt: skip
+    for share, drafter in drafters.items():
+        method = resolve(MethodSpec(drafter), model)
+        cost = method.policy.cost
+        assert method.kv_share == share and cost.kv > 0 and method.share > 0
+        assert cost.kv_draft == pytest.approx(share * (cost.kv + cost.kv_row), rel=0.06)  # two digits
 
 
 def test_what_generate_drafted_before_is_told_from_what_pays(replay):

@@ -212,12 +212,12 @@ def best_length(alpha, cost, gamma):
 
 @pytest.mark.parametrize("make", [CostOptimal, AutoOff])
 def test_long_texts_have_the_drafts_that_pay_there(make):
-    """Dear rows make them shorter, and what all rows share makes them longer, as the text grows."""
+    """Dear rows and drafted tokens make them shorter, and what all rows share makes them longer, as the text grows."""
     texts_B, v = jnp.array([10, 10_000], jnp.int32), (1.0, 1.3, 1.6, 1.9, 2.2)
-    for kv, kv_row in ((0.1, 0.5), (1.0, 0.0)):
-        policy = make(4, cost=CostModel(v, kv=kv, kv_row=kv_row, prior=0.7))
+    for kv, kv_row, kv_draft in ((0.1, 0.5, 0.0), (1.0, 0.0, 0.0), (1.0, 0.0, 0.9)):
+        policy = make(4, cost=CostModel(v, kv=kv, kv_row=kv_row, kv_draft=kv_draft, prior=0.7))
         short, long = policy.length(policy.begin(texts_B)).tolist()
-        assert (short > long) == (kv_row > 0) and short != long
+        assert (short > long) == (kv_row + kv_draft > 0) and short != long
         state = policy.begin(jnp.array([10, 9_998], jnp.int32))
         assert policy.update(state, verdict([2, 2], [2, 2]), jnp.array([2, 2])).length.tolist() == [13, 10_001]
 

@@ -209,7 +209,7 @@ def _loaded(drafter: Drafter, slots: Callable[[int], int], model: Model, weights
         return weights._replace(params=params if head is None else params._replace(output=head))
 
     reads = bytes_of(model.params.layers, model.params.output if head is None else head)
-    return LoadedDrafter(drafter, weights_for, reads)
+    return LoadedDrafter(drafter, weights_for, reads, model.config.endless_kv())
 
 
 def _source(model: Model, target_size: int, columns: int, expansion: float = 1.0) -> OwnModel:

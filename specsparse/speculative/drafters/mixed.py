@@ -400,7 +400,7 @@ class Mixed(DrafterSpec):
         return self
 
     def build(self, target: Model, load: Load) -> LoadedDrafter:
-        tree, head, table, reads = MixedTree(self.max_nodes), lambda capacity: DraftWeights(), None, 0
+        tree, head, table, reads = MixedTree(self.max_nodes), lambda capacity: DraftWeights(), None, (0, 0)
         if self.table is not None:
             try:
                 text = Path(self.table).expanduser().read_text(encoding="utf-8")
@@ -412,8 +412,8 @@ class Mixed(DrafterSpec):
         if self.levels and (self.head is not None or shipped_for(target.params.output_norm) is not None):
             style = HeadDrafting(temperature=0.0, draft_vocab=self.drafting.draft_vocab)
             loaded = Head(self.head, drafting=style).build(target, load)
-            chain, reads = loaded.drafter, loaded.bytes_per_token
+            chain, reads = loaded.drafter, (loaded.bytes_per_token, loaded.keys_per_token)
             assert isinstance(chain, ModelDrafter) and loaded.weights is not None
             head = loaded.weights
             tree = replace(tree, source=chain.source, sampling=chain.sampling, levels=self.levels)
-        return LoadedDrafter(tree, lambda capacity: MixedWeights(head(capacity), table), reads)
+        return LoadedDrafter(tree, lambda capacity: MixedWeights(head(capacity), table), *reads)

@@ -134,4 +134,4 @@ def on_target(
     def weights_for(capacity: int) -> DraftWeights:
         return weights._replace(params=params(capacity))
 
-    return LoadedDrafter(style.drafter(source, target), weights_for, reads)
+    return LoadedDrafter(style.drafter(source, target), weights_for, reads, c.endless_kv(layers))

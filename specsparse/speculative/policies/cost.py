@@ -6,7 +6,8 @@ for what a draft takes whatever its length. With acceptance alpha a draft of g t
     E(g) = (1 - alpha^(g+1)) / (1 - alpha)   tokens (Leviathan et al. 2211.17192, eq. 1)
 
 in time T(g) = v(g+1) + c g + c0 (T(0) = v(1)), so the predicted speed-up is E(g) / T(g). Behind a long text attention
-adds to that: for each 1,000 tokens in the cache `kv` to a round and `kv_row` to each of its rows.
+adds to that: for each 1,000 tokens in the cache `kv` to a round, `kv_row` to each of its rows and `kv_draft` to each
+token that is drafted.
 
 A tree that shows the chance of each node (`worth`) is verified as far as its nodes bring more tokens than the run does
 in the time that they take. CaDDTree (arXiv:2606.01813) maximises the ratio of each round instead; over many rounds the
@@ -15,7 +16,7 @@ ratio of the sums is the speed.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
@@ -57,6 +58,7 @@ class CostModel:
         c0: time that a drafting round takes besides; by default as v.
         kv: time that 1,000 tokens in the cache add to a round; by default as v.
         kv_row: time that they add to each of its rows; by default as v.
+        kv_draft: time that they add to drafting a token; by default by what the drafter reads of them.
         prior: acceptance expected before there is evidence; null: measured on the built-in prompts, 0.6 in the API.
         weight: tests (of `auto_off`: drafts) that the prior is worth.
         memory: by which evidence fades in each round with a draft.
@@ -67,6 +69,7 @@ class CostModel:
     c0: Annotated[float | None, Range(0, 1e6)] = None
     kv: Annotated[float | None, Range(0, 1e6)] = None
     kv_row: Annotated[float | None, Range(0, 1e6)] = None
+    kv_draft: Annotated[float | None, Range(0, 1e6)] = None
     prior: Unit | None = None
     weight: Annotated[float, Range(1e-3, 1e6)] = 3.0
     memory: Annotated[float, Range(1e-3, 1)] = 0.9
@@ -89,7 +92,7 @@ class CostModel:
 
     def zero_cost(self) -> "CostModel":
         """The same for drafts that take no time."""
-        return dataclasses.replace(self, c=0.0, c0=0.0)
+        return dataclasses.replace(self, c=0.0, c0=0.0, kv_draft=0.0)
 
     def begin(self, length_B: jax.Array) -> FadingCounts:
         zero_B = jnp.zeros(length_B.shape, jnp.float32)
@@ -118,7 +121,7 @@ class CostModel:
             reach_B = reach_B * alpha_B
             tokens_B = tokens_B + reach_B
             found.append(tokens_B)
-        return jnp.stack(found, axis=1) / self.rounds([self.time(g) for g in range(gamma + 1)], length_B)
+        return jnp.stack(found, axis=1) / self.drafted(range(gamma + 1), length_B)
 
     def worth(self, reach_BK: jax.Array, rate_B: jax.Array, length_B: jax.Array) -> jax.Array:
         """int32[B]: the first nodes, of falling chance, that are worth most beside `rate` tokens in a plain step."""
@@ -129,19 +132,36 @@ class CostModel:
 
     def deeper(self, gain_B: jax.Array, rate_B: jax.Array, length_B: jax.Array) -> jax.Array:
         """bool[B]: whether `gain` tokens are worth the time c of drafting one and that of a row."""
-        v_B2 = self.rounds((self.times[0], self.times[1] + (self.c or 0.0)), length_B)
-        return gain_B >= rate_B * (v_B2[:, 1] - v_B2[:, 0])
+        more_B = self.rounds(self.times[:2], length_B)[:, 1] - 1 + self.token(length_B)
+        return gain_B >= rate_B * more_B
+
+    def drafted(self, sizes: Iterable[int], length_B: jax.Array) -> jax.Array:
+        """T of drafts of so many tokens, as `rounds`: float32[B, drafts]."""
+        tokens = list(sizes)
+        more = [self._more(g + 1) + (self.kv_draft or 0.0) * g for g in tokens]
+        return self._behind([self.time(g) for g in tokens], more, length_B)
+
+    def token(self, length_B: jax.Array) -> jax.Array:
+        """c behind so many tokens, in rounds without a draft there: float32[B]."""
+        return self._behind([self.c or 0.0], [self.kv_draft or 0.0], length_B)[:, 0]
 
     def rounds(self, times: Sequence[float], length_B: jax.Array) -> jax.Array:
         """Times of rounds of 1, 2, .. rows behind a short text, in ones without a draft behind so many tokens:
         float32[B, n]."""
-        more_n = [(self.kv or 0.0) + (self.kv_row or 0.0) * n for n in range(1, len(times) + 1)]
+        return self._behind(times, [self._more(n) for n in range(1, len(times) + 1)], length_B)
+
+    def _more(self, rows: int) -> float:
+        """Time that 1,000 tokens in the cache add to a round of so many rows."""
+        return (self.kv or 0.0) + (self.kv_row or 0.0) * rows
+
+    def _behind(self, times: Sequence[float], more_n: Sequence[float], length_B: jax.Array) -> jax.Array:
+        """Such times, to each of which 1,000 tokens add `more`."""
         times_n, first = np.minimum(times, 2.0**30).astype(np.float32), self.times[0]
-        if not any(more_n):
+        if not any((*more_n, self._more(1))):
             return jnp.broadcast_to(times_n / np.float32(first), (*length_B.shape, len(times)))
         thousands_B1 = length_B[:, None].astype(jnp.float32) / 1000
         time_Bn = jnp.array([times_n]) + thousands_B1 * jnp.array([more_n], jnp.float32)
-        return time_Bn / (jnp.float32(first) + thousands_B1 * jnp.float32(more_n[0]))
+        return time_Bn / (jnp.float32(first) + thousands_B1 * jnp.float32(self._more(1)))
 
     def time(self, g: int) -> float:
         return expected.round_cost(lambda n: self.times[n - 1], g, c=self.c or 0.0, c0=self.c0 or 0.0)
@@ -199,8 +219,7 @@ class CostOptimal(Policy):
         """int32[B] or a number: nodes to verify whatever is predicted, 1 at least if a probe is due."""
         if self.least:
             return jnp.int32(self.least)
-        time_B = self.cost.rounds((self.cost.times[0], self.cost.time(1)), state.length)[:, 1]
-        lost_B = time_B - 1 - self.cost.alpha(state)
+        lost_B = self.cost.drafted([1], state.length)[:, 0] - 1 - self.cost.alpha(state)
         return (PROBES * state.idle.astype(jnp.float32) >= lost_B).astype(jnp.int32)
 
     def _rate(self, state: FadingCounts) -> jax.Array:
@@ -340,8 +359,7 @@ class AutoOff(Policy):
         if self.needs:  # a distribution that was looked at and not drawn from took the time of a token
             drafted_B = drafted_B | ((asked_B > 0) & (verdict.tested == 0))
             refused_B = (count_B < asked_B).astype(jnp.float32)
-            first = self.cost.times[0]
-            cost_B = cost_B + refused_B * (self.cost.rounds((first + (self.cost.c or 0.0),), state.length)[:, 0] - 1)
+            cost_B = cost_B + refused_B * self.cost.token(state.length)
         accepted_B = jnp.where(count_B > 0, verdict.accepted, 0)
         whole_B = drafted_B & ~on_B & (accepted_B >= self.probe)
         fade_B = jnp.where(drafted_B, jnp.where(on_B, self.cost.memory, self.probe_memory), jnp.float32(1))
@@ -382,5 +400,5 @@ class AutoOff(Policy):
 
     def _time(self, drafted_B: jax.Array, length_B: jax.Array) -> jax.Array:
         """T of so many drafted tokens in plain steps, float32[B]."""
-        times_BG = self.cost.rounds([self.cost.time(g) for g in range(self.gamma + 1)], length_B)
+        times_BG = self.cost.drafted(range(self.gamma + 1), length_B)
         return jnp.take_along_axis(times_BG, drafted_B[:, None], axis=1)[:, 0]

@@ -210,9 +210,13 @@ def test_a_table_gives_the_policies_their_options():
     together = t.policy_options(3, "model", batch=4)
     assert together["v"] == pytest.approx([t.round(n, 3) / t.round(4, 3) for n in (4, 8, 12, 16)])
     assert (together["c"], together["c0"]) == tuple(t.policy_options(3, "model")[key] for key in ("c", "c0"))
-    deep = cost.rounds([cost.time(g) for g in range(8)], np.array([2000]))[0]
-    by_hand = t.round(4, 7) + 3 * 0.0022 + 0.0011 + 2000 * (t.kv_s + 4 * t.kv_row_s)
-    assert deep[3] == pytest.approx(by_hand / (alone + 2000 * (t.kv_s + t.kv_row_s)), rel=1e-5)
+    for share in (0.0, 0.7):  # of what a row reads of the text, what drafting a token reads
+        cost = get_policy("cost", gamma=7, **t.policy_options(7, "model", kv_share=share)).cost
+        row = 2000 * (t.kv_s + t.kv_row_s)
+        by_hand = t.round(4, 7) + 3 * (0.0022 + share * row) + 0.0011 + 2000 * (t.kv_s + 4 * t.kv_row_s)
+        deep = cost.drafted(range(8), np.array([2000]))[0]
+        assert deep[3] == pytest.approx(by_hand / (alone + row), rel=1e-5)
+        assert cost.token(np.array([2000]))[0] == pytest.approx((0.0022 + share * row) / (alone + row), rel=1e-5)
 
 
 def test_a_table_survives_json():

@@ -381,6 +381,10 @@ class BlockSource(FeatureSource):
     def drafted_at_once(self) -> int:
         return self.rows - self.skipped
 
+    @property
+    def keys_per_token(self) -> int:
+        return self.shape.windows.count(None) * self.shape.kv_heads * self.shape.head_dim // self.drafted_at_once
+
     def capacity(self, tokens: int) -> int:
         """Slots of its cache beside a target's of `tokens`: a block and its last row's copies lie behind them."""
         return -(-(tokens + 2 * self.rows) // LANES) * LANES

@@ -60,6 +60,11 @@ class FeatureSource(Source):
         """Tokens for which one pass reads the weights."""
         return 1
 
+    @property
+    @abc.abstractmethod
+    def keys_per_token(self) -> int:
+        """As `LoadedDrafter`."""
+
     def bytes_per_token(self, layers: Any, head: Any) -> int:
         return bytes_of(layers, head) // self.drafted_at_once
 
@@ -117,6 +122,10 @@ class OneLayerSource(FeatureSource):
     kv_heads: int
     head_dim: int
     tree_rows: int  # rows that a tree feeds at once, 0 for chains
+
+    @property
+    def keys_per_token(self) -> int:
+        return self.kv_heads * self.head_dim
 
     def empty(self, batch: int, tokens: int) -> HeadState:
         heads = {"kv_heads": self.kv_heads, "head_dim": self.head_dim}

@@ -293,7 +293,7 @@ class Head(DrafterSpec):
         )
         weights = weights._replace(params=found.params, norm=found.params.output_norm)
         reads = bytes_of(found.params.layer, found.params.fc_token, found.params.fc_hidden, weights.head)
-        return LoadedDrafter(style.drafter(source, target), lambda capacity: weights, reads)
+        return LoadedDrafter(style.drafter(source, target), lambda capacity: weights, reads, source.keys_per_token)
 
 
 @dataclasses.dataclass(frozen=True)

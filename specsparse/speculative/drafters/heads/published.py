@@ -383,7 +383,8 @@ class PublishedSpec(DrafterSpec):
             cos, sin = map(jnp.asarray, rope_tables(file.rope, source.capacity(capacity), file.rope_factors))
             return weights._replace(params=PublishedWeights(layers, cos, sin, embedding))
 
-        return LoadedDrafter(self.drafting.drafter(source, target), weights_for, source.bytes_per_token(layers, head))
+        reads = source.bytes_per_token(layers, head)
+        return LoadedDrafter(self.drafting.drafter(source, target), weights_for, reads, source.keys_per_token)
 
     @property
     def files(self) -> Mapping[str, str]:
