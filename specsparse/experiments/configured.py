@@ -14,7 +14,7 @@ from specsparse.experiments.settings import KEPT, DecodingSettings, MethodSettin
 from specsparse.measure.costs import acceptance, measuring
 from specsparse.measure.costs.measuring import Bar
 from specsparse.runtime.method import NO_DRAFTER, MethodSpec, resolve
-from specsparse.runtime.timing_cache import cost_key, policy_times, rounded
+from specsparse.runtime.timing_cache import by_levels, cost_key, policy_times, rounded
 from specsparse.speculative.policies import over_tree
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.trees import CHAIN, TREES, get_tree
@@ -44,13 +44,14 @@ def filled(cfg: D, model: Model, bar: Bar) -> D:
         if shape is not None:
             gamma = over_tree(cfg.policy.name, {"gamma": gamma, **options}, shape.max_nodes)["gamma"]
         method = resolve(MethodSpec(drafter, policy=Fixed(gamma)), model)
+        levels = None if shape is None else shape.max_depth
         if options["v"] == KEPT:
             how = {"share": method.share, "kv_share": method.kv_share}
-            levels = None if shape is None else shape.max_depth
             policy |= policy_times(model, gamma, drafter.name, drafter.options, levels=levels, **how)
         else:
             table, key = measuring.table_for(model, drafter.name, drafter.options, bar=bar)
-            policy |= rounded(table.policy_options(gamma, key, kv_share=method.kv_share))
+            times = table.policy_options(gamma, key, kv_share=method.kv_share)
+            policy |= rounded(times if levels is None else by_levels(times, levels, gamma))
     if options.get("prior", 0) is None:
         policy["prior"] = round(rates(cfg, model, None, calibration(cfg, model), bar)[0], 2)
     if cfg.tree.name == SEQUOIA:

@@ -160,7 +160,8 @@ def resolve(spec: MethodSpec, target: Model | None = None, *, batch: int = 1) ->
     loaded, share, kv_share, name = load_drafter(target, drafter), 0.0, 0.0, spec.bare_name
     if loaded.weights is not None:
         share = loaded.bytes_per_token / max(target.footprint.file, 1) + STEP_FLOOR
-        kv_share = loaded.keys_per_token / max(target.config.endless_kv(), 1)
+        c = target.config
+        kv_share = loaded.keys_per_token / max(c.endless_kv(), c.n_kv_heads * c.head_dim)
     made = loaded.drafter
     if name is not None or (spec.policy is None and drafter.any_length):
         gamma = made.max_nodes if made.tree else SHORT_GAMMA

@@ -146,9 +146,16 @@ class CostTable:
         They are in rounds without a draft, of the same loop: a round costs what it does, whether or not it drafts. Of
         `batch` sequences v(n) is the time of batch n rows over that of batch; drafting is taken to grow as that does.
         """
-        alone, draft = self.round(batch, gamma), self.drafts.get(drafter or "", FREE)
-        v = [max(self.round(batch * n, gamma) / alone, 1e-3) for n in range(1, gamma + 2)]
-        each, thousand = self.round(1, gamma), 1000 * batch * self.windows.endless / alone
+        draft, endless = self.drafts.get(drafter or "", FREE), self.windows.endless
+
+        def bare(rows: int) -> float:
+            """A round behind no text: what the text adds is for the policy to say."""
+            text = endless * self.kv_base * (self.kv_s + rows * self.kv_row_s)
+            return max(self.round(rows, gamma) - text, self.round(rows, gamma) / 10)
+
+        alone, each = bare(batch), bare(1)
+        v = [max(bare(batch * n) / alone, 1e-3) for n in range(1, gamma + 2)]
+        thousand = 1000 * batch * endless / alone
         kv = {"kv": thousand * self.kv_s, "kv_row": thousand * self.kv_row_s}
         kv["kv_draft"] = kv_share * (kv["kv"] + kv["kv_row"])
         return {"v": v, "c": draft.token_s / each, "c0": draft.fixed_s / each, **kv}
@@ -347,10 +354,12 @@ def policy_times(
         found = table.policy_options(gamma, key, kv_share=kv_share, batch=batch)
         if key not in table.drafts:
             found["c"] = share
-    if levels is not None:
-        found |= {"c": 0.0, "c0": found["c0"] + levels * found["c"]}
-        found["kv_draft"] *= levels / gamma  # drafted whole or not at all
-    return rounded(found)
+    return rounded(found if levels is None else by_levels(found, levels, gamma))
+
+
+def by_levels(times: Mapping[str, Any], levels: int, nodes: int) -> dict[str, Any]:
+    """The options for trees of so many nodes that take the time of a token for each level, whole or not at all."""
+    return {**times, "c": 0.0, "c0": times["c0"] + levels * times["c"], "kv_draft": times["kv_draft"] * levels / nodes}
 
 
 def rounded(times: Mapping[str, Any]) -> dict[str, object]:

@@ -210,6 +210,8 @@ class Drafted(NamedTuple):
     source: "jax.Array | None" = None  # int32[B], which of the drafter's sources drafted; None if it has one
     # bool[B], sequences that end with an error here, of which `Drafter.failure` says why; None for none
     failed: "jax.Array | None" = None
+    # int32[B], nodes whose drafting took the time of one; None for as many as were drafted
+    passes: "jax.Array | None" = None
 
 
 class Feedback(NamedTuple):

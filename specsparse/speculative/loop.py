@@ -218,7 +218,8 @@ class Round:
         count_B, asked_B, sources = drafted.draft.count, jnp.zeros_like(ctx.budget), []
         for i, (policy, state) in enumerate(zip(self.policies, before.sources, strict=True)):
             own_B = count_B if drafted.source is None else jnp.where(drafted.source == i, count_B, 0)
-            sources.append(policy.update(state, verdict, own_B))
+            after = policy.update(state, verdict, own_B)
+            sources.append(after if drafted.passes is None else policy.passed(state, after, drafted.passes, own_B))
             wanted_B = policy.budget(state, ctx)
             # One that ended the draft before its first node asked for nothing, too.
             asked_B = jnp.maximum(asked_B, own_B if policy.needs else wanted_B)

@@ -47,7 +47,8 @@ def context(text, budget=K):
 )
 def test_a_token_of_several_sources_is_one_node_and_the_likeliest_path_stands_first(successors, tokens, parents):
     ctx = context([1, 2, 3, 4, 9, 1, 2])
-    tree = draft(state_of(successors, ctx), ctx).draft
+    tree, *_, passes = draft(state_of(successors, ctx), ctx)
+    assert passes.tolist() == [0]  # of a head
     assert drafted_ids(tree) == tokens and np.asarray(tree.parents)[0].tolist()[: len(parents)] == parents
 
 

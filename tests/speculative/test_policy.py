@@ -353,6 +353,24 @@ def test_auto_off_probes_until_a_draft_is_tested():
     assert lengths(dataclasses.replace(policy, most=7), rounds)[-7:] == [0] * 6 + [2]
 
 
+def test_dear_probes_are_rarer_behind_a_long_text():
+    """A probe takes 0.2 steps, and 10 more behind 10,000 tokens if the drafter reads them."""
+    for kv_draft, waits in ((0.0, [10, 10]), (1.0, [10, 510])):
+        policy = AutoOff(2, cost=CostModel((1.0, 1.1, 1.2), c=0.1, kv_draft=kv_draft), probe_share=0.02)
+        first_B, most_B = policy.waits(jnp.array([0, 10_000], jnp.int32))
+        assert first_B.tolist() == waits and most_B.tolist() == [max(32, wait) for wait in waits]
+
+
+def test_auto_off_counts_the_passes_that_a_draft_took():
+    """Three nodes of two passes of a head take the time of two drafted tokens, and those of lookup none."""
+    policy = AutoOff(4, inner=Fixed(4), cost=CostModel(V_TABLE, c=0.2))
+    before, count_B = policy.init(2), jnp.array([3, 0], jnp.int32)
+    after = policy.update(before, verdict([1, 0], [2, 0]), count_B)
+    for passes in (0, 2, 3):
+        time_B = policy.passed(before, after, jnp.full((2,), passes), count_B).time
+        np.testing.assert_allclose(after.time - time_B, [(3 - passes) * 0.2, 0], atol=1e-5)  # the second drafted none
+
+
 def test_auto_off_takes_a_whole_probe_for_a_whole_draft():
     policy = AutoOff(4, inner=Fixed(4), cost=CostModel(V_TABLE, weight=0.01), probe=2, every=3, probe_share=1.0)
     assert lengths(policy, [(0, 1), *[(0, 0)] * 3, (2, 2)]) == [4, 0, 0, 0, 2, 4]

@@ -134,7 +134,7 @@ class MixedState(NamedTuple):
 class _Level(NamedTuple):
     """A draft in the making: the head's cache and its logits float32[B, N] behind the spine; of the spine's last node
     the chance, float32[B], and int32[B, 3] the tokens up to it; bool[B] whether the head has read it, whether lookup
-    goes on there, and whether another level follows."""
+    goes on there, and whether another level follows; int32[B] levels that the head has scored."""
 
     cache: Pytree
     proposed: Proposals
@@ -143,6 +143,7 @@ class _Level(NamedTuple):
     heads: jax.Array
     copies: jax.Array
     live: jax.Array
+    scored: jax.Array
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,8 @@ class MixedTree(Drafter):
             tail_B3 = jnp.concatenate([level.tail[:, 1:], token_B[:, None]], axis=1)
             copies_B = copies_B & (token_B == copied_B1[:, 0])
             live_B = level.live & (reach_B > _LEAST) & (d + 1 < budget_B)
-            return _Level(cache, proposed, reach_B, tail_B3, heads_B, copies_B, live_B)
+            scored_B = level.scored + heads_B.astype(jnp.int32)
+            return _Level(cache, proposed, reach_B, tail_B3, heads_B, copies_B, live_B, scored_B)
 
         def begin(level: _Level, heads_B: jax.Array):
             assert self.source is not None
@@ -264,7 +266,8 @@ class MixedTree(Drafter):
 
         live_B = budget_B > 0
         ones_B = jnp.ones((batch,), jnp.float32)
-        level = _Level(state.head, self._nothing(batch), ones_B, tail_B3, live_B, match_B > 0, live_B)
+        none_B = jnp.zeros_like(budget_B)
+        level = _Level(state.head, self._nothing(batch), ones_B, tail_B3, live_B, match_B > 0, live_B, none_B)
         level = add(jnp.int32(0), level, begin)
         _, level = jax.lax.while_loop(
             lambda c: c[1].live.any(), lambda c: (c[0] + 1, add(c[0], c[1], feed)), (jnp.int32(1), level)
@@ -274,7 +277,7 @@ class MixedTree(Drafter):
             head, cache = self.source.close(params.head, state.head, level.cache, ctx)
         draft = self._best(level.proposed, budget_B, ctx)
         state = state._replace(head=head, proposed=level.proposed)
-        return Drafted(draft, state, cache)
+        return Drafted(draft, state, cache, passes=level.scored)
 
     def _read(self, weights: DraftWeights, logits_BN: jax.Array) -> tuple[jax.Array, jax.Array]:
         """int32[B, HEAD_RANKS]: the head's likeliest tokens, and their classes, by rank and probability."""

@@ -53,7 +53,7 @@ def default_policy(times: Mapping[str, object], *, gamma: int = SHORT_GAMMA, tre
     """What nobody chose: short drafts of the length that pays best, and none where none pays; a tree whole or not.
 
     Args:
-        times: `v`, `c` and `c0` of the cost model.
+        times: `v`, `c`, `c0`, `kv`, `kv_row` and `kv_draft` of the cost model.
         gamma: most tokens, or the nodes of the tree.
         tree: whether drafts are trees.
     """

@@ -140,6 +140,10 @@ class Policy:
         """
         return state
 
+    def passed(self, before: Any, after: Any, passes_B: jax.Array, count_B: jax.Array) -> Any:
+        """`update`'s state if drafting the `count` nodes took the time of `passes` ones, int32[B]."""
+        return after
+
     def stop(self, state: Any, view: DraftView) -> jax.Array:
         """bool[B]: end the draft before the next node is drawn from the distribution in view."""
         return jnp.zeros(view.depth.shape, bool)

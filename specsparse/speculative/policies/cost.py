@@ -15,7 +15,6 @@ ratio of the sums is the speed.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
@@ -316,13 +315,14 @@ class AutoOff(Policy):
     def one_hot_only(self) -> bool:
         return self.paying.one_hot_only
 
-    @property
-    def waits(self) -> tuple[int, int]:
-        """Rounds before a probe, at first and at most, with what a probe costs taken into account."""
-        loss = self.cost.time(self.probe) / self.cost.times[0] - 1
-        least = min(math.ceil(loss / self.probe_share), 2**30)
+    def waits(self, length_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Rounds before a probe behind so many tokens, at first and at most, with what a probe costs taken into
+        account: int32[B] each."""
+        loss_B = self.cost.drafted([self.probe], length_B)[:, 0] - 1
+        least_B = jnp.minimum(loss_B / np.float32(self.probe_share), 2.0**29)
+        least_B = jnp.ceil(least_B - 1e-4).astype(jnp.int32)  # a quotient that is whole has float32's error
         most = max(32, self.every) if self.most is None else self.most
-        return max(self.every, least), max(most, least)
+        return jnp.maximum(self.every, least_B), jnp.maximum(most, least_B)
 
     def init(self, batch: int) -> AutoOffState:
         return self.begin(jnp.zeros((batch,), jnp.int32))
@@ -337,7 +337,8 @@ class AutoOff(Policy):
         drafted_B = jnp.minimum(self.paying.length(inner), best_B)
         tokens_G = jnp.array([expected.expected_tokens(alpha, g) for g in range(self.gamma + 1)], jnp.float32)
         time_B = weight * self._time(drafted_B, length_B)
-        return AutoOffState(inner, weight * tokens_G[drafted_B], time_B, count, count + self.waits[0], length_B)
+        wait_B = self.waits(length_B)[0]
+        return AutoOffState(inner, weight * tokens_G[drafted_B], time_B, count, wait_B, length_B)
 
     def pays(self, state: AutoOffState) -> jax.Array:
         """bool[B]: whether drafts of `inner`'s length are predicted to be worth it. False is auto-off in reports."""
@@ -364,16 +365,22 @@ class AutoOff(Policy):
         whole_B = drafted_B & ~on_B & (accepted_B >= self.probe)
         fade_B = jnp.where(drafted_B, jnp.where(on_B, self.cost.memory, self.probe_memory), jnp.float32(1))
         brought_B = drafted_B.astype(jnp.float32) * (1 + accepted_B.astype(jnp.float32))
-        every, most = self.waits
-        longer_B = jnp.minimum(2 * state.wait, most)
+        every_B, most_B = self.waits(state.length)
+        longer_B = jnp.minimum(2 * state.wait, most_B)
         return AutoOffState(
             self.paying.update(state.inner, verdict, count_B),
             fade_B * state.tokens + brought_B,
             fade_B * state.time + drafted_B.astype(jnp.float32) * cost_B,
             jnp.where(on_B | drafted_B, 0, state.idle + 1),
-            jnp.where(on_B | whole_B, every, jnp.where(drafted_B, longer_B, state.wait)),
+            jnp.where(on_B | whole_B, every_B, jnp.where(drafted_B, longer_B, state.wait)),
             state.length + verdict.count,
         )
+
+    def passed(
+        self, before: AutoOffState, after: AutoOffState, passes_B: jax.Array, count_B: jax.Array
+    ) -> AutoOffState:
+        more_B = jnp.where(count_B > 0, passes_B - count_B, 0).astype(jnp.float32)
+        return after._replace(time=after.time + more_B * self.cost.token(before.length))
 
     def stop(self, state: AutoOffState, view: DraftView) -> jax.Array:
         return self.paying.stop(state.inner, view)

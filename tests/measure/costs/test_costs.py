@@ -202,18 +202,23 @@ def test_a_table_gives_the_policies_their_options():
     t = table().with_draft("model", DraftCost(token_s=0.0022, fixed_s=0.0011))
     options = t.policy_options(7, "model")
     assert options["v"][0] == 1.0 and len(options["v"]) == 8
-    alone = 0.011 + 0.0012  # a round with room for seven tokens, and no draft
+
+    def bare(n: int, room: int = 7) -> float:  # without what the text of the measurement adds
+        return t.round(n, room) - t.kv_base * (t.kv_s + n * t.kv_row_s)
+
+    alone = bare(1)
+    assert alone == pytest.approx(0.011 + 0.0012 - 100 * 1.1e-6)  # with room for seven tokens, and no draft
     assert options["c"] == pytest.approx(0.0022 / alone)
     cost = get_policy("cost", gamma=7, **options).cost
-    assert cost.time(7) == pytest.approx((t.round(8, 7) + 7 * 0.0022 + 0.0011) / alone)
+    assert cost.time(7) == pytest.approx((bare(8) + 7 * 0.0022 + 0.0011) / alone)
     assert t.policy_options(7, "unknown")["c"] == 0
     together = t.policy_options(3, "model", batch=4)
-    assert together["v"] == pytest.approx([t.round(n, 3) / t.round(4, 3) for n in (4, 8, 12, 16)])
+    assert together["v"] == pytest.approx([bare(n, 3) / bare(4, 3) for n in (4, 8, 12, 16)])
     assert (together["c"], together["c0"]) == tuple(t.policy_options(3, "model")[key] for key in ("c", "c0"))
     for share in (0.0, 0.7):  # of what a row reads of the text, what drafting a token reads
         cost = get_policy("cost", gamma=7, **t.policy_options(7, "model", kv_share=share)).cost
         row = 2000 * (t.kv_s + t.kv_row_s)
-        by_hand = t.round(4, 7) + 3 * (0.0022 + share * row) + 0.0011 + 2000 * (t.kv_s + 4 * t.kv_row_s)
+        by_hand = bare(4) + 3 * (0.0022 + share * row) + 0.0011 + 2000 * (t.kv_s + 4 * t.kv_row_s)
         deep = cost.drafted(range(8), np.array([2000]))[0]
         assert deep[3] == pytest.approx(by_hand / (alone + row), rel=1e-5)
         assert cost.token(np.array([2000]))[0] == pytest.approx((0.0022 + share * row) / (alone + row), rel=1e-5)
