@@ -100,6 +100,7 @@ def against(
     if not methods:
         return _NO_METHOD
     values: dict[str, set[float]] = {}
+    methods = [method for method in methods if isinstance(method.run.setting(key), int | float)]  # null: not said
     for method in methods:
         values.setdefault(method.without(key), set()).add(method.run.setting(key))
     on_a_line = [m for m in methods if len(values[m.without(key)]) > 1]

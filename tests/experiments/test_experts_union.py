@@ -65,11 +65,13 @@ def test_times_are_measured_beside_the_bytes(cfg, tmp_path):
 
 def test_what_is_missing_is_said_before_anything_is_loaded(cfg, files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    short = write_tiny_gguf(tmp_path / "short.gguf", context_length=8)
     for wrong, says in (
         (replaced(cfg, model=ModelSpec("experts/experts.gguf")), r"\+experiment=train_experts makes it"),
         (replaced(cfg, model=ModelSpec(str(files / "dense.gguf"))), "has none"),
         *((changed(cfg, "union", rows=rows), "union.rows") for rows in ((2, 1), (1,), (), (1, 32))),
         (changed(cfg, "union", dense=str(files / "experts.gguf")), "union.dense"),
+        (changed(cfg, "union", dense=str(short), rows=(1, 9)), "short.gguf reads 8 tokens"),
     ):
         with pytest.raises(UserError, match=says):
             runner.check(wrong)

@@ -119,6 +119,11 @@ def test_mistakes(cfg, folder, tmp_path, monkeypatch, change, says):
         play(replaced(cfg, perplexity=dataclasses.replace(cfg.own["perplexity"], **change)), tmp_path / "run")
 
 
+def test_times_need_room_in_the_context(cfg, tmp_path):
+    with pytest.raises(UserError, match=r"choose a smaller quant_table\.pp"):
+        play(replaced(cfg, kind="quant_table", quant_table=QuantTableSpec(types=("Q8_0",), pp=9999)), tmp_path)
+
+
 def test_an_unknown_type(cfg, tmp_path):
     with pytest.raises(UserError, match="cannot quantise to 'Q9'"):
         play(replaced(cfg, kind="quant_table", quant_table=QuantTableSpec(types=("Q9",))), tmp_path)

@@ -97,6 +97,13 @@ def test_speedups_of_the_figures_are_those_of_the_passes(sweep):
         assert {(r["method"], r["value"]) for r in rows_of(found[name])} == {(line, "0.5") for line in lines}
 
 
+def test_a_run_that_says_no_temperature_is_on_no_line(tmp_path):
+    for name, heat in (("none", None), ("half", 0.5), ("warm", 0.8)):
+        making.speed_run(tmp_path / name, making.passes(TIMES), sampling__temperature=heat)
+    drawn = {row["temperature of the target"] for row in made(tmp_path)["speedup_by_temperature"].rows}
+    assert drawn == {0.5, 0.8}
+
+
 def test_acceptance_and_rounds(sweep):
     found = made(sweep)
     first = [r for r in rows_of(found["acceptance_by_position"]) if r["method"] == "gamma 2, T 0"]

@@ -96,7 +96,10 @@ class ExpertsUnion(Kind[UnionSettings]):
         })
         if spec.dense is not None:
             other = header_of(replace(cfg.model, path=spec.dense))[1]
-            refuse({f"union.dense={spec.dense} is no dense model with a gate": other.n_experts or not other.gated})
+            refuse({
+                f"union.dense={spec.dense} is no dense model with a gate": other.n_experts or not other.gated,
+                f"union.rows={rows}: {spec.dense} reads {other.context_length} tokens": rows[-1] > other.context_length,
+            })
         decoding.check(cfg, methods(cfg).values())
 
     def run(self, cfg: UnionSettings, ctx: RunContext) -> RunResult:

@@ -220,13 +220,15 @@ def _row(
     f = open_gguf(path)
     name, size = f.main_type(), f.sizes()
     model = ctx.load(replace(cfg.model, path=str(path)), title=path.name)
+    spec, speed = cfg.quant_table, dict.fromkeys(("prompt", "decode", "conditions"))
+    plan, room = trials.TrialPlan(pp=spec.pp, tg=spec.tg, repeats=spec.timings), max(spec.pp, spec.tg + 1)
+    if plan.tests():
+        trials.need_room(model.config, room, "quant_table.pp or quant_table.tg")
     found = scored(model, text, ctx, name, base=probs).summary()
     row = {"type": name, "file": path.name, **{key: size[key] for key in ("bytes", "bits_per_weight")}, **found}
-    spec, speed = cfg.quant_table, dict.fromkeys(("prompt", "decode", "conditions"))
-    plan = trials.TrialPlan(pp=spec.pp, tg=spec.tg, repeats=spec.timings)
     if not plan.tests():
         return row | speed
-    side = Ours(model, room=max(spec.pp, spec.tg + 1))
+    side = Ours(model, room=room)
     with terminal.busy(ctx.console, f"timing {name}"):
         trials.warm_up(plan, side)
         timed = trials.run(plan, [side])

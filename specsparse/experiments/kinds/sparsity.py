@@ -23,6 +23,7 @@ from specsparse.experiments.settings import DataSpec, ModelSettings, choice_from
 from specsparse.measure import conditions, intervals, machine, speedups
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.speedups import Speedup, timing_ends
+from specsparse.measure.trials import need_room
 from specsparse.models import catalogue
 from specsparse.powerinfer.fewer import bytes_read, gated, of_one_set
 from specsparse.powerinfer.modes import PREDICTED
@@ -67,7 +68,7 @@ class SparsitySpec:
     window: Annotated[int, Range(4)] = 128  # tokens of a piece of text
     judged: Count = 6  # pieces that quality is judged on
     tokens: Size = 64  # to decode for the speed; 0: quality only
-    repeats: Count = 3  # of that, with each point in turn; 0: quality only
+    repeats: Count = 3  # of that, with each point in turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +214,7 @@ def _timed(cfg: SparsitySettings, ctx: RunContext, sides: list[Model], ids: list
     The first side is plain decoding, the first round is not timed.
     """
     repeats, meter = cfg.sparsity.repeats, machine.Meter()
+    need_room(sides[0].config, len(ids) + 1, "sparsity.window, or give sparsity.tokens=0")
 
     def once(model: Model) -> float:
         stats = ctx.engine.generate(model, ids, max_tokens=cfg.sparsity.tokens, ignore_eos=True).stats

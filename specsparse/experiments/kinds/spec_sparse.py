@@ -16,7 +16,7 @@ from matplotlib.figure import Figure as Canvas
 from rich.table import Table
 from rich.text import Text
 
-from specsparse.errors import refuse
+from specsparse.errors import UserError, refuse
 from specsparse.experiments import configured, decoding, sparse_model
 from specsparse.experiments.decoding import Passes
 from specsparse.experiments.kind import Kind, RunContext, RunResult
@@ -229,7 +229,9 @@ def _cells(
     """The cells by name, from the timed passes, what a pass of each reads of the FFNs, the bytes of the dense model,
     and the names of the cells whose tokens should be plain dense decoding's.
     """
-    by_side = {name: [p for p in passes if p.side == name] for name in read}
+    by_side = {name: [p for p in passes if p.side == name and p.token_ids] for name in read}
+    if not by_side[PLAIN_DENSE]:
+        raise UserError("no token was written: the prompts fill the model's context")
     plain = {(p.prompt_id, p.repeat): p.decode_s / len(p.token_ids) for p in by_side[PLAIN_DENSE]}
     rest, out = whole - read[PLAIN_DENSE].size, {}
     for name, some in by_side.items():

@@ -93,6 +93,7 @@ class TrainDrafter(Training):
         """
         model = ctx.load(cfg.model)
         own, data, train, small = train_settings.options(cfg, *OWNERS)
+        made = form_of(cfg, model)  # its errors before the folder is claimed and the text is written
         end = {"head": "", "model": "-draft"}.get(own.form, f"-{own.form}")
         folder = Path(cfg.train.output or Path("heads") / f"{Path(model.path).stem}{end}")
         shape: dict[str, object] = {n: getattr(train, n) for n in ("draft_vocab", "seed")}
@@ -102,7 +103,7 @@ class TrainDrafter(Training):
         train_settings.claim(folder, cfg, model, {"text": vars(data), own.form: shape})
         ctx.tracker.follow(folder)
         found, written = texts(cfg, model, folder, ctx)
-        trainer = Trainer(model, train, form_of(cfg, model))
+        trainer = Trainer(model, train, made)
         judge = evaluator(
             model, trainer.form, held_out(cfg, model, ctx), gamma=own.gamma, shape=(train.rows, train.drafting)
         )

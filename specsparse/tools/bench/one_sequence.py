@@ -19,6 +19,7 @@ from rich.text import Text
 from specsparse import kernels
 from specsparse.cli.arguments import load_options
 from specsparse.engine.cache import LayerWindows
+from specsparse.engine.gguf import requantise
 from specsparse.engine.gguf.reader import FLOAT_TYPES, open_gguf
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
@@ -75,6 +76,8 @@ class SequenceBench(ModelBench):
             raise UserError("nothing to measure: give --pp, --tg or --widths")
         if self.rows is not None and self.rows < max(plan.ns, default=0):
             raise UserError(f"--rows {self.rows} is less than the largest of --widths, {max(plan.ns)}")
+        if self.quantise:
+            requantise.kind_of(self.quantise)
         open_gguf(catalogue.resolve(self.model))
 
     def run(self, out: Console) -> Json:

@@ -29,11 +29,14 @@ def main(args: argparse.Namespace) -> int:
     if args.second and args.draft:
         raise UserError("--draft: not allowed with argument DRAFT")
     device, name = get_device(args.device), args.second or args.draft
-    inspected = _look_at(args.model)
-    if isinstance(inspected, dict):  # a head in a folder
+    inspected, draft = _look_at(args.model), _look_at(name) if name else None
+    if draft is not None and (isinstance(inspected, dict) or isinstance(draft, dict)):
+        head = args.model if isinstance(inspected, dict) else name
+        raise UserError(f"{head} is a head in a folder, which is looked at alone: leave out the other file")
+    if isinstance(inspected, dict):
         found, shown = inspected, [pairs("head", inspected)]
     else:
-        found = report(inspected, device, draft=_look_at(name) if name else None, each=args.tensors)
+        found = report(inspected, device, draft=draft, each=args.tensors)
         shown = parts(found, device.title)
     if args.json:
         print(to_json(found))

@@ -71,8 +71,6 @@ class IkLlamaCpp:
     """ik-llama-cpp-python, which binds some of the C functions only."""
 
     def __init__(self):
-        import ctypes
-
         import ik_llama_cpp
         from ik_llama_cpp import _ctypes_api
 

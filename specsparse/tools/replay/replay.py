@@ -192,8 +192,8 @@ def at_temperature(recording: Recording, temperature: float) -> Recording:
         why = "it was greedy"
     elif about["truncated"]:
         why = "p was truncated"
-    elif temperature < GREEDY_TEMPERATURE:
-        why = "it must be above 0"
+    elif not GREEDY_TEMPERATURE <= temperature < np.inf:
+        why = "it must be a number above 0"
     elif (rest := _most_rest(recording, power)) > MOST_REST:
         why = f"up to {rest:.1%} of p may lie beyond the recorded tokens; record more of them"
     if why:

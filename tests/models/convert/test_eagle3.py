@@ -247,3 +247,5 @@ def test_the_command_line(tmp_path, capsys):
     assert cli.main(["convert", "eagle3", head, str(tmp_path / "o")]) == 2  # it is there already
     folder = changed(tmp_path / "k", config={"speculators_config": {"proposal_methods": [{"verifier_accept_k": 3}]}})
     assert cli.main(["inspect", str(folder)]) == 0 and "verifier_accept_k=3: lossy" in capsys.readouterr().out
+    for pair in ([str(folder), str(ORACLE / "target.gguf")], [str(ORACLE / "target.gguf"), str(folder)]):
+        assert cli.main(["inspect", *pair]) == 2 and "is a head in a folder" in capsys.readouterr().err

@@ -61,5 +61,6 @@ def test_what_has_no_other_temperature(change, why):
     few.about.update(change)
     with pytest.raises(UserError, match=why):
         at_temperature(few, 0.5)
-    with pytest.raises(UserError, match="it must be above 0"):
-        at_temperature(record(steep(2.0), 8), 0.0)
+    for none in (0.0, float("nan"), float("inf")):
+        with pytest.raises(UserError, match="a number above 0"):
+            at_temperature(record(steep(2.0), 8), none)
