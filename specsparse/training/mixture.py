@@ -31,7 +31,7 @@ from specsparse.support.files import Json
 from specsparse.support.options import Count, Internal, Positive, Range
 from specsparse.training.corpus import Document
 from specsparse.training.layer import LayerWeights, Precision, attend, halved, layer_shapes, rms_norm, times
-from specsparse.training.training_loop import OnStep, endless, train, trapezoid, updated
+from specsparse.training.training_loop import OnStep, adamw, endless, rates, train, updated
 
 _END = "<|endoftext|>"  # id 0, before each document and after it
 _BYTES = 256
@@ -211,11 +211,8 @@ class MixtureTrainer:
 
     def __init__(self, options: MixtureOptions):
         self.options, self.config = options, options.config
-        down = max(1, round(options.decay * options.steps))
-        rate = trapezoid(options.learning_rate, options.steps, up=options.warmup, down=down)
-        matrices = partial(jax.tree.map, lambda x: x.ndim > 1)
-        adamw = optax.adamw(rate, b2=0.98, weight_decay=options.weight_decay, mask=matrices)
-        self._optimiser = optax.chain(optax.clip_by_global_norm(options.clip), adamw)
+        rate = rates(options.learning_rate, options)
+        self._optimiser = adamw(rate, decay=options.weight_decay, clip=options.clip)
         self._step = jax.jit(self._one_step, donate_argnums=0)
         self._losses_of = jax.jit(self._losses)
 

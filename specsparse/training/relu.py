@@ -40,7 +40,7 @@ from specsparse.support.files import write_tensors
 from specsparse.support.options import Count, Internal, Positive, Range, Share
 from specsparse.training.corpus import Features, Text, fill_up, pack
 from specsparse.training.layer import LayerWeights, Precision, attend, halved, times
-from specsparse.training.training_loop import OnStep, endless, train, trapezoid, updated
+from specsparse.training.training_loop import OnStep, endless, learning_rate, rates, train, trapezoid, updated
 
 _PART = 8  # windows of a file of inputs
 
@@ -458,8 +458,7 @@ class Distiller:
         self._frozen = frozen_layers(model, options.rows)
         self._head = dequantize(model.params.output)
         self._features = Features(model, (model.config.n_layers,))
-        down = max(1, round(options.decay * options.steps))
-        self._rate = trapezoid(options.rate, options.steps, up=options.warmup, down=down)
+        self._rate = rates(options.rate, options)
         self._optimiser = optax.chain(optax.clip_by_global_norm(options.clip), optax.adam(self._rate, b2=0.98))
         self._measure, self._weights = MEASURES[options.measure]
         self._step = jax.jit(self._one_step, donate_argnums=(0,))
@@ -470,8 +469,7 @@ class Distiller:
         return ReluState(ffn, self._optimiser.init(ffn), jnp.float32(self._weights[1] / 10), jnp.int32(0))
 
     def rate(self, state: ReluState) -> dict[str, float]:
-        """The learning rate of the state's last step, for a curve."""
-        return {"learning_rate": float(np.asarray(self._rate(max(int(state.step) - 1, 0))))}
+        return learning_rate(self._rate, state.step)
 
     def like(self) -> ReluState:
         """A state of the right shapes, to read a checkpoint by."""

@@ -23,7 +23,7 @@ from specsparse.support.options import Count, Internal, Positive, Range, Size
 from specsparse.training.corpus import Text, Window, fill, pack, spans
 from specsparse.training.form import Aim, Form, Frozen, Loss, id_counts
 from specsparse.training.layer import Precision, halved, times
-from specsparse.training.training_loop import OnStep, endless, train, trapezoid, updated
+from specsparse.training.training_loop import OnStep, adamw, endless, learning_rate, rates, train, updated
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,8 @@ class Trainer:
     def __init__(self, model: Model, options: TrainOptions, form: Form):
         model.check_packed("training")
         self.model, self.options, self.form, self.config = model, options, form, model.config
-        # AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) under a trapezoid of rates.
-        down = max(1, round(options.decay * options.steps))
-        self._rate = trapezoid(options.learning_rate, options.steps, up=options.warmup, down=down)
-        matrices = partial(jax.tree.map, lambda x: x.ndim > 1)
-        adamw = optax.adamw(self._rate, b2=0.98, weight_decay=options.weight_decay, mask=matrices)
-        self._optimiser = optax.chain(optax.clip_by_global_norm(options.clip), adamw)
+        self._rate = rates(options.learning_rate, options)
+        self._optimiser = adamw(self._rate, decay=options.weight_decay, clip=options.clip)
         self._step = jax.jit(self._one_step, donate_argnums=2, static_argnames="replay")
 
     def start(self, texts: Sequence[Text] | None) -> TrainState:
@@ -115,8 +111,7 @@ class Trainer:
         return self.form.written(state.weights, self.options.quantise)
 
     def rate(self, state: TrainState) -> dict[str, float]:
-        """The learning rate of the state's last step, for a curve."""
-        return {"learning_rate": float(np.asarray(self._rate(max(int(state.step) - 1, 0))))}
+        return learning_rate(self._rate, state.step)
 
     def batches(self, texts: Sequence[Text], ids: np.ndarray, start: int) -> Iterator[HeadBatch]:
         """The batches from step `start` on without end; the texts come in another order each time."""

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -40,6 +41,34 @@ def trapezoid(peak: float, steps: int, *, up: int, down: int) -> optax.Schedule:
         optax.linear_schedule(peak, 0.0, down),
     )
     return optax.join_schedules(parts, [up, up + flat])
+
+
+class Rates(Protocol):
+    """The options of a training's rates: steps in which they rise and the share in which they fall."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def warmup(self) -> int: ...
+    @property
+    def decay(self) -> float: ...
+
+
+def rates(peak: float, options: Rates) -> optax.Schedule:
+    """The trapezoid of a training: it falls over the last `decay` of the steps."""
+    down = max(1, round(options.decay * options.steps))
+    return trapezoid(peak, options.steps, up=options.warmup, down=down)
+
+
+def learning_rate(schedule: optax.Schedule, step: jax.Array) -> dict[str, float]:
+    """The rate of the last of so many steps, for a curve."""
+    return {"learning_rate": float(np.asarray(schedule(max(int(step) - 1, 0))))}
+
+
+def adamw(rate: optax.Schedule, *, decay: float, clip: float) -> optax.GradientTransformation:
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) whose weight decay is of matrices, behind a clipped norm."""
+    matrices = partial(jax.tree.map, lambda x: x.ndim > 1)
+    return optax.chain(optax.clip_by_global_norm(clip), optax.adamw(rate, b2=0.98, weight_decay=decay, mask=matrices))
 
 
 def updated(

@@ -25,7 +25,7 @@ from specsparse.measure.costs.forecast import Candidate, Clocks, DraftShape, at_
 from specsparse.measure.costs.measuring import Bar, silent
 from specsparse.measure.intervals import Interval
 from specsparse.measure.speedups import Repeats
-from specsparse.measure.trials import Ours
+from specsparse.measure.trials import Ours, need_room
 from specsparse.report import display, record
 from specsparse.report.record import PLAIN, SPECULATIVE, Group, Identity, Pass
 from specsparse.runtime import metrics
@@ -371,6 +371,7 @@ def at_depths(bench: Bench, widths: Sequence[int], *, bar: Bar = silent) -> list
     for job in bench.jobs:
         lengths.setdefault(job.prompt.task, []).append(len(job.ids))
     depths, ns = {task: round(statistics.fmean(each)) for task, each in lengths.items()}, sorted({1, *widths})
+    need_room(bench.model.config, max(depths.values()) + ns[-1], "compare.widths or data.lengths")
     side = Ours(bench.model, depth=max(depths.values()), room=ns[-1], forwards=2)
 
     def timed(depth: int, n: int) -> float:
