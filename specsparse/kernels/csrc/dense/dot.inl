@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kSlices = kRows / kSlice;
 constexpr int64_t kPiece = 16;           // blocks, whole super-blocks
-constexpr int64_t kAhead = 8 / kSlices;  // blocks further on that a single call fetches: wider vectors are there sooner
+constexpr int64_t kAhead = 16 / kSlices;  // blocks further on that a single call fetches: wider vectors are there sooner
 
 // Of `blocks` blocks of a group.
 template <class Kind>
@@ -62,7 +62,7 @@ __attribute__((flatten)) void multiply(const Matrix& w, int count, const uint8_t
         block[i] = group + i * stride;
         if (fetch) {
           const uint8_t* from = block[i] + ahead - (header ? Kind::kHeaderBytes : 0);
-          each<Kind::kLines + Kind::kHeader>([&](auto line) SPECSPARSE_EACH { __builtin_prefetch(from + 64 * line); });
+          each<Kind::kLines + Kind::kHeader>([&](auto line) SPECSPARSE_EACH { __builtin_prefetch(from + 64 * line, 0, 2); });
         }
         each<kSlices>([&](auto s) SPECSPARSE_EACH {
           if (header) load_super<Kind>(block[i] - Kind::kHeaderBytes, kSlice * s, super[g + i][s]);
