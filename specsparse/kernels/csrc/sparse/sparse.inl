@@ -146,7 +146,7 @@ __attribute__((flatten)) void dot_codes_row(const NeuronRows& w, int64_t j, cons
     for (int64_t i = 0; i < size; i += 16) store(scales + t * size + i, mul(load(d + i), load(dx + i)));
   });
   for (int64_t c = 0; c < chunks; ++c) {
-    __builtin_prefetch(next + c * step);
+    __builtin_prefetch(next + c * step, 0, 2);
     if constexpr (READ == Read::kCodes) {  // Q4_0's zero is taken off the sums: signed bytes would cost half as much again
       const Bytes codes = load_nibbles(row + c * step);
       each<NT>([&](auto t) SPECSPARSE_EACH {
@@ -162,7 +162,7 @@ __attribute__((flatten)) void dot_codes_row(const NeuronRows& w, int64_t j, cons
       });
     }
   }
-  for (int64_t at = chunks * step; at < w.row_bytes; at += 64) __builtin_prefetch(next + at);
+  for (int64_t at = chunks * step; at < w.row_bytes; at += 64) __builtin_prefetch(next + at, 0, 2);
   each<NT>([&](auto t) SPECSPARSE_EACH {
     if (MINS)
       for (int64_t i = 0; i < size; i += 16) acc[t] = fma(load(m + i), load(inputs[t]->sums[SUBS - 1] + i), acc[t]);
@@ -179,7 +179,7 @@ __attribute__((flatten)) void dot_floats_row(const NeuronRows& w, int64_t j, con
   each<NT>([&](auto t) SPECSPARSE_EACH { x[t] = inputs[t]->x, low[t] = zero(), high[t] = zero(); });
   for (int64_t c = 0, end = w.chunks() * kChunk; c < end; c += 32) {
     const uint8_t* p = row + c * SIZE;
-    for (int line = 0; line < 32 * SIZE; line += 64) __builtin_prefetch(next + c * SIZE + line);
+    for (int line = 0; line < 32 * SIZE; line += 64) __builtin_prefetch(next + c * SIZE + line, 0, 2);
     const F a = read(p), b = read(p + 16 * SIZE);
     each<NT>([&](auto t) SPECSPARSE_EACH {
       low[t] = fma(a, load(x[t] + c), low[t]);
@@ -256,11 +256,11 @@ __attribute__((flatten)) void dot_codes_group(const NeuronRows& w, const int32_t
   };
   int64_t c = 0, at = 0;
   for (; c + kAtOnce <= chunks; c += kAtOnce, at += kAtOnce * kBytes) {
-    each<kRowGroup>([&](auto r) SPECSPARSE_EACH { each<kAtOnce * kBytes / 64>([&](auto i) SPECSPARSE_EACH { __builtin_prefetch(next[r] + at + 64 * i); }); });
+    each<kRowGroup>([&](auto r) SPECSPARSE_EACH { each<kAtOnce * kBytes / 64>([&](auto i) SPECSPARSE_EACH { __builtin_prefetch(next[r] + at + 64 * i, 0, 2); }); });
     chunk(c), chunk(c + 1);
   }
   if (c < chunks) chunk(c);
-  for (; at < w.row_bytes; at += 64) each<kRowGroup>([&](auto r) SPECSPARSE_EACH { __builtin_prefetch(next[r] + at); });
+  for (; at < w.row_bytes; at += 64) each<kRowGroup>([&](auto r) SPECSPARSE_EACH { __builtin_prefetch(next[r] + at, 0, 2); });
   if (MINS)
     for (int64_t i = 0; i < size; i += 16)
       each<kRowGroup>([&](auto r) SPECSPARSE_EACH { acc[r] = fma(load(mins + r * size + i), load(x.sums[SUBS - 1] + i), acc[r]); });
@@ -277,7 +277,7 @@ __attribute__((flatten)) void dot_floats_group(const NeuronRows& w, const int32_
   for (int64_t c = 0, end = w.chunks() * kChunk; c < end; c += 32) {
     const F a = load(x.x + c), b = load(x.x + c + 16);
     each<NR>([&](auto r) SPECSPARSE_EACH {
-      for (int line = 0; line < 32 * SIZE; line += 64) __builtin_prefetch(next[r] + c * SIZE + line);
+      for (int line = 0; line < 32 * SIZE; line += 64) __builtin_prefetch(next[r] + c * SIZE + line, 0, 2);
       const uint8_t* p = rows[r] + c * SIZE;
       low[r] = fma(read(p), a, low[r]);
       high[r] = fma(read(p + 16 * SIZE), b, high[r]);
@@ -316,7 +316,7 @@ __attribute__((flatten)) void dot_float_groups(const Matrix& w, int64_t g, const
   each<NG>([&](auto i) SPECSPARSE_EACH { groups[i] = w.data + (g + i) * w.group_bytes, acc[i] = zero(); });
   for (int64_t k = 0; k < w.cols; ++k)
     each<NG>([&](auto i) SPECSPARSE_EACH {
-      __builtin_prefetch(groups[i] + k * 16 * SIZE + 1024);
+      __builtin_prefetch(groups[i] + k * 16 * SIZE + 1024, 0, 2);
       acc[i] = fma(read(groups[i] + k * 16 * SIZE), set1(x[k]), acc[i]);
     });
   each<NG>([&](auto i) SPECSPARSE_EACH { store(out + 16 * i, acc[i]); });
@@ -342,7 +342,7 @@ __attribute__((flatten)) void dot_block_groups(const Matrix& w, int64_t g, int64
       const uint8_t* codes[kWide];
       SI dot[kWide][1];
       each<kSide>([&](auto i) SPECSPARSE_EACH {
-        each<Kind::kLines>([&](auto line) SPECSPARSE_EACH { __builtin_prefetch(block[i] + kSide * w.group_bytes + 64 * line); });
+        each<Kind::kLines>([&](auto line) SPECSPARSE_EACH { __builtin_prefetch(block[i] + kSide * w.group_bytes + 64 * line, 0, 2); });
         each<kSlices>([&](auto s) SPECSPARSE_EACH { codes[kSlices * i + s] = block[i] + Kind::kCodesAt + 4 * kSlice * s; });
       });
       if constexpr (Kind::kRead == Read::kCodes)
@@ -385,7 +385,7 @@ __attribute__((flatten)) void add_codes(const NeuronRows& w, const int32_t* js, 
     rows[r] = w.row(js[r]), ahead[r] = w.row(next[r]);
     scaled<MINS, SUBS, false>(w, rows[r], first, first + subs, a + r, d + r * size, m + r * size);
     // Scales are fetched with the first stripe, all of them.
-    for (int64_t at = w.chunks() * step; !begin && at < w.row_bytes; at += 64) __builtin_prefetch(ahead[r] + at);
+    for (int64_t at = w.chunks() * step; !begin && at < w.row_bytes; at += 64) __builtin_prefetch(ahead[r] + at, 0, 2);
   });
   for (int64_t c = begin; c < end; c += kStep) {
     float* to = y + (c - begin) * kChunk;
@@ -394,7 +394,7 @@ __attribute__((flatten)) void add_codes(const NeuronRows& w, const int32_t* js, 
       F sum[4];
       each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = load(to + 16 * k); });
       each<NR>([&](auto r) SPECSPARSE_EACH {
-        __builtin_prefetch(ahead[r] + c * step);
+        __builtin_prefetch(ahead[r] + c * step, 0, 2);
         const uint8_t* p = rows[r] + c * step;
         const float *scales = d + r * size + (c - begin) * kSubs, *mins = m + r * size + (c - begin) * kSubs;
         each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(set1(scales[k * kSubs / 4]), load_i8(p + 16 * k), sum[k]); });
@@ -408,7 +408,7 @@ __attribute__((flatten)) void add_codes(const NeuronRows& w, const int32_t* js, 
         S sum[4 * kStep];
         each<4 * kStep>([&](auto k) SPECSPARSE_EACH { sum[k] = slice_load(to + 16 * k + kSlice * kPart); });
         each<NR>([&](auto r) SPECSPARSE_EACH {
-          if (!kPart) __builtin_prefetch(ahead[r] + c * step);
+          if (!kPart) __builtin_prefetch(ahead[r] + c * step, 0, 2);
           const uint8_t* p = rows[r] + c * step;
           const NibbleColumns codes = c + kStep <= end ? load_columns(p) : load_last_columns(p);
           const auto scale = nibble_scales<kPart>(d + r * size + (c - begin) * 2);
@@ -461,7 +461,7 @@ __attribute__((flatten)) void add_floats(const NeuronRows& w, const int32_t* js,
     F low = load(to), high = load(to + 16);
     each<NR>([&](auto r) SPECSPARSE_EACH {
       const uint8_t* p = rows[r] + c * SIZE;
-      for (int line = 0; line < 32 * SIZE; line += 64) __builtin_prefetch(ahead[r] + c * SIZE + line);
+      for (int line = 0; line < 32 * SIZE; line += 64) __builtin_prefetch(ahead[r] + c * SIZE + line, 0, 2);
       low = fma(factor[r], read(p), low);
       high = fma(factor[r], read(p + 16 * SIZE), high);
     });
@@ -510,7 +510,7 @@ void dot_neurons(const NeuronRows& w, const int32_t* js, int count, const QBlock
   int32_t* sums = reinterpret_cast<int32_t*>(scratch + 16 * round16(blocks));
   for (int i = 0; i < count; i += 4) {
     const auto fetch = [&](int64_t at) SPECSPARSE_EACH {
-      for (int k = i; next && k < std::min(count, i + 4); ++k) __builtin_prefetch(next[k] + at);
+      for (int k = i; next && k < std::min(count, i + 4); ++k) __builtin_prefetch(next[k] + at, 0, 2);
     };
     for (int64_t c = 0; c < chunks; ++c) {
       if (c % 2 == 0) fetch(c * bytes);  // whole lines
@@ -552,8 +552,8 @@ struct LiveNeurons {
   }
   // Fetches chunks c and c + 1.
   SPECSPARSE_INLINE void fetch(int64_t c) const {
-    for (int i = 0; i < count; ++i) __builtin_prefetch(rows[i] + c * (kChunk / 2));
-    for (int at = 0; count && at < 256; at += 64) __builtin_prefetch(scales + 2 * c * kChunk + at);
+    for (int i = 0; i < count; ++i) __builtin_prefetch(rows[i] + c * (kChunk / 2), 0, 2);
+    for (int at = 0; count && at < 256; at += 64) __builtin_prefetch(scales + 2 * c * kChunk + at, 0, 2);
   }
 };
 
