@@ -62,6 +62,7 @@ __attribute__((flatten)) void multiply(const Matrix& w, int count, const uint8_t
         block[i] = group + i * stride;
         if (fetch) {
           const uint8_t* from = block[i] + ahead - (header ? Kind::kHeaderBytes : 0);
+          // To the second cache: a core has few places for lines on their way to the first.
           each<Kind::kLines + Kind::kHeader>([&](auto line) SPECSPARSE_EACH { __builtin_prefetch(from + 64 * line, 0, 2); });
         }
         each<kSlices>([&](auto s) SPECSPARSE_EACH {
