@@ -292,7 +292,7 @@ GUESSED_V = {
     "row by row": (1.0, 2.0),  # the reference kernels
 }
 """v(1).. of a small model (SmolLM2-135M Q4_1)."""
-GUESSED_KV = {"avx2": (0.6, 0.24), "avx512": (0.6, 0.12), "batched": (1.0, 0.0), "row by row": (0.0, 0.5)}
+GUESSED_KV = {"avx2": (0.6, 0.24), "avx512": (0.75, 0.22), "batched": (1.0, 0.0), "row by row": (0.0, 0.5)}
 """The cost of a token in the cache, in bytes of weights: to a round for each byte of its keys and values, to a row for
 each of its multiply-adds there (SmolLM2-135M behind 8,000 tokens, docs/LOG.md)."""
 STEP_FLOOR = 0.02
