@@ -36,7 +36,8 @@ SPECSPARSE_INLINE F load_kv(const void* base, int64_t index) {
 template <KvType TYPE>
 constexpr int kBytes = TYPE == KvType::kF32 ? 4 : TYPE == KvType::kQ8 ? 1 : 2;  // of a value
 
-// Asks for what lies at element `index`, which may be beyond the cache. Not of float32, since that may be a copy in the caches.
+// Asks for what lies at element `index`, which may be beyond the KV cache, into the processor's second cache (why: dot.inl).
+// Not of float32, since that may be a copy in the caches.
 template <KvType TYPE>
 SPECSPARSE_INLINE void fetch(const void* base, int64_t index) {
   if constexpr (TYPE != KvType::kF32) __builtin_prefetch(static_cast<const char*>(base) + index * kBytes<TYPE>, 0, 2);

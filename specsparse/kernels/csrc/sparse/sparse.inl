@@ -5,6 +5,8 @@
 // sub-blocks at a time, acc = fma(m, fl(dx * sum of x's codes), acc). Thirty-two accumulators for floats, lane i taking
 // columns i, 32 + i, ..; the upper sixteen are added to the lower. Lanes are summed by `reduce_add`.
 //
+// Rows are fetched into the processor's second cache, as dense/dot.inl says why.
+//
 // The output: y = fma(fl(a * d), code, y), then for mins y = fma(m, a, y); for floats y = fma(a, w, y); neuron after neuron.
 #include <algorithm>
 #include <cstring>
